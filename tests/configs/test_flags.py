@@ -1,0 +1,53 @@
+"""Flags mirror the schema: every field has one, and a round trip through them loses nothing."""
+
+import argparse
+
+import pytest
+
+from pdserve.configs.flags import add_flags, flag_of, given_flags, to_flags
+from pdserve.configs.load import CONFIG_OF_ROLE, Role, load_config
+
+
+def parse(role: Role, arguments: list[str]) -> dict[str, str | bool]:
+    fields = CONFIG_OF_ROLE[role].model_fields
+    parser = argparse.ArgumentParser()
+    add_flags(parser, fields, [name for name in fields if name != "role"])
+    return given_flags(parser.parse_args(arguments), fields)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_every_field_has_a_flag_with_its_default_and_range_in_the_help(role: Role) -> None:
+    fields = CONFIG_OF_ROLE[role].model_fields
+    parser = argparse.ArgumentParser(prog="p")
+    add_flags(parser, fields, [name for name in fields if name != "role"])
+    text = " ".join(parser.format_help().split())
+    for name in fields:
+        assert name == "role" or flag_of(name) in text
+    assert "tokens in one KV page; the two sides may differ (default: 16; 1 to 1024)" in text
+    assert "(default: 0.25; above 0, up to 0.95)" in text
+    assert "--verify-kv, --no-verify-kv" in text
+
+
+def test_only_given_flags_are_reported() -> None:
+    assert parse("decode", []) == {}
+    assert parse("decode", ["--page-size", "8", "--no-verify-kv"]) == {"page_size": "8", "verify_kv": False}
+    assert parse("decode", ["--prefill", "a:1", "--prefill", "b:2,c:3"]) == {"prefill": "a:1,b:2,c:3"}
+
+
+def test_spellings_of_sglang_are_understood() -> None:
+    arguments = ["--model-path", "/m", "--disaggregation-bootstrap-port=9", "--chunked-prefill-size", "64"]
+    assert parse("prefill", arguments) == {"model": "/m", "bootstrap_port": "9", "chunk_size": "64"}
+
+
+def test_settings_survive_the_way_to_a_child_process() -> None:
+    flags: dict[str, str | bool] = {
+        "prefill": "a:1,b:2",
+        "page_size": "8",
+        "verify_kv": False,
+        "kv_memory_gib": "0.5",
+        "served_model_name": "--odd name",
+    }
+    config = load_config("decode", None, {**flags, "api_key": "hush-hush"}, {})
+    arguments = to_flags(config)
+    assert "hush" not in " ".join(arguments)
+    assert load_config("decode", None, {**parse("decode", arguments), "api_key": "hush-hush"}, {}) == config

@@ -1,0 +1,106 @@
+"""The wheel and the sdist that a user installs, built and imported without this checkout."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one wheel and one sdist of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "--directory", str(folder), cwd=ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment that holds the wheel, and sees this one's packages through a .pth file."""
+    environment = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (wheel,) = built.glob("*.whl")
+    run(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site_packages, wheel,
+        cwd=environment,
+    )  # fmt: skip
+    # Our packages, but not our editable install: its .pth file would bring this checkout along.
+    (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return environment / "bin" / "python"
+
+
+def test_the_wheel_is_one_package_of_all_folders(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    ours = {
+        f"pdserve/{path.relative_to(ROOT)}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".yaml", ".cu", ".cuh"}
+    }
+    assert ours - names == set()
+    strangers = {
+        name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))
+    }
+    assert strangers == set()
+    assert f"pdserve-{PROJECT['version']}.dist-info/licenses/LICENSE" in names
+    assert not any(name.startswith(("pdserve/tests", "pdserve/.dev")) or name.endswith(".pyc") for name in names)
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/test_packaging.py"):
+        assert (source / name).is_file()
+    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path), cwd=source)
+    (first,) = built.glob("*.whl")
+    (second,) = tmp_path.glob("*.whl")
+    assert set(zipfile.ZipFile(second).namelist()) == set(zipfile.ZipFile(first).namelist())
+
+
+def test_the_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path) -> None:
+    script = "import pdserve.server.cli as cli; print(cli.__file__); print(cli.version_line())"
+    where, version = run(installed_python, "-I", "-c", script, cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(installed_python.parents[1])
+    assert version.startswith(f"pdserve {PROJECT['version']}, ")
+    assert run(installed_python, "-I", "-m", "pdserve.server", "version", cwd=tmp_path).strip() == version
+    script = "from pdserve.configs.load import find_config_file; print(find_config_file('local'))"
+    preset = run(installed_python, "-I", "-c", script, cwd=tmp_path).strip()
+    assert Path(preset).is_relative_to(installed_python.parents[1])
+
+
+def test_no_folder_of_ours_is_importable_by_its_bare_name(installed_python: Path, tmp_path: Path) -> None:
+    script = (
+        "import importlib.util, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    spec = importlib.util.find_spec(name)\n"
+        "    print(name, list(spec.submodule_search_locations or [spec.origin]) if spec else None)"
+    )
+    environment = str(installed_python.parents[1])
+    for line in run(installed_python, "-I", "-c", script, *FOLDERS, cwd=tmp_path).splitlines():
+        assert environment not in line
+        assert str(ROOT / line.split()[0]) not in line
+
+
+def test_the_command_is_declared() -> None:
+    assert PROJECT["scripts"] == {"pdserve": "pdserve.server.cli:main"}

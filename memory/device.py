@@ -1,0 +1,31 @@
+"""The device a server computes on, and the memory it has free."""
+
+from pathlib import Path
+
+import torch
+
+from ..configs.errors import StartupError
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one; raises StartupError for a device this host lacks."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise StartupError(f"device {name}: this machine has no usable CUDA device; use --device cpu")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise StartupError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise StartupError("/proc/meminfo has no MemAvailable line: cannot tell how much memory is free")

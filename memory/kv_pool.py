@@ -1,0 +1,91 @@
+"""The KV cache of one rank as one page-major tensor: `[page][layer][plane][head][token][dim]`."""
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class KvPool:
+    """Owns the memory. One contiguous allocation, so it is one registered region and a page is one contiguous range.
+
+    `layer(i)` gives the (key, value) views that kernels read and write, `[page, head, token, dim]`, strided.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_layers: int,
+        num_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.page_size = page_size
+        self.head_dim = head_dim
+        self.data = _zeros((num_pages, num_layers, 2, num_heads, page_size, head_dim), dtype, device)
+        self._layers = [(self.data[:, index, 0], self.data[:, index, 1]) for index in range(num_layers)]
+
+    @property
+    def base_address(self) -> int:
+        return self.data.data_ptr()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def dtype_name(self) -> str:
+        return DTYPE_NAMES[self.data.dtype]
+
+    @property
+    def head_token_bytes(self) -> int:
+        """Bytes of one token of one head in one plane."""
+        return self.head_dim * self.data.element_size()
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value of local layer `index`: views of shape [page, head, token, dim]."""
+        return self._layers[index]
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy one page to another."""
+        self.data[destination].copy_(self.data[source])
+
+    def save(self, pages: Sequence[int]) -> torch.Tensor:
+        """A host copy of these pages, complete when this returns."""
+        return self.data[torch.tensor(pages, dtype=torch.long, device=self.data.device)].cpu()
+
+    def load(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        """Put what save() returned into the first of these pages."""
+        index = torch.tensor(pages[: len(saved)], dtype=torch.long, device=self.data.device)
+        self.data[index] = saved.to(self.data.device)
+
+    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """A contiguous host copy of tokens [start, end) of a sequence: `[layer, plane, head, token, dim]`.
+
+        The order does not depend on the page size, so both sides of a transfer can be compared.
+        """
+        first = start // self.page_size
+        last = -(-end // self.page_size)
+        index = torch.tensor(pages[first:last], dtype=torch.long, device=self.data.device)
+        gathered = self.data[index].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        offset = first * self.page_size
+        return gathered[:, :, :, start - offset : end - offset].contiguous().cpu()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros: rows that were never written are read and masked out, and NaN would survive the mask.
+
+    Host memory comes from the kernel, zeroed page by page as it is used: `torch.zeros` would touch all of it at start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

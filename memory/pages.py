@@ -1,0 +1,157 @@
+"""Which page belongs to whom: plain integers, no tensors.
+
+A page is free, held by one or more grants, or idle: kept by the prefix cache and held by nobody. Idle pages are as good
+as free ones: they are taken, oldest first, when free ones run out. Growth is reserved when a request is let in and
+taken page by page as it generates, so what was reserved can always be had. `check_integrity()` proves the accounting.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+
+from ..configs.errors import PdserveError
+
+
+class PageLeakError(PdserveError):
+    """The page accounting does not add up: a bug, found by check_integrity()."""
+
+
+class PageGrant:
+    """The pages of one owner, in sequence order, and how many more it may still take. Released exactly once."""
+
+    __slots__ = ("owner", "pages", "released", "reserved")
+
+    def __init__(self, owner: str, pages: list[int], reserved: int) -> None:
+        self.owner = owner
+        self.pages = pages
+        self.reserved = reserved
+        self.released = False
+
+    def __repr__(self) -> str:
+        return f"PageGrant({self.owner!r}, {len(self.pages)} pages, {self.reserved} reserved)"
+
+
+class PageAllocator:
+    """Hands out the pages [0, num_pages). Not thread-safe: the leader's scheduling thread owns it."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        self.num_pages = num_pages
+        self.on_evict: Callable[[int], None] | None = None
+        """Told when an idle page is taken from the cache."""
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low ids first
+        self._holders = [0] * num_pages
+        self._kept: set[int] = set()
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._reserved = 0
+        self._grants: set[PageGrant] = set()
+
+    @property
+    def available(self) -> int:
+        """Pages that a new grant may hold or reserve."""
+        return len(self._free) + len(self._idle) - self._reserved
+
+    @property
+    def held(self) -> int:
+        return self.num_pages - len(self._free) - len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """Pages that only the prefix cache keeps."""
+        return len(self._idle)
+
+    def grant(self, owner: str, pages: int, reserve: int = 0, shared: Sequence[int] = ()) -> PageGrant | None:
+        """Hold `shared` together with their other holders, take `pages` new ones behind them and keep `reserve` more
+        for later; None, and nothing changed, when they are not there.
+
+        New pages are ascending, and adjacent where the pool allows it: neighbours travel as one write.
+        """
+        woken = sum(1 for page in shared if not self._holders[page])
+        if pages + reserve + woken > self.available:
+            return None
+        for page in shared:
+            self._hold(page)
+        grant = PageGrant(owner, [*shared, *sorted(self._take(pages))], reserve)
+        self._reserved += reserve
+        self._grants.add(grant)
+        return grant
+
+    def grow(self, grant: PageGrant) -> bool:
+        """Give `grant` one more page, from its reservation or, when that is used up, from what is available."""
+        assert grant in self._grants, f"grow of a released grant: {grant}"
+        if grant.reserved:
+            grant.reserved -= 1
+            self._reserved -= 1
+        elif self.available < 1:
+            return False
+        grant.pages.extend(self._take(1))
+        return True
+
+    def release(self, grant: PageGrant) -> None:
+        """Let go of everything. The caller has made sure that nobody, here or remote, still writes these pages."""
+        assert not grant.released, f"second release of {grant}"
+        grant.released = True
+        self._grants.remove(grant)
+        self._reserved -= grant.reserved
+        grant.reserved = 0
+        # Last page first: in the order of eviction a page then comes before those it builds on.
+        for page in reversed(grant.pages):
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._kept:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+        grant.pages = []
+
+    def keep(self, page: int) -> None:
+        """The prefix cache wants this page, which somebody holds, to stay when it is released."""
+        assert self._holders[page], f"page {page} is held by nobody"
+        self._kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """The prefix cache has no more use for this page."""
+        self._kept.remove(page)
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise PageLeakError unless every page is free, idle or held as often as the grants say; with `idle`, none
+        may be held.
+        """
+        held = collections.Counter(page for grant in self._grants for page in grant.pages)
+        everything = sorted([*self._free, *self._idle, *held])
+        if everything != list(range(self.num_pages)):
+            found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"
+            raise PageLeakError(f"{found} pages are not the {self.num_pages} of the pool")
+        if any(self._holders[page] != held[page] for page in range(self.num_pages)):
+            raise PageLeakError(f"the counts of holders differ from the grants: {self._names()}")
+        if self._reserved != sum(grant.reserved for grant in self._grants):
+            raise PageLeakError(f"{self._reserved} pages are reserved, but the grants say otherwise: {self._names()}")
+        if self.available < 0:
+            raise PageLeakError(f"{self._reserved} pages are reserved, more than are free or idle")
+        if idle and self._grants:
+            raise PageLeakError(f"idle, but pages are held by {self._names()}")
+
+    def _hold(self, page: int) -> None:
+        if not self._holders[page]:
+            assert page in self._idle, f"page {page} is free: it cannot be shared"
+            del self._idle[page]
+        self._holders[page] += 1
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            self._kept.remove(page)
+            self._free.append(page)
+            if self.on_evict is not None:
+                self.on_evict(page)
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def _names(self) -> str:
+        return ", ".join(sorted(grant.owner for grant in self._grants))

@@ -1,0 +1,93 @@
+"""Finds the pages that already hold the beginning of a prompt: a tree over whole pages of tokens.
+
+A node is one page; its path from the root spells the tokens whose KV the pages hold. Only full pages are in the tree:
+they are never written again, so any number of requests may read them. The cache owns no memory of its own. It asks the
+allocator to keep pages when their last holder goes, and gives them up, least recently used first, when memory is short.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from .pages import PageAllocator
+
+
+class _Node:
+    """One cached page. `tokens` are those of the page itself."""
+
+    __slots__ = ("children", "page", "parent", "tokens")
+
+    def __init__(self, tokens: tuple[int, ...], page: int, parent: "_Node | None") -> None:
+        self.tokens = tokens
+        self.page = page
+        self.parent = parent
+        self.children: dict[tuple[int, ...], _Node] = {}
+
+
+class PrefixCache:
+    """The prefixes in the pages of one allocator. A disabled cache finds and keeps nothing."""
+
+    def __init__(self, pages: PageAllocator, page_size: int, *, enabled: bool = True) -> None:
+        self._pages = pages
+        self._page_size = page_size
+        self._enabled = enabled
+        self._roots: dict[tuple[int, ...], _Node] = {}
+        self._nodes: dict[int, _Node] = {}
+        pages.on_evict = self._evicted
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, tokens: Sequence[int], most_tokens: int) -> list[int]:
+        """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
+
+        They may be evicted by the next grant unless that grant shares them.
+        """
+        found: list[int] = []
+        children = self._roots
+        for key in self._keys(tokens, most_tokens):
+            node = children.get(key)
+            if node is None:
+                break
+            found.append(node.page)
+            children = node.children
+        return found
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """`pages`, which the caller holds, have the KV of `tokens`; remember the full ones.
+
+        Where a page with the same prefix is known already, that one stays, and what follows is not remembered: a child
+        in use must have its parent in use, or eviction could not go from the leaves.
+        """
+        if not self._enabled:
+            return
+        parent: _Node | None = None
+        children = self._roots
+        for key, page in zip(self._keys(tokens, len(tokens)), pages, strict=False):
+            node = children.get(key)
+            if node is None:
+                node = children[key] = self._nodes[page] = _Node(key, page, parent)
+                self._pages.keep(page)
+            elif node.page != page:
+                return
+            parent, children = node, node.children
+
+    def flush(self) -> int:
+        """Forget everything; pages in use are freed when their requests end. Returns how many pages were known."""
+        for page in self._nodes:
+            self._pages.forget(page)
+        count = len(self._nodes)
+        self._nodes.clear()
+        self._roots.clear()
+        return count
+
+    def _keys(self, tokens: Sequence[int], most_tokens: int) -> Iterator[tuple[int, ...]]:
+        end = min(len(tokens), most_tokens)
+        for start in range(0, end - self._page_size + 1, self._page_size):
+            yield tuple(tokens[start : start + self._page_size])
+
+    def _evicted(self, page: int) -> None:
+        node = self._nodes.pop(page)
+        assert not node.children, f"page {page} was evicted before those that build on it"
+        siblings = node.parent.children if node.parent is not None else self._roots
+        del siblings[node.tokens]
+        self.evictions += 1

@@ -1,0 +1,42 @@
+"""How large the KV pool is: what the configuration asks for, held against the memory that is really free."""
+
+import torch
+
+from ..configs.errors import StartupError
+from ..configs.schema import ServerConfig
+from .device import free_memory_bytes
+
+GIB = 1 << 30
+
+
+def check_weights_fit(weight_bytes: int, device: torch.device) -> None:
+    """Refuse a model whose weights alone exceed the free memory, before minutes are spent on loading it."""
+    free = free_memory_bytes(device)
+    if weight_bytes > free:
+        raise StartupError(
+            f"the weights need {weight_bytes / GIB:.1f} GiB and {device} has {free / GIB:.1f} GiB free: "
+            "use a smaller model, another --device or a 16-bit --dtype"
+        )
+
+
+def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: int, free_bytes: int) -> int:
+    """Pages of the KV pool. An explicit size must fit; an automatic one stops at `most_useful_tokens`."""
+    page_bytes = token_bytes * config.page_size
+    if config.kv_tokens is not None:
+        asked, pages = "kv_tokens", -(-config.kv_tokens // config.page_size)
+    elif config.kv_memory_gib is not None:
+        asked, pages = "kv_memory_gib", int(config.kv_memory_gib * GIB) // page_bytes
+    else:
+        useful = -(-most_useful_tokens // config.page_size)
+        asked, pages = "kv_memory_fraction", min(useful, int(config.kv_memory_fraction * free_bytes) // page_bytes)
+    value = getattr(config, asked)
+    if pages < 1:
+        raise StartupError(
+            f"{asked} = {value} is less than one page: a page of {config.page_size} tokens takes {page_bytes} bytes"
+        )
+    if pages * page_bytes > free_bytes:
+        raise StartupError(
+            f"{asked} = {value} asks for a KV pool of {pages * page_bytes / GIB:.2f} GiB, "
+            f"{free_bytes / GIB:.2f} GiB are free"
+        )
+    return pages

@@ -1,0 +1,154 @@
+"""The page allocator and the prefix cache against plain models."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.memory.pages import PageAllocator, PageGrant, PageLeakError
+from pdserve.memory.prefix_cache import PrefixCache
+
+PAGE_SIZE = 2
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Requests with few different tokens come, share what is cached, grow and go.
+
+    The model: `content` says which tokens each held page was filled with. Whatever the cache returns must have exactly
+    that content, and pages that somebody holds must not change hands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 13
+        self.pages = PageAllocator(self.size)
+        self.cache = PrefixCache(self.pages, PAGE_SIZE)
+        self.requests: dict[PageGrant, list[int]] = {}
+        self.content: dict[int, tuple[int, ...]] = {}
+        """The whole prefix up to the end of each page, by page."""
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), reserve=st.integers(0, 4))
+    def start(self, tokens: list[int], reserve: int) -> None:
+        shared = self.cache.match(tokens, len(tokens) - 1)
+        for index, page in enumerate(shared):
+            assert self.content[page] == tuple(tokens[: (index + 1) * PAGE_SIZE])
+        wanted = -(-len(tokens) // PAGE_SIZE) - len(shared)
+        woken = sum(1 for page in shared if all(page not in grant.pages for grant in self.requests))
+        fits = wanted + reserve + woken <= self.pages.available
+        grant = self.pages.grant("x", wanted, reserve, shared)
+        assert (grant is not None) == fits
+        if grant is None:
+            return
+        assert grant.pages[: len(shared)] == shared
+        for index, page in list(enumerate(grant.pages))[len(shared) :]:
+            assert all(page not in other.pages for other in self.requests), "a new page had a holder"
+            self.content[page] = tuple(tokens[: (index + 1) * PAGE_SIZE])
+        self.requests[grant] = tokens
+        self.cache.insert(tokens, grant.pages)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def generate(self, data: st.DataObject, token: int) -> None:
+        grant = data.draw(st.sampled_from(list(self.requests)))
+        tokens = self.requests[grant]
+        if len(tokens) == len(grant.pages) * PAGE_SIZE:
+            reserved, available = grant.reserved, self.pages.available
+            grown = self.pages.grow(grant)
+            assert grown == (reserved > 0 or available > 0)
+            assert self.pages.available == available - (grown and not reserved), "what was reserved costs nobody else"
+            if not grown:
+                return
+        tokens.append(token)
+        self.content[grant.pages[-1]] = tuple(tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), remember=st.booleans())
+    def finish(self, data: st.DataObject, remember: bool) -> None:
+        grant = data.draw(st.sampled_from(list(self.requests)))
+        tokens = self.requests.pop(grant)
+        if remember:
+            self.cache.insert(tokens, grant.pages)
+        self.pages.release(grant)
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+        assert len(self.cache) == 0
+        assert self.pages.idle == 0
+
+    @invariant()
+    def accounts(self) -> None:
+        self.pages.check_integrity(idle=not self.requests)
+        held = {page for grant in self.requests for page in grant.pages}
+        reserved = sum(grant.reserved for grant in self.requests)
+        assert self.pages.held == len(held)
+        assert self.pages.available == self.size - len(held) - reserved
+
+    def teardown(self) -> None:
+        for grant in self.requests:
+            self.pages.release(grant)
+        everything = self.pages.grant("all", self.size)
+        assert everything is not None, "cached pages are as good as free ones"
+        assert len(self.cache) == 0
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def test_fresh_pool_gives_adjacent_pages() -> None:
+    grant = PageAllocator(8).grant("a", 3)
+    assert grant is not None
+    assert grant.pages == [0, 1, 2]
+
+
+def test_least_recently_used_prefix_goes_first() -> None:
+    pages = PageAllocator(4)
+    cache = PrefixCache(pages, 1)
+    for tokens in ([1, 2], [3, 4]):
+        grant = pages.grant("a", 2)
+        assert grant is not None
+        cache.insert(tokens, grant.pages)
+        pages.release(grant)
+    again = pages.grant("b", 0, shared=cache.match([1, 2], 2))
+    assert again is not None
+    pages.release(again)
+    assert pages.grant("c", 1) is not None
+    assert len(cache.match([1, 2], 2)) == 2
+    assert len(cache.match([3, 4], 2)) == 1, "the end of the older prefix went, its beginning stayed"
+
+
+def test_disabled_cache_keeps_nothing() -> None:
+    pages = PageAllocator(4)
+    cache = PrefixCache(pages, 1, enabled=False)
+    grant = pages.grant("a", 2)
+    assert grant is not None
+    cache.insert([1, 2], grant.pages)
+    pages.release(grant)
+    assert cache.match([1, 2], 2) == []
+    assert pages.idle == 0
+
+
+def test_leak_is_named() -> None:
+    pages = PageAllocator(4)
+    assert pages.grant("request-7", 2) is not None
+    with pytest.raises(PageLeakError, match="request-7"):
+        pages.check_integrity(idle=True)
+
+
+def test_lost_page_is_found() -> None:
+    pages = PageAllocator(4)
+    grant = pages.grant("a", 2)
+    assert grant is not None
+    grant.pages.pop()
+    with pytest.raises(PageLeakError, match="2 free \\+ 0 idle \\+ 1 held"):
+        pages.check_integrity()
+
+
+def test_second_release_is_refused() -> None:
+    pages = PageAllocator(4)
+    grant = pages.grant("a", 2)
+    assert grant is not None
+    pages.release(grant)
+    with pytest.raises(AssertionError, match="second release"):
+        pages.release(grant)

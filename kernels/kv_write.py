@@ -1,0 +1,53 @@
+"""Scatter new keys and values into the pages of a paged KV cache.
+
+    key_pages[page_ids[t], h, offsets[t], :]   = key[t, h, :]      for every token t and head h
+    value_pages[page_ids[t], h, offsets[t], :] = value[t, h, :]
+
+Shapes: key_pages, value_pages [pages, heads, page_size, head_dim], any strides (a layer of a page-major pool);
+key, value [tokens, heads, head_dim]; page_ids, offsets [tokens] int64. Two tokens never share a slot.
+"""
+
+from typing import Literal
+
+import torch
+
+
+def kv_write_reference(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_ids: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    if len(page_ids) == 1 and page_ids.device.type == "cpu":  # a third of the time of indexing with tensors
+        page, offset = int(page_ids), int(offsets)
+        key_pages[page, :, offset] = key[0]
+        value_pages[page, :, offset] = value[0]
+        return
+    key_pages[page_ids, :, offsets] = key
+    value_pages[page_ids, :, offsets] = value
+
+
+def kv_write(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    impl: Literal["auto", "reference"] = "auto",
+) -> None:
+    """Write in place; see the module docstring. `auto` is the reference: on CUDA, rope_kv_write.py writes."""
+    if impl not in ("auto", "reference"):
+        raise ValueError(f"impl must be auto or reference, got {impl!r}")
+    _, heads, _, head_dim = key_pages.shape
+    if key.shape != (len(page_ids), heads, head_dim) or value.shape != key.shape or offsets.shape != page_ids.shape:
+        raise ValueError(
+            f"key {list(key.shape)}, value {list(value.shape)} and offsets {list(offsets.shape)} do not fit "
+            f"{len(page_ids)} tokens of pages {list(key_pages.shape)}"
+        )
+    if key.dtype != key_pages.dtype or value.dtype != value_pages.dtype:
+        raise ValueError(f"key is {key.dtype} and value {value.dtype}, the pages are {key_pages.dtype}")
+    kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)

@@ -1,0 +1,64 @@
+"""Linear layers; for few rows, where reading the weights is all the time there is, by kernels of our own.
+
+    linear(x)        =  x @ weight.T + bias
+    gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up
+
+Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out], of gated_linear [rows, out / 2]. Sums
+are float32 and rounded once, as cuBLAS does it; swiglu then sees the rounded values.
+
+Floor: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7 times
+for the small ones (H200), most of it from one kernel's end to the next one's first bytes. These kernels start, and
+fetch their first weights, while the kernel before them ends.
+"""
+
+import torch
+from torch.nn.functional import linear as linear_reference
+
+from .dispatch import Impl, use_triton
+from .swiglu import swiglu, swiglu_reference
+
+FEW_ROWS = 32
+"""Up to here our kernels are the faster ones, alone and in a graph (H200)."""
+
+
+def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return swiglu_reference(linear_reference(x, weight, bias))
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+) -> torch.Tensor:
+    """A linear layer; see the module docstring. `auto` is Triton for few rows in 16 bits on CUDA, otherwise torch."""
+    if not _ours(x, weight, impl):
+        return linear_reference(x, weight, bias)
+    from .linear_triton import launch_linear
+
+    out = x.new_empty(len(x), len(weight))
+    launch_linear(x, weight, bias, out, gated=False)
+    return out
+
+
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+) -> torch.Tensor:
+    """The first half of a Llama-style MLP; see the module docstring. `auto` as in `linear`."""
+    if impl == "reference":
+        return gated_linear_reference(x, weight, bias)
+    if not _ours(x, weight, impl):
+        return swiglu(linear_reference(x, weight, bias))
+    from .linear_triton import launch_linear
+
+    out = x.new_empty(len(x), len(weight) // 2)
+    launch_linear(x, weight, bias, out, gated=True)
+    return out
+
+
+def _ours(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:
+    if not use_triton(impl, x.device):
+        return False
+    fits = x.ndim == 2 and len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
+    if impl == "triton" and not fits:
+        raise ValueError(
+            f"x {list(x.shape)} must be at most {FEW_ROWS} rows, and contiguous as weight {list(weight.shape)}"
+        )
+    return fits and (impl == "triton" or x.dtype.itemsize == 2)

@@ -1,0 +1,34 @@
+"""Programmatic dependent launch (sm_90 and later): a kernel's programs start while those of the one before still run.
+
+A kernel that is launched with `overlap_options` must call `wait_for_previous` before it reads what earlier kernels
+write or writes what they read. It is then the last to end: whoever waits for it has waited for all before it.
+`start_next` lets the next kernel start as soon as every program of this one has.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous():
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_next():
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+def overlap_options(device: torch.device) -> dict[str, Any]:
+    """Launch arguments: the kernel's OVERLAP, and the launch attribute that goes with it."""
+    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

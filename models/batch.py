@@ -1,0 +1,76 @@
+"""The work of one forward pass: pieces of sequences, as the scheduler names them and as the model's tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from ..kernels.paged_attention import AttentionPlan, plan_attention
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """Run `token_ids` at positions [start, start + len) of a sequence whose KV lives in `pages`.
+
+    KV of [0, start) is in the pool already; that of the slice is written by the pass. A whole prompt, a chunk of one
+    and a single decode step differ only in length.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Slices laid end to end: T tokens of B slices."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    page_ids: torch.Tensor  # [T] int64, where each token's KV goes ...
+    offsets: torch.Tensor  # [T] int64, ... and its row in that page
+    last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
+    attention: AttentionPlan
+
+    @staticmethod
+    def build(
+        slices: Sequence[SequenceSlice], *, page_size: int, num_kv_heads: int, device: torch.device
+    ) -> "ForwardBatch":
+        """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end."""
+        for piece in slices:
+            if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
+                raise ValueError(
+                    f"tokens [{piece.start}, {piece.end}) do not fit {len(piece.pages)} pages of {page_size} tokens"
+                )
+        ends = list(accumulate(len(piece.token_ids) for piece in slices))
+        total = ends[-1]
+        token_ids = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, count=total)
+        positions = [np.arange(piece.start, piece.end, dtype=np.int64) for piece in slices]
+        page_ids = [
+            np.asarray(piece.pages, dtype=np.int64)[at // page_size]
+            for piece, at in zip(slices, positions, strict=True)
+        ]
+        rows = np.stack((token_ids, np.concatenate(positions), np.concatenate(page_ids)))
+        index = torch.from_numpy(rows).to(device)
+        last_rows = torch.tensor([end - 1 for end in ends], device=device) if total != len(slices) else None
+        return ForwardBatch(
+            token_ids=index[0],
+            positions=index[1],
+            page_ids=index[2],
+            offsets=index[1] % page_size,
+            last_rows=last_rows,
+            attention=plan_attention(
+                [len(piece.token_ids) for piece in slices],
+                [piece.end for piece in slices],
+                [piece.pages for piece in slices],
+                page_size=page_size,
+                num_kv_heads=num_kv_heads,
+                device=device,
+            ),
+        )

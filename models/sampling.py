@@ -1,0 +1,187 @@
+"""From logits to tokens.
+
+A token is a function of its row's logits, its parameters and (seed, output index) alone: neither the rest of the batch,
+nor who samples, nor on what device, matters. Three things see to that: the one random number a token needs comes from a
+counter-based generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose
+sums do not depend on the order in which a device adds them.
+
+The order is: penalties, bias and mask (models/penalties.py), temperature, top_k, top_p of what is left, min_p.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from ..configs.sampling import SamplingParams
+from .copies import upload
+from .penalties import Choice, Penalties
+from .ranking import top_tokens
+
+_SHORT_LIST = 1024
+"""top_p rarely needs more candidates, and sorting whole vocabularies takes milliseconds."""
+
+_SCALE = 1 << 40
+"""The weight of a row's most likely token. A weight of 1 is far below the 2^-32 that a random number can tell apart,
+and 8 million of the largest add up without overflow."""
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Logits turned into 64-bit weights at once: bounds the temporary memory of large batches."""
+
+_MASK_32 = (1 << 32) - 1
+
+
+class _Kind(enum.Enum):
+    """How a row is worked on. Its own parameters decide: a result must not change with its company."""
+
+    GREEDY = enum.auto()
+    TOP_K = enum.auto()
+    TOP_P = enum.auto()
+    VOCABULARY = enum.auto()
+
+    @staticmethod
+    def of(params: SamplingParams) -> "_Kind":
+        if params.greedy:
+            return _Kind.GREEDY
+        if params.top_k is not None:
+            return _Kind.TOP_K
+        return _Kind.TOP_P if params.top_p < 1.0 else _Kind.VOCABULARY
+
+
+class Sampler:
+    """Chooses tokens. None of `eos_token_ids` can come before a request's `min_new_tokens`."""
+
+    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+        self._penalties = Penalties(eos_token_ids)
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, choices: Sequence[Choice], *, exhaustive: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token per choice from logits [B, V] (float32), and a bool: whether they stand. Both are on the device.
+
+        They do not where the top_p of a row needs more candidates than the short list has; ask again with `exhaustive`
+        then. That is for the caller to look at, with the tokens: here it would cost a wait of its own.
+        """
+        groups: dict[_Kind, list[int]] = {}
+        for index, choice in enumerate(choices):
+            groups.setdefault(_Kind.of(choice.params), []).append(index)
+        block_elements = _BLOCK_ELEMENTS // 4 if exhaustive else _BLOCK_ELEMENTS  # a sort needs several buffers
+        order: list[int] = []
+        tokens: list[torch.Tensor] = []
+        stands = torch.ones((), dtype=torch.bool, device=logits.device)
+        for kind, members in groups.items():
+            size = len(members) if kind is _Kind.GREEDY else max(1, block_elements // logits.shape[-1])
+            for start in range(0, len(members), size):
+                part = members[start : start + size]
+                chosen = [choices[index] for index in part]
+                rows = self._penalties.apply(_rows(logits, chosen), chosen)
+                if kind is _Kind.GREEDY:
+                    tokens.append(rows.argmax(dim=-1))
+                elif kind is _Kind.VOCABULARY:
+                    tokens.append(_draw_from_vocabulary(rows, _Knobs(chosen, logits.device)))
+                elif kind is _Kind.TOP_K:
+                    tokens.append(_draw_from_top_k(rows, _Knobs(chosen, logits.device)))
+                else:
+                    drawn, enough = _draw_from_top_p(rows, _Knobs(chosen, logits.device), exhaustive)
+                    tokens.append(drawn)
+                    stands = stands & enough
+                order += part
+        if len(tokens) == 1:
+            return tokens[0], stands
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat(tokens).index_select(0, upload(places, torch.long, logits.device)), stands
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of one output position: 32 bits of Philox keyed by the seed, counting positions."""
+    words = philox((position & _MASK_32, position >> 32 & _MASK_32, 0, 0), (seed & _MASK_32, seed >> 32 & _MASK_32))
+    return words[0] / (1 << 32)
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), the generator of cuRAND.
+
+    In plain integers it takes 4 us; numpy's, which has to be built anew for every key, takes 12.
+    """
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(10):
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (right >> 32) ^ b ^ low, right & _MASK_32, (left >> 32) ^ d ^ high, left & _MASK_32
+        low, high = (low + 0x9E3779B9) & _MASK_32, (high + 0xBB67AE85) & _MASK_32
+    return a, b, c, d
+
+
+class _Knobs:
+    """The parameters of some choices and their random numbers, as columns [B, 1] on the device."""
+
+    def __init__(self, choices: Sequence[Choice], device: torch.device) -> None:
+        params = [choice.params for choice in choices]
+        self.any_top_p = any(row.top_p < 1.0 for row in params)
+        self.any_min_p = any(row.min_p > 0.0 for row in params)
+        self.largest_top_k = max(row.top_k or 0 for row in params)
+        table = [
+            (row.temperature, row.top_k or 0, row.top_p, row.min_p, uniform(row.seed, choice.output_index))
+            for row, choice in zip(params, choices, strict=True)
+        ]
+        columns = upload(table, torch.float64, device).unsqueeze(2).unbind(dim=1)
+        self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = columns
+
+
+def _rows(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    rows = [choice.row for choice in choices]
+    if rows == list(range(len(logits))):
+        return logits
+    return logits.index_select(0, upload(rows, torch.long, logits.device))
+
+
+def _draw_from_vocabulary(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    return _draw(_weights(logits, logits.amax(dim=-1, keepdim=True), knobs), knobs).squeeze(1)
+
+
+def _draw_from_top_k(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    ids, ranked = top_tokens(logits, min(knobs.largest_top_k, logits.shape[-1]))
+    weights = _weights(ranked, ranked[:, :1], knobs)
+    ranks = torch.arange(weights.shape[-1], device=logits.device)
+    weights = weights.where(ranks < knobs.top_k, 0)
+    if knobs.any_top_p:
+        mass = weights.cumsum(dim=-1)
+        weights = _keep_top_p(weights, mass, knobs.top_p * mass[:, -1:].double())
+    return ids.gather(1, _draw(weights, knobs)).squeeze(1)
+
+
+def _draw_from_top_p(logits: torch.Tensor, knobs: _Knobs, exhaustive: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens, and whether every row's short list held its top_p."""
+    vocab_size = logits.shape[-1]
+    ids, ranked = top_tokens(logits, vocab_size if exhaustive else min(_SHORT_LIST, vocab_size))
+    best = ranked[:, :1]
+    needed = knobs.top_p * _weights(logits, best, knobs).sum(dim=-1, keepdim=True).double()
+    weights = _weights(ranked, best, knobs)
+    mass = weights.cumsum(dim=-1)
+    enough = (mass[:, -1:].double() >= needed).all()
+    return ids.gather(1, _draw(_keep_top_p(weights, mass, needed), knobs)).squeeze(1), enough
+
+
+def _weights(logits: torch.Tensor, best: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    """Integers in proportion to the probabilities; that of the `best` logit is _SCALE.
+
+    With `best` subtracted first, a tiny temperature cannot overflow.
+    """
+    return logits.double().sub_(best).div_(knobs.temperature).exp_().mul_(_SCALE).round_().long()
+
+
+def _keep_top_p(weights: torch.Tensor, mass: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """Of ranked weights, the fewest that hold `needed`: those before which it is not reached. `mass` is their sum."""
+    return weights.where((mass - weights).double() < needed, 0)
+
+
+def _draw(weights: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    """Indices [B, 1] drawn in proportion to `weights`, after min_p: inverse CDF of one random number per row."""
+    if knobs.any_min_p:
+        weights = weights.where(weights.double() >= knobs.min_p * _SCALE, 0)
+    cdf = weights.cumsum(dim=-1)
+    target = (knobs.uniform * cdf[:, -1:].double()).long()
+    # The first index whose cdf exceeds the target, so never one of weight 0: random numbers stop 2^-32 short of 1.
+    # Only logits that are not numbers lead past the end, where an index would end a CUDA process.
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[-1] - 1)

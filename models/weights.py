@@ -1,0 +1,134 @@
+"""Checkpoint files into a model's memory, one tensor at a time: at no point is there a second copy of the model."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..configs.errors import StartupError
+from .catalog import ModelSource, safetensors_files
+from .config import ModelConfig
+from .gguf_file import GgufFile
+
+
+class Checkpoint(Protocol):
+    """Tensors by their Hugging Face names, whatever the file calls them."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, which has the right shape, converting to its dtype and device."""
+
+
+def load_weights(source: ModelSource, slots: Mapping[str, torch.Tensor]) -> None:
+    """Fill every slot (parameters.py); raises StartupError naming a tensor that is missing, extra or misshapen."""
+    checkpoint = open_checkpoint(source)
+    for name, slot in slots.items():
+        shape = checkpoint.shapes.get(name)
+        if shape is None:
+            raise StartupError(f"model {source.path}: tensor {name!r} is missing; expected shape {list(slot.shape)}")
+        if shape != tuple(slot.shape):
+            raise StartupError(
+                f"model {source.path}: tensor {name!r} has shape {list(shape)}, "
+                f"the configuration expects {list(slot.shape)}"
+            )
+    unexpected = sorted(name for name in checkpoint.shapes.keys() - slots.keys() if not _IGNORED.search(name))
+    if source.config.tied_embeddings and "lm_head.weight" in unexpected:
+        unexpected.remove("lm_head.weight")  # some tools save the tied matrix twice
+    if unexpected:
+        raise StartupError(
+            f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
+            + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
+        )
+    for name, slot in slots.items():
+        checkpoint.read_into(name, slot)
+
+
+# Derived from the configuration; old checkpoints saved it.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    if source.format == "gguf":
+        return GgufCheckpoint(GgufFile(source.path), source.config)
+    return SafetensorsCheckpoint(source.path)
+
+
+class SafetensorsCheckpoint:
+    """One or several memory-mapped safetensors files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, Any] = {}  # safe_open is an extension type without annotations
+        for path in safetensors_files(directory):
+            try:
+                file: Any = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise StartupError(f"model {path}: not a readable safetensors file: {error}") from error
+            for name in file.keys():  # noqa: SIM118 - not a dict, only .keys() exists
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                self._file_of[name] = file
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self._file_of[name].get_tensor(name))
+
+
+class GgufCheckpoint:
+    """A GGUF file under Hugging Face's names, dequantised on the way."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+        self._gguf_names = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
+        self.shapes = {name: file.tensors[stored].shape for name, stored in self._gguf_names.items()}
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        tensor = self._file.tensors[self._gguf_names[name]]
+        # llama.cpp interleaves the two halves of each q and k head of Llama models; Hugging Face keeps them apart
+        permuted = self._config.architecture == "llama" and _ROTARY.search(name) is not None
+        head_dim = self._config.head_dim
+        rows_out = target.unsqueeze(0) if target.ndim == 1 else target
+        for first, rows in self._file.read_rows(tensor, head_dim if permuted and target.ndim == 2 else 1):
+            values = torch.from_numpy(rows)
+            if permuted:
+                values = _unpermute(values, head_dim) if target.ndim == 2 else _unpermute(values.T, head_dim).T
+            rows_out[first : first + len(rows)].copy_(values)
+
+
+_ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")
+
+
+def _unpermute(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows 0, 2, 4, ... of each head first, then rows 1, 3, 5, ..."""
+    return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+_GGUF_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(gguf_name: str) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
+    module, _, kind = gguf_name.rpartition(".")
+    prefix = ""
+    if (block := re.fullmatch(r"blk\.(\d+)\.(\w+)", module)) is not None:
+        prefix, module = f"model.layers.{block[1]}.", block[2]
+    return f"{prefix}{_GGUF_MODULES[module]}.{kind}" if module in _GGUF_MODULES else gguf_name

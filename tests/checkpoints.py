@@ -1,0 +1,160 @@
+"""Tiny random checkpoints on disk, as Hugging Face writes them, with a byte-level tokenizer and a chat template.
+
+Weights are drawn N(0, 1/fan_in) and embeddings N(0, 1): with transformers' own initialisation logits are nearly flat
+and an argmax proves little. Embeddings are untied unless asked for, since tied random ones just repeat one token.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf.quants import dequantize
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from pdserve.models.catalog import locate_model
+from pdserve.models.weights import hf_name
+
+TinyArchitecture = Literal["llama", "qwen2", "qwen3"]
+
+VOCAB_SIZE = 320
+EOS_ID = 258
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_checkpoint(
+    directory: Path,
+    architecture: TinyArchitecture = "llama",
+    *,
+    seed: int = 0,
+    shard_size: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write a model of 3 layers, 4 query and 2 KV heads to `directory`; `overrides` are fields of its config.
+
+    `shard_size` ("50KB") splits the weights over several files with an index.
+    """
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[architecture]
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 256,
+        "eos_token_id": EOS_ID,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    if architecture == "qwen3":
+        fields["head_dim"] = 32
+    model = model_class(config_class(**(fields | overrides)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                values = 1 + 0.1 * values
+            elif name.endswith("bias"):
+                values = 0.5 * values
+            elif "embed_tokens" not in name:
+                values = values / parameter.shape[-1] ** 0.5
+            parameter.copy_(values)
+    model = model.to(dtype)
+    if shard_size is None:
+        model.save_pretrained(directory)
+    else:
+        model.save_pretrained(directory, max_shard_size=shard_size)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """tokenizer.json with one token per byte and three special tokens, and tokenizer_config.json."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint in transformers, the independent implementation that results are compared with."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
+def load_smollm2_reference() -> Any:
+    """The embedded model in transformers; q and k are un-permuted by index here, not by reshapes as in the loader."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    weights = {}
+    order = np.concatenate([np.arange(0, 64, 2), np.arange(1, 64, 2)])
+    for tensor in gguf.GGUFReader(locate_model("smollm2").path).tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            values = values.reshape(-1, 64, 576)[:, order].reshape(values.shape)
+        weights[hf_name(tensor.name)] = torch.from_numpy(np.array(values))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers were made on the meta device
+    return model.eval()
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """transformers' logits after every token, [len, vocab] float32, from one uncached pass."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids], device=model.device), use_cache=False).logits
+    return logits[0].float()
+
+
+def reference_greedy(model: Any, token_ids: list[int], new_tokens: int) -> list[int]:
+    """transformers' own greedy continuation, not stopped by EOS."""
+    prompt = torch.tensor([token_ids], device=model.device)
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(token_ids) :].tolist()
+    return tokens

@@ -1,0 +1,120 @@
+"""Keys and the gate, with real sockets: whoever lacks the cluster key gets no message through."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from pdserve.configs.errors import StartupError
+from pdserve.transfer.curve import ClientGate, ClusterKeys, KeyPair
+
+SECRET = "correct horse battery"
+
+
+class Server:
+    """A secured ROUTER with its gate, answering on a thread."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.gate = ClientGate(self.context, keys)
+        self.router: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        keys.secure_server(self.router)
+        self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.received: list[bytes] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.gate.socket, zmq.POLLIN)
+        poller.register(self.router, zmq.POLLIN)
+        while not self._stop.is_set():
+            ready = dict(poller.poll(20))
+            if self.gate.socket in ready:
+                self.gate.answer_all()
+            if self.router in ready:
+                routing_id, body = self.router.recv_multipart()
+                self.received.append(body)
+                self.router.send_multipart([routing_id, b"answer to " + body])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.gate.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(ClusterKeys(SECRET))
+    yield server
+    server.close()
+
+
+def ask(server: Server, keys: ClusterKeys | None, client: KeyPair | None = None) -> bytes | None:
+    """Send one message as a client with these keys; its answer, or None when none comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        if keys is not None:
+            keys.secure_client(dealer)
+        if client is not None:
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, client.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, client.secret)
+        dealer.connect(f"tcp://127.0.0.1:{server.port}")
+        dealer.send(b"question")
+        return dealer.recv() if dealer.poll(300) else None
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_same_secret_gets_through(server: Server) -> None:
+    assert ask(server, ClusterKeys(SECRET)) == b"answer to question"
+    assert server.gate.denied == 0
+
+
+def test_another_secret_does_not(server: Server) -> None:
+    assert ask(server, ClusterKeys(SECRET + "!")) is None
+    assert server.received == []
+
+
+def test_no_secret_does_not(server: Server) -> None:
+    assert ask(server, None) is None
+    assert server.received == []
+
+
+def test_knowing_the_public_server_key_is_not_enough(server: Server) -> None:
+    """The handshake works with any client key; the gate is what refuses it."""
+    public, secret = zmq.curve_keypair()
+    assert ask(server, ClusterKeys(SECRET), KeyPair(public, secret)) is None
+    assert server.gate.denied >= 1
+    assert server.received == []
+
+
+def test_keys_are_a_function_of_the_secret() -> None:
+    one, same, other = ClusterKeys(SECRET), ClusterKeys(SECRET), ClusterKeys(SECRET + "!")
+    assert (one.server, one.client) == (same.server, same.client)
+    pairs = [one.server, one.client, other.server, other.client]
+    assert len({pair.public for pair in pairs}) == 4
+    assert len({pair.secret for pair in pairs}) == 4
+    for pair in pairs:
+        assert zmq.curve_public(pair.secret) == pair.public
+        assert len(z85.decode(pair.secret)) == 32
+
+
+def test_secrets_do_not_show_in_logs() -> None:
+    keys = ClusterKeys(SECRET)
+    assert keys.server.secret.decode() not in f"{keys.server!r} {keys.server} {keys!r}"
+
+
+@pytest.mark.parametrize("key", ["", "x" * 15])
+def test_a_short_key_is_refused(key: str) -> None:
+    with pytest.raises(StartupError, match=rf"cluster_key has {len(key)} characters, at least 16"):
+        ClusterKeys(key)
+
+
+def test_sixteen_characters_are_enough() -> None:
+    assert ClusterKeys("x" * 16).client.public

@@ -1,0 +1,225 @@
+"""Real engines between real processes over TCP loopback, healthy, hung, dead and wrong."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
+from pdserve.transfer.mooncake_sockets import PeerUnreachableError, describe_engine
+from tests.transfer.kv_receiver import REPOSITORY, Receiver
+
+POOL_BYTES = 32 << 20
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver(POOL_BYTES) as process:
+        yield process
+
+
+def wait_for(engine: SendEngine, write: WriteId | None, timeout_s: float = 10.0) -> WriteState:
+    assert write is not None
+    deadline = time.monotonic() + timeout_s
+    while (state := engine.poll(write)) is WriteState.PENDING:
+        assert time.monotonic() < deadline, "the write did not end"
+        time.sleep(0.0005)
+    return state
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / ".dev"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_writes_land_exactly_and_ids_end_once(receiver: Receiver) -> None:
+    source = np.random.default_rng(0).integers(1, 256, 1 << 20, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    write = engine.submit(source.ctypes.data + 5, receiver.base_address + 1001, 700_001)
+    assert wait_for(engine, write) is WriteState.DONE
+    assert (receiver.pool[1001 : 1001 + 700_001] == source[5 : 5 + 700_001]).all()
+    assert not receiver.pool[:1001].any()
+    assert not receiver.pool[1001 + 700_001 :].any()
+    assert write is not None
+    with pytest.raises(AssertionError, match="already ended"):
+        engine.poll(write)
+    engine.destroy()
+    engine.destroy()
+    assert receiver.leave() == 0
+    assert receiver.stderr() == ""
+
+
+def test_a_write_outside_the_registered_region_fails(receiver: Receiver) -> None:
+    source = np.ones(4096, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    outside = engine.submit(source.ctypes.data, receiver.base_address + receiver.size_bytes - 100, 4096)
+    assert wait_for(engine, outside) is WriteState.FAILED
+    engine.destroy()
+    assert not receiver.pool.any()
+
+
+def test_listeners_on_a_loopback_host_are_confined_to_this_machine() -> None:
+    engine = ReceiveEngine("127.0.0.1")
+    try:
+        assert engine.confined
+        ports = {int(engine.session.rpartition(":")[2]), describe_engine(engine.session, 1).tcp_data_port or 0}
+        assert listening_devices(ports) == dict.fromkeys(ports, "lo")
+    finally:
+        engine.close()
+    assert listening_devices(ports) == {}
+
+
+def test_registering_twice_is_refused() -> None:
+    engine = ReceiveEngine("127.0.0.1")
+    memory = np.zeros(4096, dtype=np.uint8)
+    try:
+        engine.register(memory.ctypes.data, memory.nbytes)
+        with pytest.raises(StartupError, match=r"4096 bytes .* overlaps"):
+            engine.register(memory.ctypes.data, memory.nbytes)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::1", ""])
+def test_hosts_that_peers_cannot_dial_are_refused(host: str) -> None:
+    with pytest.raises(StartupError, match="advertise_host"):
+        ReceiveEngine(host)
+
+
+def test_opening_notices_a_port_nobody_listens_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(PeerUnreachableError, match=f"decode 127.0.0.1:{port} refuses connections"):
+        SendEngine(f"127.0.0.1:{port}", 0, 1)
+
+
+def test_opening_notices_a_stopped_process_within_its_timeout(receiver: Receiver) -> None:
+    receiver.stop()
+    started = time.monotonic()
+    with pytest.raises(PeerUnreachableError, match=f"decode {receiver.session} does not answer"):
+        SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    assert PREFLIGHT_TIMEOUT_S <= time.monotonic() - started < PREFLIGHT_TIMEOUT_S + 0.5
+
+
+def test_opening_notices_another_service_and_another_process(receiver: Receiver) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PeerUnreachableError, match="does not speak Mooncake's handshake"):
+            SendEngine(f"127.0.0.1:{port}", 0, 1)
+        thread.join()
+    with pytest.raises(PeerUnreachableError, match="has not registered the pool it announced"):
+        SendEngine(receiver.session, receiver.base_address, receiver.size_bytes + 1)
+
+
+def test_a_peer_that_hangs_after_the_preflight_is_given_up(receiver: Receiver) -> None:
+    source = np.ones(4096, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    receiver.stop()
+    started = time.monotonic()
+    assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
+    assert time.monotonic() - started < 2.5  # 60 s without the guard
+    engine.destroy()
+
+
+def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver: Receiver) -> None:
+    source = np.ones(16 << 20, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
+    receiver.stop()
+    writes = [engine.submit(source.ctypes.data, receiver.base_address, 4 << 20) for _ in range(8)]
+    time.sleep(0.2)
+    assert all(write is not None and engine.poll(write) is WriteState.PENDING for write in writes)
+    started = time.monotonic()
+    engine.destroy()
+    assert time.monotonic() - started < 0.2  # up to 1 s without waking the listener
+
+
+def test_mooncake_is_silent_even_when_everything_fails() -> None:
+    session = """
+import sys, time, ctypes
+from pdserve.transfer.engine import ReceiveEngine, SendEngine, WriteState
+from pdserve.transfer.mooncake_sockets import PeerUnreachableError
+memory = ctypes.create_string_buffer(4096)
+address = ctypes.addressof(memory)
+receive = ReceiveEngine("127.0.0.1")
+receive.register(address, 4096)
+for offset, expected in ((0, WriteState.DONE), (100, WriteState.FAILED)):
+    send = SendEngine(receive.session, address, 4096)
+    write = send.submit(address, address + offset, 4096)
+    while (state := send.poll(write)) is WriteState.PENDING:
+        time.sleep(0.001)
+    assert state is expected, state
+    send.destroy()
+receive.close()
+try:
+    SendEngine(receive.session, address, 4096)
+except PeerUnreachableError:
+    print("done")
+"""
+    quiet = run_python(session)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "done\n", "")
+    loud = run_python(session, MC_LOG_LEVEL="INFO")
+    assert loud.returncode == 0
+    assert "mooncake" in loud.stderr.lower() or "transfer_metadata" in loud.stderr
+
+
+def test_dangerous_settings_are_removed() -> None:
+    # With MC_LOG_DIR Mooncake aborts the process at import.
+    result = run_python(
+        "import os; from pdserve.transfer.engine import ReceiveEngine; ReceiveEngine('127.0.0.1').close();"
+        "print('MC_LOG_DIR' in os.environ, os.environ['MC_FORCE_TCP'])",
+        MC_LOG_DIR="/tmp",
+        MC_FORCE_TCP="0",
+    )
+    assert (result.returncode, result.stdout) == (0, "False 1\n")
+    assert "MC_LOG_DIR is set in the environment" in result.stderr
+
+
+def test_a_missing_wheel_names_what_to_install() -> None:
+    result = run_python(
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from pdserve.configs.errors import StartupError\n"
+        "from pdserve.transfer.engine import ReceiveEngine\n"
+        "try: ReceiveEngine('127.0.0.1')\n"
+        "except StartupError as error: print(error)"
+    )
+    assert "not installed: pip install 'pdserve[cpu]'" in result.stdout, result.stderr
+
+
+def listening_devices(ports: set[int]) -> dict[int, str]:
+    """The device each of this process's listeners on `ports` is bound to."""
+    devices = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (plain integers wanted)
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # not a socket, or the directory itself
+        with sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[1] in ports:
+                device = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+                devices[sock.getsockname()[1]] = device.rstrip(b"\0").decode()
+    return devices

@@ -1,0 +1,155 @@
+"""Mooncake engines in their two roles: one that receives, per process, and one that sends, per peer.
+
+The roles are apart because of how engines fail. A send engine whose peer hangs, restarts or overflows stays broken,
+and writes it reported as failed may still run later, reading source memory that has a new owner by then. The cure for
+all of it is to destroy that engine and make a new one, which takes a millisecond; so each peer has its own, and it
+registers nothing. The receive engine's port is the published address and its registrations are the pools: it lives as
+long as the process.
+
+Engines do not survive fork: create them in the process that uses them.
+"""
+
+import enum
+import logging
+import threading
+from typing import Final, NewType
+
+from ..configs.errors import StartupError
+from ..configs.schema import LOOPBACK_HOSTS
+from .mooncake_library import MooncakeEngine, Transport, create_engine
+from .mooncake_sockets import (
+    PeerUnreachableError,
+    confine_to_loopback,
+    cut_connections,
+    describe_engine,
+    wake_listener,
+)
+
+log = logging.getLogger(__name__)
+
+WriteId = NewType("WriteId", int)
+"""A write in flight. A linear value: once poll() has said DONE or FAILED it is gone and must not be used again."""
+
+PREFLIGHT_TIMEOUT_S: Final = 1.0
+FIRST_WRITE_TIMEOUT_S: Final = 1.5
+
+
+class WriteState(enum.Enum):
+    PENDING = enum.auto()
+    DONE = enum.auto()
+    """The bytes are in the peer's memory."""
+    FAILED = enum.auto()
+    """The bytes may still arrive, in part or in full, until the peer's kernel has dropped the connection."""
+
+
+class ReceiveEngine:
+    """Lets peers write into this process's pools. `session` is the address to publish, `host` how peers reach us.
+
+    Mooncake does not authenticate: whoever reaches its ports may read and write what is registered. On a loopback host
+    the ports are confined to this machine; elsewhere they belong on a private network. Register pools, nothing else.
+    """
+
+    def __init__(self, host: str, *, transport: Transport = "tcp") -> None:
+        if ":" in host or host in ("", "0.0.0.0", "*"):
+            raise StartupError(
+                f"peers cannot send KV to host {host!r}: set advertise_host to the IPv4 address or name of this machine"
+            )
+        self._engine: MooncakeEngine | None = create_engine(host, transport)
+        self._port = self._engine.get_rpc_port()
+        self.session = f"{host}:{self._port}"
+        self.confined = False
+        if host in LOOPBACK_HOSTS or host.startswith("127."):
+            try:
+                _confine(self._port)
+                self.confined = True
+            except (OSError, PeerUnreachableError) as error:
+                log.warning("the KV ports of %s stay reachable from other machines: %s", self.session, error)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Open [address, address + size_bytes) to writes. The caller keeps the memory alive until close()."""
+        assert self._engine is not None, "register on a closed engine"
+        status = self._engine.register_memory(address, size_bytes)
+        if status != 0:
+            reason = "it overlaps a registered region" if status == -7 else f"status {status}"
+            raise StartupError(f"Mooncake cannot register {size_bytes} bytes at {address:#x}: {reason}")
+
+    def close(self) -> None:
+        """Stop receiving. Afterwards nobody writes the registered memory. May be called twice."""
+        if self._engine is not None:
+            wake_listener(self._port)
+            self._engine = None
+
+
+class SendEngine:
+    """Writes into one peer's registered memory. Not thread-safe; destroy() ends it, whatever is in flight.
+
+    Opening it asks the peer for a sign of life and for the region that the writes will go to, so that a peer that is
+    dead, hung or another process than expected is noticed within PREFLIGHT_TIMEOUT_S and before anything is written.
+    Raises PeerUnreachableError.
+    """
+
+    def __init__(self, session: str, address: int, size_bytes: int, *, transport: Transport = "tcp") -> None:
+        self.session = session
+        description = describe_engine(session, PREFLIGHT_TIMEOUT_S)
+        if not description.holds(address, size_bytes):
+            raise PeerUnreachableError(
+                f"decode {session} has not registered the pool it announced ({size_bytes} bytes at {address:#x}): "
+                "it is probably a new process at an old address"
+            )
+        # The name is advertised to nobody: peers do not call a sender back.
+        self._engine: MooncakeEngine | None = create_engine("127.0.0.1", transport)
+        self._port = self._engine.get_rpc_port()
+        self._in_flight: set[WriteId] = set()
+        self._connected = False
+        try:
+            _confine(self._port)
+        except (OSError, PeerUnreachableError) as error:
+            log.debug("listeners of a send engine stay open, with nothing registered: %s", error)
+
+    def submit(self, source: int, destination: int, size_bytes: int) -> WriteId | None:
+        """Start copying from our address `source` to the peer's address `destination`; None when the peer is gone.
+
+        Source memory must stay as it is until poll() is terminal or destroy() has returned.
+        """
+        assert self._engine is not None, "submit on a destroyed engine"
+        if self._connected:
+            write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
+        else:
+            # The first write shakes hands, and would wait 60 s for a peer that hung just after the pre-flight.
+            guard = threading.Timer(FIRST_WRITE_TIMEOUT_S, cut_connections, (self.session,))
+            guard.daemon = True
+            guard.start()
+            try:
+                write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
+            finally:
+                guard.cancel()
+            self._connected = True
+        if write == 0:
+            return None
+        self._in_flight.add(WriteId(write))
+        return WriteId(write)
+
+    def poll(self, write: WriteId) -> WriteState:
+        """Where a write stands. Does not block."""
+        assert self._engine is not None, "poll on a destroyed engine"
+        assert write in self._in_flight, "poll of a write that has already ended"  # their side: use after free
+        status = self._engine.transfer_check_status(write)
+        if status == 0:
+            return WriteState.PENDING
+        self._in_flight.remove(write)
+        return WriteState.DONE if status == 1 else WriteState.FAILED
+
+    def destroy(self) -> None:
+        """End all writes. Afterwards no source memory is read any more; what the kernel holds may still arrive.
+
+        Takes milliseconds, also with writes in flight to a hung peer. May be called twice.
+        """
+        if self._engine is not None:
+            wake_listener(self._port)
+            self._engine = None
+            self._in_flight.clear()
+
+
+def _confine(port: int) -> None:
+    data_port = describe_engine(f"127.0.0.1:{port}", PREFLIGHT_TIMEOUT_S).tcp_data_port
+    confine_to_loopback({port, data_port} if data_port else {port})

@@ -1,0 +1,86 @@
+"""What one rank's KV pool looks like, as a value that travels in the handshake.
+
+Pools are page-major: `[page][layer][plane][head][token][bytes]`. A page therefore is one contiguous range whatever the
+number of layers, a layer range of a page is one range, and a head slice is one range per (layer, plane). A plane is
+`k`, `v`, or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head.
+"""
+
+from typing import NewType
+
+import msgspec
+
+PageId = NewType("PageId", int)
+"""A page of one pool. Page ids are the same on every rank of a server."""
+
+
+class Plane(msgspec.Struct, array_like=True, frozen=True):
+    """One kind of row: its name and the bytes one token takes in one head."""
+
+    name: str
+    token_bytes: int
+
+
+class KvLayout(msgspec.Struct, array_like=True, frozen=True):
+    """The part of the model's KV that one rank holds, and how. Layers and heads are global, half-open ranges."""
+
+    planes: tuple[Plane, ...]
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+    page_size: int
+    num_pages: int
+    dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_end - self.layer_start
+
+    @property
+    def num_heads(self) -> int:
+        return self.head_end - self.head_start
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return self.num_heads * self.page_size * sum(plane.token_bytes for plane in self.planes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all layers, planes and heads of this rank."""
+        return self.page_bytes // self.page_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def plane_offset(self, index: int) -> int:
+        """Where plane `index` starts inside one layer of one page."""
+        return self.num_heads * self.page_size * sum(plane.token_bytes for plane in self.planes[:index])
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens occupy."""
+        return -(-tokens // self.page_size)
+
+
+def describe_mismatch(prefill: KvLayout, decode: KvLayout) -> str | None:
+    """One sentence naming both values when KV of `prefill` cannot be written into `decode`; None when it can."""
+    if prefill.planes != decode.planes:
+        return f"KV rows differ: prefill has {_planes(prefill)}, decode has {_planes(decode)}"
+    if prefill.dtype != decode.dtype:
+        return f"KV dtype differs: prefill has {prefill.dtype}, decode has {decode.dtype}"
+    ours, theirs = (prefill.layer_start, prefill.layer_end), (decode.layer_start, decode.layer_end)
+    if ours != theirs:
+        return f"layers differ: prefill holds {ours}, decode holds {theirs}"
+    ours, theirs = (prefill.head_start, prefill.head_end), (decode.head_start, decode.head_end)
+    if ours != theirs:
+        return f"KV heads differ: prefill holds {ours}, decode holds {theirs}"
+    return None
+
+
+def _planes(layout: KvLayout) -> str:
+    return " + ".join(f"{plane.name} of {plane.token_bytes} B" for plane in layout.planes)

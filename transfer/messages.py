@@ -1,0 +1,209 @@
+"""Every control message between a decode leader and a prefill leader, and the rule that keeps them compatible.
+
+Messages are array-encoded msgpack: `[tag, field, field, ...]`. **Fields are only ever appended, each with a default.**
+A decoder fills missing trailing fields with their defaults and ignores extra ones, so an older and a newer peer
+understand each other. A change that is not an append bumps PROTOCOL_VERSION, and peers of different versions refuse
+each other at pairing. Large integer arrays (prompt, indices) travel as raw little-endian frames behind the message.
+
+History
+  1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
+
+Who sends what (P prefill, D decode):
+  D -> P  Hello, KvDestination, Abort
+  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck
+  both    Heartbeat, HeartbeatAck
+
+A transfer is named by (transfer_id, generation): decode mints the id, and a retry of the same request into fresh pages
+is the next generation. A message of another generation is stale and ignored.
+"""
+
+from typing import Literal, NewType
+
+import msgspec
+
+from ..configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from .layout import KvLayout
+
+PROTOCOL_VERSION = 1
+
+InstanceId = NewType("InstanceId", str)
+"""A uuid made at process start. A restarted server is a new instance."""
+
+
+class TransferKey(msgspec.Struct, array_like=True, frozen=True):
+    """Names one attempt to bring one request's KV to one decode server."""
+
+    transfer_id: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.transfer_id}.{self.generation}"
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of all control messages; the tag is the class name."""
+
+
+class Pool(msgspec.Struct, array_like=True, frozen=True):
+    """A KV pool as its owner registered it: writes outside [base_address, base_address + size_bytes) are refused."""
+
+    layout: KvLayout
+    base_address: int
+    size_bytes: int
+    memory: Literal["device", "host"] = "device"
+
+
+class Rank(msgspec.Struct, array_like=True, frozen=True):
+    """One rank of a server. `session` is where its receive engine listens (TCP); None where it receives nothing.
+
+    `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to.
+    """
+
+    rank: int
+    session: str | None
+    pools: tuple[Pool, ...]
+    machine: str = ""
+    nvlink_session: str | None = None
+
+
+class Hello(Message, frozen=True):
+    """Decode introduces itself. Sent on every connection, and again when prefill says it does not know us."""
+
+    protocol_version: int
+    instance: InstanceId
+    model_fingerprint: str
+    model_name: str
+    ranks: tuple[Rank, ...]
+    enable_hisparse: bool = False
+
+
+class Welcome(Message, frozen=True):
+    """Prefill accepts the pair."""
+
+    protocol_version: int
+    instance: InstanceId
+    model_fingerprint: str
+    model_name: str
+    ranks: tuple[Rank, ...]
+    enable_hisparse: bool = False
+
+
+class Refused(Message, frozen=True):
+    """`unknown_peer` asks for a Hello; `mismatch` and `malformed` say in one sentence what is wrong."""
+
+    code: Literal["unknown_peer", "mismatch", "malformed"]
+    reason: str
+
+
+class KvDestination(Message, frozen=True):
+    """Compute this prompt and write its KV here. Frames: prompt ids (int32), then destination indices (int32).
+
+    Indices are pages of the decode pool or, with `granularity="token"`, one row per token. Tokens
+    [0, prefix_tokens) are already on decode; the indices start at token `prefix_tokens`.
+    `timeout_s` is what is left of the request's deadline when the message is sent. `samples` first tokens are drawn,
+    the i-th with seed + i. The last `output_tokens` of the ids are output already: a request that lost its KV on decode
+    is computed anew, and its "first" token is the next one.
+    """
+
+    key: TransferKey
+    rid: str
+    sampling: SamplingParams
+    timeout_s: float
+    granularity: Literal["page", "token"] = "page"
+    prefix_tokens: int = 0
+    room: int | None = None
+    verify: bool = False
+    samples: int = 1
+    output_tokens: int = 0
+    logprobs: LogprobParams | None = None
+    enable_hisparse: bool = False
+
+
+class ChunkArrived(Message, frozen=True):
+    """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal."""
+
+    key: TransferKey
+    token_start: int
+    token_end: int
+    checksum: int | None = None
+
+
+class PrefillDone(Message, frozen=True):
+    """All KV has arrived; carries the first token of each sample and where prefill spent its time.
+
+    `cached_tokens` of the prompt were not computed but found in prefill's prefix cache. `input_logprobs` is there when
+    asked for: one entry per prompt token from `LogprobParams.start` on.
+    """
+
+    key: TransferKey
+    first_tokens: tuple[TokenLogprob, ...]
+    prompt_tokens: int
+    chunks: int
+    writes: int
+    bytes_written: int
+    queue_s: float
+    compute_s: float
+    transfer_tail_s: float
+    cached_tokens: int = 0
+    input_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class TransferFailed(Message, frozen=True):
+    """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while."""
+
+    key: TransferKey
+    reason: str
+    retryable: bool
+    late_writes: bool = False
+
+
+class Abort(Message, frozen=True):
+    """Decode gives the transfer up; its pages stay reserved until the AbortAck."""
+
+    key: TransferKey
+    reason: str
+
+
+class AbortAck(Message, frozen=True):
+    """The writer of this transfer has stopped for good; `late_writes` as in TransferFailed."""
+
+    key: TransferKey
+    late_writes: bool = False
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    waiting_tokens: int = 0
+    free_pages: int = 0
+
+
+class Heartbeat(Message, frozen=True):
+    """I am alive. `sent_at` is the sender's monotonic clock, echoed in the ack for the round trip."""
+
+    instance: InstanceId
+    sent_at: float
+    load: Load = Load()
+
+
+class HeartbeatAck(Message, frozen=True):
+    instance: InstanceId
+    sent_at: float
+    load: Load = Load()
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refused
+    | KvDestination
+    | ChunkArrived
+    | PrefillDone
+    | TransferFailed
+    | Abort
+    | AbortAck
+    | Heartbeat
+    | HeartbeatAck
+)

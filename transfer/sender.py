@@ -1,0 +1,328 @@
+"""One thread that writes KV to one decode server: takes jobs in order, keeps a few writes in flight, never hangs.
+
+The scheduling thread hands over a SendJob and gets exactly one SendResult per job, from the sender's thread. Jobs to
+one peer go strictly one after the other, whatever transfer they belong to: the peer's link is the bottleneck anyway.
+
+When are source pages free again? After the results of all jobs of a transfer. A failed write does not mean that
+Mooncake has stopped reading, so on any failure the engine is destroyed before the result is reported; the next job gets
+a new one. Bytes that were in the kernel's buffers by then may still land at the peer: `late_writes` says so, and the
+peer must not reuse those destination pages for a while.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from .engine import SendEngine, WriteId, WriteState
+from .messages import Pool, TransferKey
+from .mooncake_library import Transport
+from .mooncake_sockets import PeerUnreachableError
+from .runs import Runs, check_bounds
+
+log = logging.getLogger(__name__)
+
+MAX_WINDOW: Final = 512
+"""Writes in flight to one peer. Mooncake's queue breaks for good at 1,024 (2,048 with luck)."""
+MAX_WRITE_BYTES: Final = 4 << 20
+STALL_BASE_S: Final = 1.0
+EXPECTED_BYTES_PER_S: Final = 1e9
+SLOWEST_SHARE: Final = 0.2
+"""A link slower than this share of the expected rate counts as stalled."""
+NAP_MIN_S: Final = 0.0002
+NAP_MAX_S: Final = 0.002
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendJob:
+    """Copies of one transfer that belong together, such as a chunk.
+
+    `ready` is called on the sender's thread before the first byte is read, and may wait (for a CUDA event, say).
+    `timeout_s` bounds the whole job from when it starts; without it a job may take as long as it makes progress.
+    """
+
+    key: TransferKey
+    runs: Runs
+    ready: Callable[[], None] | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendResult:
+    """How a job ended. `ok`: every byte is in the peer's memory. Otherwise `reason` says why, readably."""
+
+    key: TransferKey
+    ok: bool
+    reason: str | None
+    cancelled: bool
+    late_writes: bool
+    bytes_written: int
+    writes: int
+    seconds: float
+    job: SendJob
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A job that has no result yet, and what has become of it so far."""
+
+    job: SendJob
+    cancelled: bool = False
+    bytes_written: int = 0
+    writes: int = 0
+    in_flight: dict[WriteId, int] = field(default_factory=dict)
+    """Bytes of each write whose end we have not seen."""
+
+
+class _SendError(Exception):
+    """Ends a job: the reason, and whether bytes may be under way."""
+
+    def __init__(self, reason: str, *, late_writes: bool) -> None:
+        super().__init__(reason)
+        self.late_writes = late_writes
+
+
+class PeerSender:
+    """Writes from one source pool into one pool of one peer instance. A peer that restarts needs a new PeerSender.
+
+    `on_result` runs on the sender's thread; it should hand the result over and return. Owns a thread and, from the
+    first job on, a SendEngine; close() ends both.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        destination: Pool,
+        source_base: int,
+        source_bytes: int,
+        *,
+        window: int,
+        on_result: Callable[[SendResult], None],
+        transport: Transport = "tcp",
+    ) -> None:
+        if not 1 <= window <= MAX_WINDOW:
+            raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
+        self.session = session
+        self._destination = destination
+        self._source_base = source_base
+        self._source_bytes = source_bytes
+        self._window = window
+        self._on_result = on_result
+        self._transport = transport
+        self._engine: SendEngine | None = None
+        self._changed = threading.Condition()
+        self._queue: deque[_Pending] = deque()
+        self._unreported: set[_Pending] = set()
+        self._closing = False
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name=f"send-{session}", daemon=True)
+        self._thread.start()
+        # A daemon thread inside Mooncake at interpreter exit aborts the process.
+        atexit.register(self.close)
+
+    def submit(self, job: SendJob) -> None:
+        """Queue a job. Raises PlanError, and queues nothing, when a copy leaves either pool."""
+        check_bounds(job.runs, self._source_bytes, self._destination.size_bytes)
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"the sender to {self.session} is closed")
+            if not self._unreported:
+                self._progress_at = time.monotonic()
+            pending = _Pending(job)
+            self._unreported.add(pending)
+            self._queue.append(pending)
+            self._changed.notify_all()
+
+    def cancel(self, key: TransferKey) -> bool:
+        """Stop the jobs of a transfer: issue no more writes, wait for those in flight, then report each job as usual.
+
+        True: at least one result of this transfer is still to come. False: all have been given to `on_result`, or the
+        last one is being given right now. Jobs submitted later are not affected.
+        """
+        with self._changed:
+            found = [pending for pending in self._unreported if pending.job.key == key]
+            for pending in found:
+                pending.cancelled = True
+            return bool(found)
+
+    def stalled_s(self) -> float:
+        """How long there has been work without progress; 0 when there is no work."""
+        with self._changed:
+            return time.monotonic() - self._progress_at if self._unreported else 0.0
+
+    def close(self) -> None:
+        """Cancel everything, wait for what is in flight, report every job, end the thread. May be called twice.
+
+        Bounded by a stall of the active job (about a second), unless a `ready` of the caller hangs.
+        """
+        with self._changed:
+            self._closing = True
+            for pending in self._unreported:
+                pending.cancelled = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _work(self) -> None:
+        while (pending := self._take()) is not None:
+            self._progress_at = started = time.monotonic()
+            reason: str | None = None
+            late_writes = False
+            unreachable = False
+            try:
+                self._send(pending, started)
+            except _SendError as failure:
+                reason, late_writes = str(failure), failure.late_writes
+            except PeerUnreachableError as error:
+                reason, unreachable = str(error), True
+            except Exception as error:
+                log.exception("sending to %s", self.session)
+                reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
+            if reason is not None:
+                self._drop_engine()
+            self._finish(pending, reason, late_writes, time.monotonic() - started)
+            if unreachable:
+                # Everything that waits here is for the same peer: asking again for each would take a second each.
+                for waiting in self._take_all():
+                    self._finish(waiting, reason, False, 0.0)
+        self._drop_engine()
+
+    def _take(self) -> _Pending | None:
+        """The next job to send; None when closed and empty. Reports cancelled ones on the way."""
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                cancelled = [pending for pending in self._queue if pending.cancelled]
+                for pending in cancelled:
+                    self._queue.remove(pending)
+                if not cancelled:
+                    return self._queue.popleft() if self._queue else None
+            for pending in cancelled:
+                self._finish(pending, None, False, 0.0)
+
+    def _take_all(self) -> list[_Pending]:
+        with self._changed:
+            waiting = list(self._queue)
+            self._queue.clear()
+            return waiting
+
+    def _send(self, pending: _Pending, started: float) -> None:
+        """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""
+        job = pending.job
+        if job.ready is not None:
+            try:
+                job.ready()
+            except Exception as error:
+                raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
+        if not len(job.runs) or pending.cancelled:
+            return
+        if self._engine is None:
+            self._engine = SendEngine(
+                self.session,
+                self._destination.base_address,
+                self._destination.size_bytes,
+                transport=self._transport,
+            )
+        engine = self._engine
+        pieces = job.runs.split(MAX_WRITE_BYTES)
+        waiting = zip(
+            (pieces.source + self._source_base).tolist(),
+            (pieces.destination + self._destination.base_address).tolist(),
+            pieces.length.tolist(),
+            strict=True,
+        )
+        left = len(pieces)
+        in_flight = pending.in_flight
+        nap_s = NAP_MIN_S
+        moved_at = time.monotonic()
+        while left or in_flight:
+            if pending.cancelled:
+                left = 0
+            while left and len(in_flight) < self._window:
+                source, destination, size_bytes = next(waiting)
+                write = engine.submit(source, destination, size_bytes)
+                if write is None:
+                    raise _SendError(f"decode {self.session} is gone", late_writes=bool(pending.writes))
+                in_flight[write] = size_bytes
+                pending.writes += 1
+                left -= 1
+            if self._collect(pending, engine, started):
+                self._progress_at = moved_at = time.monotonic()
+                nap_s = NAP_MIN_S
+            else:
+                self._check_deadlines(pending, started, moved_at)
+                time.sleep(nap_s)
+                nap_s = min(1.5 * nap_s, NAP_MAX_S)
+
+    def _collect(self, pending: _Pending, engine: SendEngine, started: float) -> bool:
+        """Take the finished writes out of flight; whether there were any."""
+        finished = False
+        for write, size_bytes in list(pending.in_flight.items()):
+            state = engine.poll(write)
+            if state is WriteState.PENDING:
+                continue
+            del pending.in_flight[write]
+            if state is WriteState.FAILED:
+                raise _SendError(
+                    f"write of {size_bytes} bytes to decode {self.session} failed after "
+                    f"{time.monotonic() - started:.2f} s",
+                    late_writes=True,
+                )
+            pending.bytes_written += size_bytes
+            finished = True
+        return finished
+
+    def _check_deadlines(self, pending: _Pending, started: float, moved_at: float) -> None:
+        """Raise when nothing has moved for longer than a slow link explains, or when the job's own time is up."""
+        now = time.monotonic()
+        in_flight_bytes = sum(pending.in_flight.values())
+        if now - moved_at > STALL_BASE_S + in_flight_bytes / (SLOWEST_SHARE * EXPECTED_BYTES_PER_S):
+            raise _SendError(
+                f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight did not move for "
+                f"{now - moved_at:.2f} s",
+                late_writes=True,
+            )
+        timeout_s = pending.job.timeout_s
+        if timeout_s is not None and now - started > timeout_s:
+            raise _SendError(
+                f"writing {pending.job.runs.total_bytes} bytes to decode {self.session} took longer than "
+                f"{timeout_s:g} s",
+                late_writes=True,
+            )
+
+    def _finish(self, pending: _Pending, reason: str | None, late_writes: bool, seconds: float) -> None:
+        """Report a job. It is cancelled, rather than failed, when it was told to stop and stopped short."""
+        job = pending.job
+        complete = reason is None and pending.bytes_written == job.runs.total_bytes
+        cancelled = pending.cancelled and not complete
+        result = SendResult(
+            key=job.key,
+            ok=complete,
+            reason="cancelled" if cancelled and reason is None else reason,
+            cancelled=cancelled,
+            late_writes=late_writes,
+            bytes_written=pending.bytes_written,
+            writes=pending.writes,
+            seconds=seconds,
+            job=job,
+        )
+        with self._changed:
+            self._unreported.remove(pending)
+        try:
+            self._on_result(result)
+        except Exception:
+            log.exception("on_result of the sender to %s", self.session)
+
+    def _drop_engine(self) -> None:
+        if self._engine is not None:
+            try:
+                self._engine.destroy()
+            except Exception:
+                log.exception("destroying the engine to %s", self.session)
+            self._engine = None

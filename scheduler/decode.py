@@ -1,0 +1,498 @@
+"""The decode server's decisions: who gets memory, which prefill serves whom, who is in the batch, who has ended.
+
+Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
+
+    submit -> QUEUED -> RESERVED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
+                                                     RETRACTED --admit()--^  <-- out of memory
+
+Three rules carry the safety of the whole thing:
+- **One door.** `admit()` is the only edge into READY: after a transfer and after a retraction.
+- **One terminal event.** `_end()` is the only place that sends Finished or Failed, and it is the edge into DRAINING.
+- **A page that a remote writer may still write is not free.** The pages of an attempt that was given up go behind a
+  fence (`fences.py`) until the writer has stopped.
+
+Memory is over-committed on purpose: a request reserves its prompt and some growth, not all it might ever generate. When
+the pool runs dry, the youngest request of the lowest priority is retracted: its KV is copied to host memory, or
+computed anew by prefill where that is cheaper, and it goes on later with the same tokens.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from ..configs.errors import (
+    AbortedError,
+    ClientError,
+    DuplicateRequestError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    TooLargeError,
+    UnavailableError,
+)
+from ..configs.sampling import TokenLogprob
+from ..memory.pages import PageAllocator, PageGrant
+from ..memory.prefix_cache import PrefixCache
+from ..transfer.messages import ChunkArrived, InstanceId, Load, PrefillDone, TransferKey
+from .counters import DECODE_COUNTERS
+from .deadlines import overdue
+from .effects import ConnectPeer, CopyPage, DropPages, Effect, LoadPages, SavePages, SendToFront
+from .front import Failed, Finished, FinishReason, InputLogprobs, Submit, Tokens
+from .intake import DecodeLimits, Intake
+from .lifecycle import State
+from .request import Prompt, Request
+from .reservation import pages_for, pages_needed
+from .retraction import Retractions
+
+MAX_ATTEMPTS = 2
+"""One try and one retry, into fresh pages, on another prefill server where there is one."""
+_WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
+"""States in which the KV of all tokens but the newest is in the request's pages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`."""
+
+    request: Request
+    token: int
+    position: int
+    pages: list[int]
+
+
+class DecodeScheduler:
+    """Owns every request, the page allocator and the batch of one decode server."""
+
+    def __init__(self, limits: DecodeLimits, pages: PageAllocator, eos_token_ids: Iterable[int]) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.requests: dict[str, Request] = {}
+        """Requests whose client has no answer yet, by rid."""
+        self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
+        self.intake = Intake(limits, pages, self.cache, self.counters)
+        self.retracted = Retractions(limits.retract_pages)
+        self._ready: collections.deque[Request] = collections.deque()
+        self._running: list[Request] = []
+        self._draining: set[Request] = set()
+        self._effects = self.intake.effects  # one list for both, so that the order is kept
+        self._next_id = 1
+        self._accepting = True
+
+    # -- what happens: events from clients ---------------------------------------------------------------------
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a prompt with all its samples, or answer at once why not."""
+        rids = (submit.rid, *submit.more_rids)
+        error = self._refusal(submit, rids)
+        if error is not None:
+            self.counters["requests_refused"] += len(rids)
+            self._effects += [SendToFront(_failed(rid, error)) for rid in rids]
+            return
+        deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
+        prompt = self._new_prompt(
+            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority
+        )
+        for index, rid in enumerate(rids):
+            sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
+            self.requests[rid] = request = Request(
+                rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
+            )
+            prompt.members.append(request)
+        self.counters["requests"] += len(rids)
+        self.intake.queue.push(prompt)
+        if prompt.endpoint is not None:
+            self._effects.append(ConnectPeer(prompt.endpoint))
+
+    def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
+        """The client has gone or, with `stopped`, has all it wants. Unknown rids have ended already."""
+        request = self.requests.get(rid)
+        if request is not None:
+            self._end(request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now)
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on (shutdown)."""
+        self._accepting = False
+
+    def fail_all(self, error: RequestError, now: float) -> None:
+        """Give every open request this answer (shutdown deadline)."""
+        for request in list(self.requests.values()):
+            self._end(request, error, now)
+
+    # -- what happens: events from prefill servers -------------------------------------------------------------
+
+    def peer_up(self, instance: InstanceId, endpoint: str) -> None:
+        self.intake.peers.up(instance, endpoint)
+
+    def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
+        self.intake.peers.alias(instance, endpoint)
+
+    def peer_load(self, instance: InstanceId, load: Load) -> None:
+        self.intake.peers.report(instance, load)
+
+    def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
+        """Its prompts go elsewhere, or wait a moment for it to return. It may still be writing."""
+        self.intake.peers.lost(instance)
+        self.counters["peers_lost"] += 1
+        for prompt in self.intake.of_peer(instance):
+            self.intake.give_up(prompt, f"prefill server lost: {reason}", tell=True)
+            self._retry_or_fail(prompt, now)
+
+    def peer_closed(self, instance: InstanceId, now: float) -> None:
+        self.intake.fences.writer_closed(instance, now)
+
+    def chunk_arrived(self, chunk: ChunkArrived) -> None:
+        self.counters["chunks" if self.intake.chunk_arrived(chunk) else "stale_messages"] += 1
+
+    def prompt_of(self, key: TransferKey) -> Prompt | None:
+        """The prompt this transfer serves now; None for a stale or unknown key."""
+        return self.intake.prefilling.get(key)
+
+    def prefill_done(self, done: PrefillDone, now: float) -> None:
+        """All KV and the first token of every sample are here."""
+        self.intake.fences.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
+        prompt = self.intake.prefilling.get(done.key)
+        if prompt is None:
+            self.counters["stale_messages"] += 1
+            return
+        problem = self.intake.check_complete(prompt, done)
+        if problem is not None:
+            self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
+            return
+        self._count_transfer(prompt, done)
+        self.intake.leave(prompt)
+        grant = prompt.grant
+        assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
+        prompt.grant = None
+        self.cache.insert(prompt.token_ids, grant.pages)
+        for request in prompt.waiting:
+            request.life.to(State.ARRIVED, now)
+            request.done = request.done or done
+            self._copy_tail(prompt, request, grant)
+            if done.input_logprobs and not prompt.output_tokens:
+                self._effects.append(SendToFront(InputLogprobs(request.rid, done.input_logprobs)))
+            self._accept_token(request, done.first_tokens[request.sample], now)
+            if request.state is State.ARRIVED:
+                self.admit(request, now)
+        self.pages.release(grant)
+
+    def transfer_failed(self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float) -> None:
+        """The writer has stopped without having finished."""
+        self.counters["transfers_failed"] += 1
+        prompt = self.intake.prefilling.get(key)
+        if prompt is not None:
+            self.intake.give_up(prompt, reason, tell=False)
+        self.intake.fences.writer_stopped(key, late_writes=late_writes, now=now)
+        if prompt is None:
+            self.counters["stale_messages"] += 1
+        elif retryable:
+            self._retry_or_fail(prompt, now)
+        else:
+            self._end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
+
+    def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
+        self.intake.fences.writer_stopped(key, late_writes=late_writes, now=now)
+
+    # -- the one door ------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, now: float) -> None:
+        """Let a request into the run queue: after its transfer, with or without PP, and after a retraction.
+
+        This is the only edge into READY, so whatever a running request needs is set up here and nowhere else.
+        """
+        request.life.to(State.READY, now)
+        self._ready.append(request)
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Everything that is due: deadlines, fences, memory for those that wait. Call once per loop turn."""
+        self._expire(now)
+        for fence in self.intake.fences.take_due(now):
+            self.pages.release(fence.grant)
+            self._free_drained(fence.prompt, now)
+        self._resume(now)
+        if not len(self.retracted):
+            self.intake.dispatch(now)
+
+    def next_step(self, now: float) -> list[DecodeRow]:
+        """The rows of the next decode step, each with a page for its token; empty when there is nothing to run."""
+        while self._ready and len(self._running) < self.limits.max_running_requests:
+            request = self._ready.popleft()
+            request.life.to(State.RUNNING, now)
+            self._running.append(request)
+        for request in list(self._running):
+            if request.state is State.RUNNING:
+                self._make_room(request, now)
+        return [
+            DecodeRow(request, request.output_ids[-1], request.kv_tokens, _pages(request)) for request in self._running
+        ]
+
+    def step_done(self, rows: list[DecodeRow], tokens: list[TokenLogprob], now: float) -> None:
+        """The sampled token of each row. Rows whose request ended during the step are dropped."""
+        self.counters["decode_steps"] += 1
+        for row, token in zip(rows, tokens, strict=True):
+            if row.request.state is State.RUNNING:
+                self._accept_token(row.request, token, now)
+
+    def step_failed(self, rows: list[DecodeRow], reason: str, now: float) -> None:
+        """The model could not run this step: its requests fail, the server goes on."""
+        self.counters["steps_failed"] += 1
+        for row in rows:
+            if row.request.state is State.RUNNING:
+                self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+
+    def take_effects(self) -> list[Effect]:
+        """Everything decided since the last call, in order."""
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    # -- what can be seen --------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """No request anywhere, not even one that drains."""
+        return not self.requests and not self._draining and not len(self.intake.fences)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def state_counts(self) -> dict[str, int]:
+        counts = {state.value: 0 for state in State if state is not State.FREED}
+        for request in [*self.requests.values(), *self._draining]:
+            counts[request.state.value] += 1
+        return counts
+
+    def load(self) -> Load:
+        return Load(
+            waiting_requests=len(self.intake.queue),
+            running_requests=len(self._running),
+            waiting_tokens=sum(prompt.tokens for prompt in self.intake.queue.in_order()),
+            free_pages=self.pages.available,
+        )
+
+    def check_integrity(self) -> None:
+        """Every page accounted for, every request in exactly the place its state says."""
+        self.pages.check_integrity(idle=self.idle)
+        for request in self.requests.values():
+            prompt = request.prompt
+            places = {
+                State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
+                State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
+                State.READY: request in self._ready,
+                State.RUNNING: request in self._running,
+                State.RETRACTED: request in self.retracted,
+            }
+            assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
+
+    # -- letting in --------------------------------------------------------------------------------------------
+
+    def _refusal(self, submit: Submit, rids: tuple[str, ...]) -> RequestError | None:
+        prompt_tokens, new_tokens = len(submit.prompt_ids), submit.sampling.max_new_tokens
+        if not self._accepting:
+            return UnavailableError("the server is shutting down")
+        for rid in rids:
+            if rid in self.requests or rids.count(rid) > 1:
+                return DuplicateRequestError(f"rid: {rid!r} is already in use; choose another")
+        if prompt_tokens < 1:
+            return ClientError("input_ids: the prompt is empty; give at least 1 token")
+        capacity = self.pages.num_pages * self.limits.page_size
+        samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
+        if pages_needed(prompt_tokens, samples, most_tokens, self.limits.page_size) > self.pages.num_pages:
+            times = f" x {samples} samples" if samples > 1 else ""
+            return TooLargeError(
+                f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
+                f"of {capacity} tokens"
+            )
+        if len(self.intake.queue) >= self.limits.max_queued_requests:
+            return OverloadedError(
+                f"max_queued_requests: {self.limits.max_queued_requests} prompts are queued already", retry_after_s=1.0
+            )
+        return None
+
+    def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
+        self.counters["transfers"] += 1
+        self.counters["transfer_bytes"] += done.bytes_written
+        self.counters["transfer_writes"] += done.writes
+        self.counters["prompt_tokens"] += prompt.tokens
+        self.counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
+        computed = done.prompt_tokens - done.cached_tokens
+        if done.compute_s > 0 and computed > 0:
+            self.retracted.rates.prefilled_tokens_per_s = computed / done.compute_s
+
+    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant) -> None:
+        """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""
+        full = prompt.tokens // self.limits.page_size
+        if prompt.tokens % self.limits.page_size and _pages(request)[full] != grant.pages[full]:
+            self._effects.append(CopyPage(grant.pages[full], _pages(request)[full]))
+
+    # -- retry and retraction ----------------------------------------------------------------------------------
+
+    def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
+        """After a lost attempt: back to the head of the queue once, otherwise the end. Its pages are fenced already."""
+        if prompt.attempts >= MAX_ATTEMPTS:
+            error = ServerError(f"failed after {prompt.attempts} attempts: {prompt.last_problem}")
+            self._end_all(prompt, error, now)
+            return
+        self.counters["redispatches"] += 1
+        self.intake.leave(prompt)
+        for request in prompt.waiting:
+            self._release(request)
+            request.life.to(State.QUEUED, now)
+        self.intake.queue.push(prompt, again=True)
+
+    def _make_room(self, request: Request, now: float) -> None:
+        """A page for the row that the next step writes, if need be at the cost of the request that matters least."""
+        assert request.grant is not None, f"{request.rid} runs without pages"
+        while len(request.grant.pages) * self.limits.page_size <= request.kv_tokens:
+            if self.pages.grow(request.grant):
+                continue
+            youngest = range(len(self._running) - 1, -1, -1)
+            victim = self._running[min(youngest, key=lambda index: self._running[index].prompt.priority)]
+            self._retract(victim, now)
+            if victim is request:
+                return
+
+    def _retract(self, request: Request, now: float) -> None:
+        """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing."""
+        self.counters["retractions"] += 1
+        self._running.remove(request)
+        request.life.to(State.RETRACTED, now)
+        pages = self._pages_for(request.kv_tokens)
+        if self.retracted.worth_saving(pages, request.kv_tokens):
+            self.retracted.add(request, pages)
+            self._effects.append(SavePages(request.rid, tuple(_pages(request)[:pages])))
+        else:
+            self.counters["retractions_recomputed"] += 1
+            old = request.prompt
+            request.prompt = prompt = self._new_prompt(
+                (*request.prompt_ids, *request.output_ids),
+                endpoint=old.endpoint,
+                priority=old.priority,
+                output_tokens=len(request.output_ids),
+            )
+            prompt.members.append(request)
+            request.life.to(State.QUEUED, now)
+            self.intake.queue.push(prompt, again=True)
+        self._release(request)
+
+    def _resume(self, now: float) -> None:
+        """Bring retracted requests back, in the order in which they went."""
+        while (request := self.retracted.first()) is not None:
+            most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self.limits.growth_tokens)
+            growth = self._pages_for(most_tokens) - request.saved_pages
+            request.grant = self.pages.grant(request.rid, request.saved_pages, growth)
+            if request.grant is None:
+                return
+            self.retracted.remove(request)
+            self._effects.append(LoadPages(request.rid, tuple(request.grant.pages)))
+            self.admit(request, now)
+
+    # -- tokens and endings ------------------------------------------------------------------------------------
+
+    def _accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
+        request.output_ids.append(token.token)
+        self.counters["generation_tokens"] += 1
+        logprobs = (token,) if request.logprobs is not None else ()
+        self._effects.append(SendToFront(Tokens(request.rid, (token.token,), logprobs)))
+        reason = request.finish_reason(self.eos_token_ids)
+        if reason is not None:
+            self._end(request, reason, now)
+
+    def _expire(self, now: float) -> None:
+        for request in list(self.requests.values()):
+            error = overdue(request, self.intake, now)
+            if error is not None:
+                self._end(request, error, now)
+
+    def _end_all(self, prompt: Prompt, error: RequestError, now: float) -> None:
+        for request in prompt.waiting:
+            self._end(request, error, now)
+
+    def _end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
+        """The one terminal event of a request. Its memory follows as soon as nobody can write it."""
+        match request.state:
+            case State.QUEUED | State.PREFILLING:
+                self._leave_prompt(request, str(outcome))
+            case State.READY:
+                self._ready.remove(request)
+            case State.RUNNING:
+                self._running.remove(request)
+            case State.RETRACTED:
+                self.retracted.remove(request)
+                self._effects.append(DropPages(request.rid))
+            case _:
+                pass
+        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
+            self.cache.insert((*request.prompt_ids, *request.output_ids[:-1]), _pages(request))
+        self._release(request)
+        del self.requests[request.rid]
+        self._draining.add(request)
+        request.life.to(State.DRAINING, now)
+        self._effects.append(SendToFront(self._terminal(request, outcome, now)))
+        self._free_drained(request.prompt, now)
+
+    def _leave_prompt(self, request: Request, reason: str) -> None:
+        """One member less; the last one takes the prompt along."""
+        prompt = request.prompt
+        if prompt.waiting == [request]:
+            self.intake.withdraw(prompt, reason)
+
+    def _terminal(self, request: Request, outcome: FinishReason | RequestError, now: float) -> Finished | Failed:
+        if isinstance(outcome, RequestError):
+            self.counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
+            return _failed(request.rid, outcome)
+        self.counters["requests_finished"] += 1
+        return Finished(
+            rid=request.rid,
+            reason=outcome,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=len(request.output_ids),
+            cached_tokens=request.done.cached_tokens if request.done is not None else 0,
+            timeline=request.timeline(now),
+        )
+
+    def _release(self, request: Request) -> None:
+        if request.grant is not None:
+            self.pages.release(request.grant)
+            request.grant = None
+
+    def _free_drained(self, prompt: Prompt, now: float) -> None:
+        """Requests that have ended are gone for good once no page of their prompt can be written any more."""
+        if prompt.fences == 0:
+            for request in [request for request in prompt.members if request in self._draining]:
+                request.life.to(State.FREED, now)
+                self._draining.remove(request)
+
+    def _new_prompt(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        endpoint: str | None = None,
+        room: int | None = None,
+        priority: int = 0,
+        output_tokens: int = 0,
+    ) -> Prompt:
+        prompt = Prompt(
+            self._next_id, token_ids, endpoint=endpoint, room=room, priority=priority, output_tokens=output_tokens
+        )
+        self._next_id += 1
+        return prompt
+
+    def _pages_for(self, tokens: int) -> int:
+        return pages_for(tokens, self.limits.page_size)
+
+
+def _pages(request: Request) -> list[int]:
+    assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
+    return request.grant.pages
+
+
+def _failed(rid: str, error: RequestError) -> Failed:
+    return Failed(rid, error.status, error.code, str(error), error.retry_after_s)

@@ -1,0 +1,166 @@
+"""Prompts on their way in: from the queue, with memory reserved, to a prefill server, until their KV has arrived.
+
+Knows prompts, pages and peers. It ends no request: what becomes of one whose prompt did not make it is the scheduler's.
+"""
+
+import collections
+import dataclasses
+
+import msgspec
+
+from ..memory.pages import PageAllocator
+from ..memory.prefix_cache import PrefixCache
+from ..transfer.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from .effects import Effect, SendToPeer
+from .fences import Fences
+from .lifecycle import State
+from .prefill_peers import PrefillPeer, PrefillPeers
+from .prompt_queue import PromptQueue
+from .request import Attempt, Prompt
+from .reservation import Reservation, reserve
+
+MAX_OVERTAKES = 16
+"""How many smaller prompts may pass one that waits for memory; then memory is left to gather for it."""
+MAX_MISFITS = 8
+"""Prompts that do not fit before a turn stops looking for one that does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLimits:
+    """The bounds a decode scheduler works within."""
+
+    page_size: int
+    max_running_requests: int
+    max_queued_requests: int
+    growth_tokens: int
+    retract_pages: int
+    queue_timeout_s: float
+    prefill_wait_s: float
+    prefill_timeout_s: float
+    request_timeout_s: float
+    quarantine_s: float
+    verify_kv: bool = False
+    prefix_cache: bool = True
+
+
+class Intake:
+    """The queue, the prefill servers, the transfers under way and the fences around those that were given up."""
+
+    def __init__(
+        self, limits: DecodeLimits, pages: PageAllocator, cache: PrefixCache, counters: "collections.Counter[str]"
+    ) -> None:
+        self.limits = limits
+        self.counters = counters
+        self.queue = PromptQueue()
+        self.peers = PrefillPeers()
+        self.fences = Fences(limits.quarantine_s)
+        self.prefilling: dict[TransferKey, Prompt] = {}
+        self.effects: list[Effect] = []
+        """What is to be sent; the scheduler takes it."""
+        self._pages = pages
+        self._cache = cache
+
+    def of_peer(self, instance: InstanceId) -> list[Prompt]:
+        """Prompts that this prefill server has."""
+        return [prompt for prompt in self.prefilling.values() if _attempt(prompt).instance == instance]
+
+    def chunk_arrived(self, chunk: ChunkArrived) -> bool:
+        """Note it; False when nobody waits for it."""
+        prompt = self.prefilling.get(chunk.key)
+        if prompt is not None:
+            _attempt(prompt).chunks.append(chunk)
+        return prompt is not None
+
+    def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
+        """What is missing although prefill says that it is done."""
+        arrived = _attempt(prompt).tokens_arrived()
+        if arrived != prompt.tokens:
+            return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
+        samples = 1 + max(request.sample for request in prompt.waiting)
+        if len(done.first_tokens) < samples:
+            return f"prefill sent {len(done.first_tokens)} first tokens for {samples} samples"
+        return None
+
+    def dispatch(self, now: float) -> None:
+        """Let prompts in, in order of the queue.
+
+        One that does not fit may be passed by smaller ones, but not for ever; one whose prefill server is away holds up
+        nobody.
+        """
+        blocked: list[Prompt] = []
+        for prompt in self.queue.in_order():
+            if blocked and (blocked[0].overtaken >= MAX_OVERTAKES or len(blocked) >= MAX_MISFITS):
+                return
+            peer = self.peers.choose(prompt)
+            if peer is None:
+                continue
+            reservation = reserve(
+                prompt,
+                self._pages,
+                self._cache,
+                page_size=self.limits.page_size,
+                growth_tokens=self.limits.growth_tokens,
+            )
+            if reservation is None:
+                blocked.append(prompt)
+                continue
+            if blocked:
+                blocked[0].overtaken += 1
+                self.counters["overtakes"] += 1
+            self._send(prompt, reservation, peer, now)
+
+    def _send(self, prompt: Prompt, reservation: Reservation, peer: PrefillPeer, now: float) -> None:
+        self.queue.remove(prompt)
+        prompt.attempts += 1
+        key = TransferKey(prompt.prompt_id, prompt.attempts)
+        prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens)
+        prompt.grant = reservation.prompt
+        self.prefilling[key] = prompt
+        self.peers.dispatched(peer.instance, prompt.tokens)
+        members = prompt.waiting
+        for request, grant in zip(members, reservation.members, strict=True):
+            request.grant = grant
+            request.life.to(State.RESERVED, now)
+            request.life.to(State.PREFILLING, now)
+        first = members[0]
+        message = KvDestination(
+            key=key,
+            rid=first.rid,
+            sampling=msgspec.structs.replace(first.sampling, seed=first.sampling.seed - first.sample),
+            timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
+            prefix_tokens=reservation.prefix_tokens,
+            room=prompt.room,
+            verify=self.limits.verify_kv,
+            samples=1 + max(request.sample for request in members),
+            output_tokens=prompt.output_tokens,
+            logprobs=first.logprobs,
+        )
+        new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]
+        self.effects.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
+
+    def give_up(self, prompt: Prompt, reason: str, *, tell: bool) -> None:
+        """Fence the pages of an attempt; `tell` its writer to stop unless it has."""
+        attempt = _attempt(prompt)
+        prompt.last_problem = reason
+        if tell:
+            self.effects.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
+        self.fences.put(prompt)
+
+    def leave(self, prompt: Prompt) -> None:
+        attempt = _attempt(prompt)
+        del self.prefilling[attempt.key]
+        self.peers.dispatched(attempt.instance, -prompt.tokens)
+
+    def withdraw(self, prompt: Prompt, reason: str) -> None:
+        """Nobody wants this prompt any more: out of the queue, or stop its writer."""
+        if prompt in self.queue:
+            self.queue.remove(prompt)
+            return
+        if prompt.grant is not None:  # not fenced yet: the writer has not stopped
+            self.give_up(prompt, reason, tell=True)
+        self.leave(prompt)
+
+
+def _attempt(prompt: Prompt) -> Attempt:
+    assert prompt.attempt is not None, f"prompt {prompt.prompt_id} has no attempt"
+    return prompt.attempt

@@ -1,0 +1,179 @@
+"""The engine loop: takes what happened, lets the scheduler decide, carries it out, runs a step. One thread.
+
+Everything slow or blocking is elsewhere: sockets on the control and front threads, writes on the sender threads. They
+put events into the inbox; this thread is the only one that touches the scheduler, the allocators and the model.
+"""
+
+import abc
+import dataclasses
+import logging
+import queue
+import time
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from ..configs.errors import PdserveError
+from ..transfer.messages import Load
+from .decode import DecodeScheduler
+from .effects import Effect, SendToFront
+from .front import Stop, ToFront
+from .front_link import FrontLink
+from .prefill import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.1
+"""How long an idle loop sleeps before it looks at the clock again; an event wakes it at once."""
+SNAPSHOT_INTERVAL_S = 0.2
+FAILED_STEPS_UNTIL_UNHEALTHY = 3
+
+SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What other threads may see of the engine: replaced as a whole, never changed."""
+
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+    states: Mapping[str, int]
+
+
+class EngineLoop(abc.ABC, Generic[SchedulerT]):
+    """What the two roles share. `run()` returns when a Stop has been carried out."""
+
+    def __init__(self, scheduler: SchedulerT, front: FrontLink, inbox: "queue.SimpleQueue[object]") -> None:
+        self.scheduler: SchedulerT = scheduler
+        self.turned_at = time.monotonic()
+        self.snapshot = Snapshot({}, {}, {})
+        self.load = Load()
+        """What heartbeats tell our peers; replaced as a whole."""
+        self._front = front
+        self._inbox = inbox
+        self._stop_at: float | None = None
+        self._snapshot_at = 0.0
+        self._checked_idle = False
+        self._failed_steps = 0
+        self._leak: str | None = None
+
+    def run(self) -> None:
+        wait_s = 0.0
+        while not self._stopped():
+            self._handle_events(wait_s)
+            worked = self._turn()
+            self._publish(force=not worked)
+            wait_s = 0.0 if worked else IDLE_WAIT_S
+            self.turned_at = time.monotonic()
+
+    def problems(self) -> list[str]:
+        """What makes this server unhealthy, in words. Called from another thread."""
+        found = [self._leak] if self._leak is not None else []
+        if self._failed_steps >= FAILED_STEPS_UNTIL_UNHEALTHY:
+            found.append(f"the last {self._failed_steps} model steps failed")
+        return found
+
+    @abc.abstractmethod
+    def _handle(self, event: object, now: float) -> None:
+        """Tell the scheduler about one event."""
+
+    @abc.abstractmethod
+    def _perform(self, effect: Effect) -> None:
+        """Carry out one effect that is not for the front."""
+
+    @abc.abstractmethod
+    def _step(self, now: float) -> bool:
+        """Run one model step if there is one to run."""
+
+    @abc.abstractmethod
+    def _gauges(self) -> dict[str, float]:
+        """Numbers of this role for the snapshot."""
+
+    @abc.abstractmethod
+    def _give_up(self, now: float) -> None:
+        """The drain deadline has passed: end every request."""
+
+    @abc.abstractmethod
+    def _answered(self) -> bool:
+        """Every client and peer has its terminal answer."""
+
+    def _turn(self) -> bool:
+        now = time.monotonic()
+        self.scheduler.advance(now)
+        self._carry_out()
+        worked = self._step(now)
+        self._carry_out()
+        if worked:
+            self._checked_idle = False
+        elif not self._checked_idle and self.scheduler.idle:
+            self._check_idle()
+        return worked
+
+    def _handle_events(self, wait_s: float) -> None:
+        """Everything in the inbox; waits up to `wait_s` for the first. One bad event does not stop the others."""
+        try:
+            event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                try:
+                    if isinstance(event, Stop):
+                        self._begin_stop(event.drain_s)
+                    else:
+                        self._handle(event, time.monotonic())
+                except Exception:
+                    log.exception("event %s", type(event).__name__)
+                    self.scheduler.counters["event_errors"] += 1
+                self._carry_out()
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _carry_out(self) -> None:
+        for effect in self.scheduler.take_effects():
+            if isinstance(effect, SendToFront):
+                self._tell_front(effect.message)
+            else:
+                self._perform(effect)
+
+    def _tell_front(self, message: ToFront) -> None:
+        self._front.send(message)
+
+    def _begin_stop(self, drain_s: float) -> None:
+        self.scheduler.stop_accepting()
+        self._stop_at = time.monotonic() + drain_s
+
+    def _stopped(self) -> bool:
+        if self._stop_at is None:
+            return False
+        now = time.monotonic()
+        if now >= self._stop_at:
+            self._give_up(now)
+            self._carry_out()
+            return True
+        return self._answered()
+
+    def _step_failed(self, error: Exception) -> str:
+        self._failed_steps += 1
+        log.exception("model step failed")
+        return f"{type(error).__name__}: {error}"
+
+    def _check_idle(self) -> None:
+        """With nothing to do, every page must be home."""
+        self._checked_idle = True
+        try:
+            self.scheduler.check_integrity()
+            self._leak = None
+        except (PdserveError, AssertionError) as error:
+            log.error("integrity check: %s", error)
+            self._leak = f"integrity check: {error}"
+
+    def _publish(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if force or now >= self._snapshot_at:
+            self._snapshot_at = now + SNAPSHOT_INTERVAL_S
+            self.load = self.scheduler.load()
+            pages = self.scheduler.pages
+            gauges = {"kv_pages": pages.num_pages, "kv_pages_held": pages.held, "kv_pages_available": pages.available}
+            self.snapshot = Snapshot(
+                gauges={**gauges, **self._gauges()},
+                counters=dict(self.scheduler.counters),
+                states=self.scheduler.state_counts(),
+            )

@@ -1,0 +1,411 @@
+"""The prefill server's decisions: which prompts get pages, what the next step computes, when a transfer has ended.
+
+Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
+
+    KvDestination -> WAITING -> COMPUTING -> SENDING -> CLOSED        (PrefillDone)
+                        any of them -> CLOSING -> CLOSED              (TransferFailed or AbortAck)
+
+A chunk is handed to the sender as soon as it is computed and is on the wire while the next one computes. Pages are
+released, and decode is told, only after every chunk that was handed out has reported its end.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from ..configs.errors import ServerError
+from ..configs.sampling import TokenLogprob
+from ..memory.pages import PageAllocator
+from ..memory.prefix_cache import PrefixCache
+from ..transfer.messages import (
+    Abort,
+    AbortAck,
+    ChunkArrived,
+    InstanceId,
+    KvDestination,
+    Load,
+    PrefillDone,
+    TransferFailed,
+)
+from .counters import PREFILL_COUNTERS
+from .effects import CancelChunks, Effect, SendChunk, SendToFront, SendToPeer
+from .front import ToFront
+from .lifecycle import TransferState
+from .observers import Observers, Outcome, TransferSummary
+from .transfer import ChunkOutcome, PrefillRow, Transfer, TransferRef
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillLimits:
+    """The bounds a prefill scheduler works within."""
+
+    page_size: int
+    chunk_size: int
+    max_queued_requests: int
+    context_length: int
+    vocab_size: int
+    observe_timeout_s: float
+    prefix_cache: bool = True
+
+
+MAX_SAMPLES = 256
+"""First tokens that one transfer may ask for."""
+
+
+class PrefillScheduler:
+    """Owns every transfer and the page allocator of one prefill server."""
+
+    def __init__(self, limits: PrefillLimits, pages: PageAllocator) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
+        self.transfers: dict[TransferRef, Transfer] = {}
+        self._waiting: collections.deque[Transfer] = collections.deque()
+        self._computing: list[Transfer] = []
+        self._destination_pools: dict[InstanceId, tuple[int, int]] = {}
+        self._observers = Observers(limits.observe_timeout_s)
+        self._effects: list[Effect] = []
+        self._accepting = True
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def peer_up(self, instance: InstanceId, num_pages: int, page_size: int) -> None:
+        """A decode server paired; this is the size of its pool."""
+        self._destination_pools[instance] = (num_pages, page_size)
+
+    def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
+        """Nobody waits for its transfers any more."""
+        self._destination_pools.pop(instance, None)
+        for transfer in [t for t in self.transfers.values() if t.instance == instance]:
+            self._close(transfer, f"prefill lost the decode server: {reason}", now)
+
+    def receive(
+        self,
+        instance: InstanceId,
+        destination: KvDestination,
+        prompt: Sequence[int],
+        indices: Sequence[int],
+        now: float,
+    ) -> None:
+        """Queue a transfer, or answer at once why not."""
+        transfer = Transfer(instance, destination, prompt, indices, now)
+        if transfer.ref in self.transfers:
+            self.counters["stale_messages"] += 1
+            return
+        refusal = self._refusal(transfer)
+        if refusal is not None:
+            reason, retryable = refusal
+            self.counters["requests_refused"] += 1
+            self._tell(transfer, TransferFailed(transfer.key, reason, retryable))
+            self._settle(transfer, ServerError(reason))
+            return
+        self.counters["requests"] += 1
+        self.transfers[transfer.ref] = transfer
+        self._waiting.append(transfer)
+
+    def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
+        """Decode gives a transfer up. One that we do not know has ended: nothing of it is being written."""
+        transfer = self.transfers.get((instance, message.key))
+        if transfer is None:
+            self._effects.append(SendToPeer(instance, AbortAck(message.key)))
+        else:
+            self._close(transfer, message.reason, now, aborted=True)
+
+    def observe(self, rid: str, room: int, now: float) -> None:
+        """An HTTP leg wants to know how the transfer of `room` ends."""
+        self._answer(self._observers.add(rid, room, now))
+
+    def cancel_observer(self, rid: str, now: float) -> None:
+        """Its client disconnected: that aborts the transfer."""
+        answers, room = self._observers.cancel(rid)
+        self._answer(answers)
+        for transfer in [t for t in self.transfers.values() if room is not None and t.destination.room == room]:
+            transfer.retryable = False
+            self._close(transfer, "the prefill leg of the request was aborted by its client", now)
+
+    def stop_accepting(self) -> None:
+        """Refuse new transfers from now on (shutdown)."""
+        self._accepting = False
+
+    def fail_all(self, reason: str, now: float) -> None:
+        """End every transfer (shutdown deadline)."""
+        for transfer in list(self.transfers.values()):
+            self._close(transfer, reason, now)
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Everything that is due: deadlines, and pages for the queue. Call once per loop turn."""
+        for transfer in list(self.transfers.values()):
+            if now >= transfer.deadline and transfer.state is not TransferState.CLOSING:
+                transfer.retryable = False
+                self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
+        self._answer(self._observers.expire({t.destination.room for t in self.transfers.values()}, now))
+        while self._waiting and self._start(self._waiting[0], now):
+            self._waiting.popleft()
+
+    def next_step(self) -> list[PrefillRow]:
+        """The slices of the next step: oldest first, at most `chunk_size` tokens; empty when there is nothing to do.
+
+        A slice that does not end its prompt ends on a page border, so no page is sent twice.
+        """
+        rows: list[PrefillRow] = []
+        budget = self.limits.chunk_size
+        for transfer in self._computing:
+            start, end = transfer.computed, min(transfer.prompt_tokens, transfer.computed + budget)
+            if end < transfer.prompt_tokens:
+                end -= end % self.limits.page_size
+            if end <= start:
+                break
+            assert transfer.grant is not None, f"{transfer.ref} computes without pages"
+            rows.append(PrefillRow(transfer, start, end, transfer.grant.pages, end == transfer.prompt_tokens))
+            budget -= end - start
+        return rows
+
+    def step_done(
+        self,
+        rows: list[PrefillRow],
+        first_tokens: Sequence[tuple[TokenLogprob, ...]],
+        input_logprobs: Sequence[tuple[TokenLogprob, ...]],
+        now: float,
+    ) -> None:
+        """The KV of these slices is in our pages, or will be once the chunk's ready event fires; send it.
+
+        One entry per row: the first token of each sample for a prompt's last slice, and the logprobs of prompt tokens
+        that the slice yields.
+        """
+        self.counters["prefill_steps"] += 1
+        for row, tokens, logprobs in zip(rows, first_tokens, input_logprobs, strict=True):
+            transfer = row.transfer
+            if transfer.state is not TransferState.COMPUTING:
+                continue
+            self.counters["prompt_tokens"] += row.end - row.start
+            transfer.computed = row.end
+            transfer.input_logprobs += logprobs
+            self._send(transfer, row.start, row.end)
+            if row.last:
+                transfer.first_tokens = tokens
+                self.cache.insert(transfer.prompt, row.pages)
+                self._computing.remove(transfer)
+                transfer.life.to(TransferState.SENDING, now)
+                self._finish_if_sent(transfer, now)
+
+    def step_failed(self, rows: list[PrefillRow], reason: str, now: float) -> None:
+        """The model could not run this step: its transfers fail, the server goes on."""
+        self.counters["steps_failed"] += 1
+        for row in rows:
+            self._close(row.transfer, f"the prefill step failed: {reason}", now)
+
+    def chunk_sent(self, ref: TransferRef, token_start: int, token_end: int, outcome: ChunkOutcome, now: float) -> None:
+        """A chunk that was handed out has ended, one way or the other."""
+        transfer = self.transfers.get(ref)
+        if transfer is None:
+            self.counters["stale_messages"] += 1
+            return
+        transfer.sending -= 1
+        transfer.late_writes |= outcome.late_writes
+        transfer.writes += outcome.writes
+        transfer.bytes_written += outcome.bytes_written
+        self.counters["transfer_writes"] += outcome.writes
+        self.counters["transfer_bytes"] += outcome.bytes_written
+        if transfer.state is TransferState.CLOSING:
+            self._conclude_if_drained(transfer, now)
+        elif outcome.ok:
+            transfer.chunks += 1
+            self.counters["chunks"] += 1
+            self._tell(transfer, ChunkArrived(transfer.key, token_start, token_end, outcome.checksum))
+            self._finish_if_sent(transfer, now)
+        else:
+            self._close(transfer, outcome.reason, now)
+
+    def take_effects(self) -> list[Effect]:
+        """Everything decided since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # -- what can be seen --------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self.transfers and not len(self._observers)
+
+    @property
+    def computing(self) -> bool:
+        return bool(self._computing)
+
+    def state_counts(self) -> dict[str, int]:
+        counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
+        for transfer in self.transfers.values():
+            counts[transfer.state.value] += 1
+        return counts
+
+    def load(self) -> Load:
+        backlog = [*self._waiting, *self._computing]
+        return Load(
+            waiting_requests=len(self._waiting),
+            running_requests=len(self._computing),
+            waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
+            free_pages=self.pages.available,
+        )
+
+    def check_integrity(self) -> None:
+        """Every page accounted for; all free when there is no transfer."""
+        self.pages.check_integrity(idle=not self.transfers)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _refusal(self, transfer: Transfer) -> tuple[str, bool] | None:
+        """Why this transfer cannot be taken and whether another try may help; everything in it came from a peer."""
+        limits, length = self.limits, transfer.prompt_tokens
+        if not self._accepting:
+            return "the prefill server is shutting down", True
+        if len(self._waiting) >= limits.max_queued_requests:
+            return f"prefill has {len(self._waiting)} requests queued (max_queued_requests)", True
+        if not 1 <= length <= limits.context_length:
+            return f"prompt of {length} tokens is outside [1, {limits.context_length}]", False
+        if min(transfer.prompt) < 0 or max(transfer.prompt) >= limits.vocab_size:
+            return f"prompt has token ids outside [0, {limits.vocab_size})", False
+        if self._pages_for(length) > self.pages.num_pages:
+            capacity = self.pages.num_pages * limits.page_size
+            return f"prompt of {length} tokens exceeds prefill's KV pool of {capacity} tokens", False
+        sampling = transfer.destination.sampling
+        if any(not 0 <= t < limits.vocab_size for t in (*sampling.stop_token_ids, *dict(sampling.logit_bias))):
+            return f"stop_token_ids or logit_bias name tokens outside [0, {limits.vocab_size})", False
+        if not 1 <= transfer.destination.samples <= MAX_SAMPLES:
+            return f"samples {transfer.destination.samples} is outside [1, {MAX_SAMPLES}]", False
+        if not 0 <= transfer.destination.output_tokens < length:
+            return f"output_tokens {transfer.destination.output_tokens} is outside [0, {length})", False
+        return self._destination_refusal(transfer)
+
+    def _destination_refusal(self, transfer: Transfer) -> tuple[str, bool] | None:
+        destination, instance = transfer.destination, transfer.instance
+        if not 0 <= destination.prefix_tokens <= transfer.prompt_tokens:
+            return f"prefix_tokens {destination.prefix_tokens} is outside [0, {transfer.prompt_tokens}]", False
+        tokens = transfer.prompt_tokens - destination.prefix_tokens
+        if instance not in self._destination_pools:
+            return "the decode server is not paired", True
+        num_pages, page_size = self._destination_pools[instance]
+        if destination.granularity == "page":
+            if destination.prefix_tokens % page_size:
+                return f"prefix_tokens {destination.prefix_tokens} is no multiple of the page size {page_size}", False
+            limit, needed = num_pages, -(-tokens // page_size)
+        else:
+            limit, needed = num_pages * page_size, tokens
+        if len(transfer.indices) < needed:
+            return f"{len(transfer.indices)} destination indices for {needed} {destination.granularity}s", False
+        if len(transfer.indices) and (min(transfer.indices) < 0 or max(transfer.indices) >= limit):
+            return f"destination indices are outside [0, {limit})", False
+        return None
+
+    def _start(self, transfer: Transfer, now: float) -> bool:
+        """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
+        most = transfer.prompt_tokens - 1
+        wanted = transfer.destination.logprobs
+        if wanted is not None and wanted.start is not None:
+            most = min(most, max(0, wanted.start - 1))  # logits at the position before the first one asked for
+        prefix = self.cache.match(transfer.prompt, most)
+        pages = self._pages_for(transfer.prompt_tokens)
+        grant = self.pages.grant(transfer.destination.rid, pages - len(prefix), shared=prefix)
+        if grant is None:
+            return False
+        transfer.grant = grant
+        transfer.cached = transfer.computed = len(prefix) * self.limits.page_size
+        self.counters["prefix_tokens_reused"] += transfer.cached
+        transfer.life.to(TransferState.COMPUTING, now)
+        self._computing.append(transfer)
+        self._send(transfer, 0, transfer.computed)
+        return True
+
+    def _send(self, transfer: Transfer, start: int, end: int) -> None:
+        # [0, prefix) is on decode already; [max(start, prefix), end) is to send
+        destination, grant = transfer.destination, transfer.grant
+        assert grant is not None, f"{transfer.ref} sends without pages"
+        start = max(start, destination.prefix_tokens)
+        if start >= end:
+            return
+        transfer.sending += 1
+        self._effects.append(
+            SendChunk(
+                instance=transfer.instance,
+                key=transfer.key,
+                token_start=start,
+                token_end=end,
+                source_pages=tuple(grant.pages),
+                destination_indices=transfer.indices,
+                granularity=destination.granularity,
+                prefix_tokens=destination.prefix_tokens,
+                verify=destination.verify,
+            )
+        )
+
+    def _finish_if_sent(self, transfer: Transfer, now: float) -> None:
+        if transfer.state is not TransferState.SENDING or transfer.sending:
+            return
+        assert transfer.first_tokens, f"{transfer.ref} was computed without a first token"
+        self._tell(
+            transfer,
+            PrefillDone(
+                key=transfer.key,
+                first_tokens=transfer.first_tokens,
+                prompt_tokens=transfer.prompt_tokens,
+                chunks=transfer.chunks,
+                writes=transfer.writes,
+                bytes_written=transfer.bytes_written,
+                queue_s=transfer.life.spent(TransferState.WAITING, now),
+                compute_s=transfer.life.spent(TransferState.COMPUTING, now),
+                transfer_tail_s=transfer.life.spent(TransferState.SENDING, now),
+                cached_tokens=transfer.cached,
+                input_logprobs=tuple(transfer.input_logprobs),
+            ),
+        )
+        self.counters["requests_finished"] += 1
+        self._release(transfer, now)
+        self._settle(transfer, TransferSummary(transfer.first_tokens[0].token, transfer.prompt_tokens, transfer.cached))
+
+    def _close(self, transfer: Transfer, reason: str, now: float, *, aborted: bool = False) -> None:
+        """Stop: no further chunk is computed or handed out; what is on its way is cancelled and waited for."""
+        transfer.aborted |= aborted
+        if transfer.state is TransferState.CLOSING:
+            return
+        if transfer.state is TransferState.WAITING:
+            self._waiting.remove(transfer)
+        elif transfer.state is TransferState.COMPUTING:
+            self._computing.remove(transfer)
+        transfer.failure = reason
+        transfer.life.to(TransferState.CLOSING, now)
+        if transfer.sending:
+            self._effects.append(CancelChunks(transfer.instance, transfer.key))
+        self._conclude_if_drained(transfer, now)
+
+    def _conclude_if_drained(self, transfer: Transfer, now: float) -> None:
+        if transfer.sending:
+            return
+        reason = transfer.failure or "unknown"
+        if transfer.aborted:
+            self.counters["requests_aborted"] += 1
+            self._tell(transfer, AbortAck(transfer.key, transfer.late_writes))
+        else:
+            self.counters["requests_failed"] += 1
+            self._tell(transfer, TransferFailed(transfer.key, reason, transfer.retryable, transfer.late_writes))
+        self._release(transfer, now)
+        self._settle(transfer, ServerError(f"the transfer failed: {reason}"))
+
+    def _release(self, transfer: Transfer, now: float) -> None:
+        transfer.life.to(TransferState.CLOSED, now)
+        del self.transfers[transfer.ref]
+        if transfer.grant is not None:
+            self.pages.release(transfer.grant)
+            transfer.grant = None
+
+    def _tell(self, transfer: Transfer, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
+        self._effects.append(SendToPeer(transfer.instance, message))
+
+    def _settle(self, transfer: Transfer, outcome: Outcome) -> None:
+        self._answer(self._observers.settle(transfer.destination.room, outcome))
+
+    def _answer(self, messages: list[ToFront]) -> None:
+        self._effects += [SendToFront(message) for message in messages]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.page_size)

@@ -1,0 +1,154 @@
+"""What the decode scheduler works with: a request is one sequence; a prompt is what one or more of them share.
+
+All samples of a prompt (n > 1) are requests of their own with their own answer, but there is one prefill and one
+transfer for them: the `Prompt` goes through the queue and to prefill, its members follow in step until the KV is here.
+"""
+
+import dataclasses
+
+from ..configs.sampling import LogprobParams, SamplingParams
+from ..memory.pages import PageGrant
+from ..transfer.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
+from .front import FinishReason
+from .lifecycle import REQUEST, Lifecycle, State
+
+_BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING)
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """One try to have a prefill server fill a prompt's pages. Tokens [0, prefix_tokens) were here before."""
+
+    key: TransferKey
+    instance: InstanceId
+    prefix_tokens: int
+    chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
+
+    def tokens_arrived(self) -> int:
+        """Tokens that are here without a gap from the start."""
+        end = self.prefix_tokens
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.token_start):
+            if chunk.token_start > end:
+                break
+            end = max(end, chunk.token_end)
+        return end
+
+
+class Prompt:
+    """The tokens to prefill for its members, and the attempts to do so. Owned by the scheduler."""
+
+    def __init__(
+        self,
+        prompt_id: int,
+        token_ids: tuple[int, ...],
+        *,
+        endpoint: str | None = None,
+        room: int | None = None,
+        priority: int = 0,
+        output_tokens: int = 0,
+    ) -> None:
+        self.prompt_id = prompt_id
+        self.token_ids = token_ids
+        self.endpoint = endpoint
+        self.room = room
+        self.priority = priority
+        self.output_tokens = output_tokens
+        """How many of `token_ids`, at the end, are output of a request whose KV has to be computed anew."""
+        self.members: list[Request] = []
+        """One request per sample, in the order of their seeds."""
+        self.grant: PageGrant | None = None
+        """The pages prefill writes to, behind those of the cached prefix; held for as long as it may write."""
+        self.attempt: Attempt | None = None
+        self.attempts = 0
+        self.fences = 0
+        """Grants of earlier attempts that a remote writer may still write."""
+        self.overtaken = 0
+        """How many later ones were let in while this one waited for memory."""
+        self.last_problem: str | None = None
+        """Why the previous attempt ended; part of the error if there is no other."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def waiting(self) -> "list[Request]":
+        """The members that still want this prompt's KV. They are in step: all QUEUED or all PREFILLING."""
+        return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
+
+
+class Request:
+    """One sequence. `grant` is set from RESERVED on, and while it has device memory."""
+
+    def __init__(
+        self,
+        rid: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        deadline: float,
+        now: float,
+        sample: int = 0,
+        logprobs: LogprobParams | None = None,
+    ) -> None:
+        self.rid = rid
+        self.sample = sample
+        """Its place among the samples of its prompt."""
+        self.prompt = prompt
+        self.prompt_ids = prompt.token_ids
+        self.sampling = sampling
+        self.logprobs = logprobs
+        self.deadline = deadline
+        self.life = Lifecycle(REQUEST, State.QUEUED, now)
+        self.grant: PageGrant | None = None
+        self.done: PrefillDone | None = None
+        self.output_ids: list[int] = []
+        self.saved_pages = 0
+        """Pages of its KV that are in host memory while it is RETRACTED; 0 when they have to be computed anew."""
+
+    @property
+    def state(self) -> State:
+        return self.life.state
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """KV rows it can ever need: the last token is sampled and never fed back."""
+        return self.prompt_tokens + self.sampling.max_new_tokens - 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV rows that exist: of every token but the newest, which the next step feeds."""
+        return self.prompt_tokens + max(0, len(self.output_ids) - 1)
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether the newest output token ends the request, and why."""
+        token = self.output_ids[-1]
+        if token in self.sampling.stop_token_ids or (token in eos_token_ids and not self.sampling.ignore_eos):
+            return FinishReason("stop", matched=token)
+        if len(self.output_ids) >= self.sampling.max_new_tokens:
+            return FinishReason("length", length=self.sampling.max_new_tokens)
+        return None
+
+    def timeline(self, now: float) -> dict[str, float]:
+        """Seconds by stage, in order; they add up to the time since arrival.
+
+        `control` is what the prefill round trip took beyond prefill's own account of it: messages, polling, and
+        attempts that failed.
+        """
+        spent = {state: self.life.spent(state, now) for state in State}
+        remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
+        prefilling = spent[State.RESERVED] + spent[State.PREFILLING]
+        return {
+            "queue": spent[State.QUEUED],
+            "prefill_queue": remote[0],
+            "prefill": remote[1],
+            "transfer": remote[2],
+            "control": max(0.0, prefilling - sum(remote)),
+            "admit": spent[State.ARRIVED] + spent[State.READY],
+            "retracted": spent[State.RETRACTED],
+            "decode": spent[State.RUNNING],
+        }

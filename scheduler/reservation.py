@@ -1,0 +1,54 @@
+"""Pages for a prompt and its samples: how many, and all of them or none."""
+
+import dataclasses
+
+from ..memory.pages import PageAllocator, PageGrant
+from ..memory.prefix_cache import PrefixCache
+from .request import Prompt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reservation:
+    """What was taken: the prompt's pages, which prefill will write, and a grant for each waiting member."""
+
+    prompt: PageGrant
+    members: list[PageGrant]
+    prefix_tokens: int
+    """Tokens at the head of the prompt whose KV is in shared pages already."""
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` tokens occupy."""
+    return -(-tokens // page_size)
+
+
+def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int) -> int:
+    """Pages of `samples` sequences of `kv_tokens` tokens that share the full pages of their prompt."""
+    shared = prompt_tokens // page_size
+    return shared + samples * (pages_for(kv_tokens, page_size) - shared)
+
+
+def reserve(
+    prompt: Prompt, pages: PageAllocator, cache: PrefixCache, *, page_size: int, growth_tokens: int
+) -> Reservation | None:
+    """Take pages for the prompt, and for each waiting member its own last page and some growth; None if there are none.
+
+    The first member goes on in the prompt's own last page; the others will get a copy of it.
+    """
+    prefix = cache.match(prompt.token_ids, prompt.tokens)
+    count = pages_for(prompt.tokens, page_size)
+    grant = pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix)
+    if grant is None:
+        return None
+    members: list[PageGrant] = []
+    for request in prompt.waiting:
+        shared = grant.pages if not members else grant.pages[: prompt.tokens // page_size]
+        most_tokens = min(request.most_kv_tokens, prompt.tokens + growth_tokens)
+        growth = max(0, pages_for(most_tokens, page_size) - count)
+        own = pages.grant(request.rid, count - len(shared), growth, shared)
+        if own is None:
+            for taken in [*members, grant]:
+                pages.release(taken)
+            return None
+        members.append(own)
+    return Reservation(grant, members, len(prefix) * page_size)

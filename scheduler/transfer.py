@@ -1,0 +1,100 @@
+"""What the prefill scheduler works with: a prompt on its way to a decode server, and the pieces it is computed in."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
+from ..configs.sampling import SamplingParams, TokenLogprob
+from ..memory.pages import PageGrant
+from ..transfer.messages import InstanceId, KvDestination, TransferKey
+from .lifecycle import TRANSFER, Lifecycle, TransferState
+
+DEADLINE_GRACE_S = 2.0
+"""Decode ends a request at its deadline and says Abort; ours is for the case that it does not."""
+
+TransferRef = tuple[InstanceId, TransferKey]
+"""Keys are minted by each decode instance on its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkOutcome:
+    """How the writes of one chunk ended."""
+
+    ok: bool
+    reason: str = ""
+    late_writes: bool = False
+    writes: int = 0
+    bytes_written: int = 0
+    checksum: int | None = None
+
+
+class Transfer:
+    """One prompt on its way to one decode server. Mutable, owned by the scheduler."""
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        destination: KvDestination,
+        prompt: Sequence[int],
+        indices: Sequence[int],
+        now: float,
+    ) -> None:
+        self.instance = instance
+        self.destination = destination
+        self.prompt = prompt
+        self.indices = indices
+        self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
+        self.life = Lifecycle(TRANSFER, TransferState.WAITING, now)
+        self.grant: PageGrant | None = None
+        self.cached = 0
+        """Tokens [0, cached) were found in the prefix cache."""
+        self.computed = 0
+        """Tokens [0, computed) have their KV in our pages."""
+        self.sending = 0
+        """Chunks handed to the sender that have not reported their end."""
+        self.chunks = 0
+        self.writes = 0
+        self.bytes_written = 0
+        self.late_writes = False
+        self.first_tokens: tuple[TokenLogprob, ...] = ()
+        self.input_logprobs: list[TokenLogprob] = []
+        self.failure: str | None = None
+        self.retryable = True
+        self.aborted = False
+        """Decode asked for the end: it is owed an AbortAck, not a TransferFailed."""
+
+    @property
+    def key(self) -> TransferKey:
+        return self.destination.key
+
+    @property
+    def ref(self) -> TransferRef:
+        return self.instance, self.key
+
+    @property
+    def state(self) -> TransferState:
+        return self.life.state
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One slice of a prefill step: compute tokens [start, end) of this prompt; draw first tokens when `last`."""
+
+    transfer: Transfer
+    start: int
+    end: int
+    pages: list[int]
+    last: bool
+
+    def samplings(self) -> list[SamplingParams]:
+        """How to draw each sample's first token; none before the prompt's end."""
+        if not self.last:
+            return []
+        wanted = self.transfer.destination
+        seed = wanted.sampling.seed
+        return [msgspec.structs.replace(wanted.sampling, seed=seed + index) for index in range(wanted.samples)]

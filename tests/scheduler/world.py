@@ -1,0 +1,387 @@
+"""A decode server and prefill servers without torch, sockets or a clock: the real schedulers in a simulated world.
+
+The network is a pair of queues per server, a write is an entry in a list, and memory is a dictionary that says of which
+prefix each row holds the KV. Whatever happens, three things must hold, and `check()` and `finish()` see to it: every
+step finds the KV of all its tokens where it looks, pages under a write that may still land are never free, and in the
+end every pool is full and every client has exactly one answer.
+"""
+
+import collections
+import dataclasses
+import itertools
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode import DecodeScheduler
+from pdserve.scheduler.effects import (
+    CancelChunks,
+    CopyPage,
+    DropPages,
+    LoadPages,
+    SavePages,
+    SendChunk,
+    SendToFront,
+    SendToPeer,
+)
+from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
+from pdserve.scheduler.intake import DecodeLimits
+from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdserve.scheduler.transfer import ChunkOutcome
+from pdserve.transfer.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    ChunkArrived,
+    InstanceId,
+    KvDestination,
+    PrefillDone,
+    TransferFailed,
+    TransferKey,
+)
+
+DECODE = InstanceId("decode")
+ENDPOINTS = ("a:1", "b:1")
+EOS = 7
+QUARANTINE_S = 6.0
+PAGES = 12
+PAGE_SIZE = 4
+PREFILL_PAGES = 13
+
+Row = tuple[int, int]
+"""Page and slot in decode's pool."""
+Prefix = tuple[int, ...]
+"""KV of a token depends on all tokens before it, so a row is known by the whole prefix."""
+
+
+@dataclasses.dataclass
+class Write:
+    """A chunk on its way into decode's pages; it may land until it has ended and `lands_until` has passed."""
+
+    chunk: SendChunk
+    prompt: Prefix
+    grant: PageGrant
+    cancelled: bool = False
+    lands_until: float | None = None
+
+
+@dataclasses.dataclass
+class Server:
+    """One prefill server process and its connection."""
+
+    endpoint: str
+    instance: InstanceId
+    scheduler: PrefillScheduler
+    to_prefill: collections.deque[SendToPeer] = dataclasses.field(default_factory=collections.deque)
+    to_decode: collections.deque[AnyMessage] = dataclasses.field(default_factory=collections.deque)
+    writes: list[Write] = dataclasses.field(default_factory=list)
+    hung: bool = False
+
+
+class World:
+    """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.names = itertools.count()
+        limits = DecodeLimits(
+            page_size=PAGE_SIZE,
+            max_running_requests=3,
+            max_queued_requests=5,
+            growth_tokens=4,
+            retract_pages=3,
+            queue_timeout_s=60,
+            prefill_wait_s=3,
+            prefill_timeout_s=40,
+            request_timeout_s=200,
+            quarantine_s=QUARANTINE_S,
+        )
+        self.decode = DecodeScheduler(limits, PageAllocator(PAGES), [EOS])
+        self.servers: dict[InstanceId, Server] = {}
+        self.ghosts: list[Write] = []
+        self.memory: dict[Row, Prefix] = {}
+        self.saved: dict[str, list[dict[int, Prefix]]] = {}
+        self.last_conversation: Prefix = ()
+        self.submitted: set[str] = set()
+        self.terminal: collections.Counter[str] = collections.Counter()
+        self.output: collections.Counter[str] = collections.Counter()
+        for endpoint in ENDPOINTS:
+            self.start(endpoint)
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    def submit(self, length: int, family: int, new: int, samples: int, pinned: str | None, priority: int) -> None:
+        """Prompts of families 0 and 1 share a prefix of up to 22 tokens; family 2 goes on where another one ended."""
+        rids = tuple(f"r{next(self.names)}" for _ in range(samples))
+        self.submitted.update(rids)
+        tokens = tuple(range(10 + 30 * family, 10 + 30 * family + length))
+        if family == 2:
+            tokens = (*self.last_conversation[:30], *range(90, 93))
+        sampling = SamplingParams(max_new_tokens=new)
+        self.decode.submit(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
+        self.act()
+
+    def cancel(self, which: int, stopped: bool) -> None:
+        if self.decode.requests:
+            rid = sorted(self.decode.requests)[which % len(self.decode.requests)]
+            self.decode.cancel(rid, self.now, stopped=stopped)
+            self.act()
+
+    def flush(self) -> None:
+        self.decode.cache.flush()
+
+    # -- the servers work --------------------------------------------------------------------------------------
+
+    def decode_turn(self, eos: bool) -> None:
+        self.decode.advance(self.now)
+        rows = self.decode.next_step(self.now)
+        self.act()
+        for row in rows:
+            tokens = (*row.request.prompt_ids, *row.request.output_ids)
+            assert row.position == len(tokens) - 1
+            assert row.token == tokens[-1]
+            for position in range(row.position):
+                place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
+                assert self.memory[place] == tokens[: position + 1], f"{row.request.rid} reads wrong KV at {position}"
+            self.memory[row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE] = tokens
+            self.last_conversation = tokens
+        if rows:
+            # Different samples of a prompt draw different tokens, so their KV must not mix.
+            drawn = [TokenLogprob(EOS if eos else 50 + row.request.sample, None) for row in rows]
+            self.decode.step_done(rows, drawn, self.now)
+        self.act()
+
+    def prefill_turn(self, which: int) -> None:
+        if (server := self._pick(which)) is not None:
+            self._turn(server)
+
+    def end_write(self, which: int, ok: bool, late: bool) -> None:
+        if (server := self._pick(which)) is not None and server.writes:
+            self._end_write(server, ok, late)
+
+    def deliver(self, which: int, up: bool) -> None:
+        if up:
+            servers = [server for server in self.servers.values() if server.to_decode]
+            if servers:
+                self._deliver_up(servers[which % len(servers)])
+        elif (server := self._pick(which)) is not None and server.to_prefill:
+            self._deliver_down(server)
+
+    # -- what goes wrong ---------------------------------------------------------------------------------------
+
+    def start(self, endpoint: str) -> None:
+        """Start a server at this endpoint, unless there is one."""
+        if any(server.endpoint == endpoint for server in self.servers.values()):
+            return
+        limits = PrefillLimits(
+            page_size=2,
+            chunk_size=4,
+            max_queued_requests=3,
+            context_length=64,
+            vocab_size=100,
+            observe_timeout_s=5,
+        )
+        instance = InstanceId(f"{endpoint}#{next(self.names)}")
+        scheduler = PrefillScheduler(limits, PageAllocator(PREFILL_PAGES))
+        scheduler.peer_up(DECODE, num_pages=PAGES, page_size=PAGE_SIZE)
+        self.servers[instance] = Server(endpoint, instance, scheduler)
+        self.decode.peer_up(instance, endpoint)
+
+    def kill(self, which: int) -> None:
+        if (server := self._pick(which)) is None:
+            return
+        del self.servers[server.instance]
+        for write in server.writes:
+            write.lands_until = self.now + QUARANTINE_S
+        self.ghosts += server.writes
+        self.decode.peer_lost(server.instance, "killed", self.now)
+        self.decode.peer_closed(server.instance, self.now)
+        self.act()
+
+    def hang(self, which: int) -> None:
+        if (server := self._pick(which)) is not None:
+            server.hung = True
+            self.decode.peer_lost(server.instance, "silent", self.now)
+            self.act()
+
+    def wake(self, which: int, lost_us: bool) -> None:
+        """A hung server goes on; it may find that it has not heard of decode for too long, too."""
+        hung = [server for server in self.servers.values() if server.hung]
+        if hung:
+            server = hung[which % len(hung)]
+            server.hung = False
+            if lost_us:
+                self._lose_decode(server)
+            self.decode.peer_up(server.instance, server.endpoint)
+            self.act()
+
+    def prefill_alone_loses_decode(self, which: int) -> None:
+        if (server := self._pick(which)) is not None:
+            self._lose_decode(server)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    # -- what must hold ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """No page under a possible write is free, and everything is accounted for."""
+        under_way = [*self.ghosts, *(write for server in self.servers.values() for write in server.writes)]
+        for write in under_way:
+            self._land(write, intact=False)  # at any moment
+        self.ghosts = [write for write in self.ghosts if write.lands_until is not None and write.lands_until > self.now]
+        for write in [*self.ghosts, *(write for server in self.servers.values() for write in server.writes)]:
+            assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes pages that were given back"
+        self.decode.check_integrity()
+        for server in self.servers.values():
+            server.scheduler.check_integrity()
+
+    def finish(self) -> None:
+        """Heal the world, let it run, and look for what is left."""
+        while any(server.hung for server in self.servers.values()):
+            self.wake(0, lost_us=False)
+        for _ in range(60):
+            self.now += QUARANTINE_S
+            for server in list(self.servers.values()):
+                while server.to_prefill:
+                    self._deliver_down(server)
+                self._turn(server)
+                while server.writes:
+                    self._end_write(server, ok=True, late=False)
+                while server.to_decode:
+                    self._deliver_up(server)
+            self.decode_turn(eos=True)
+            self.check()
+        assert self.decode.idle, self.decode.state_counts()
+        assert self.decode.pages.available == PAGES
+        for server in self.servers.values():
+            assert server.scheduler.idle, server.scheduler.state_counts()
+            assert server.scheduler.pages.available == PREFILL_PAGES
+        assert set(self.terminal) == self.submitted
+        assert not self.saved
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Carry out the effects of everybody."""
+        for effect in self.decode.take_effects():
+            match effect:
+                case SendToPeer(instance=instance):
+                    if instance in self.servers:
+                        self.servers[instance].to_prefill.append(effect)
+                case SendToFront():
+                    self._answer(effect)
+                case CopyPage(source=source, destination=destination):
+                    self._put_page(destination, self._page(source))
+                case SavePages(rid=rid, pages=pages):
+                    self.saved[rid] = [self._page(page) for page in pages]
+                case LoadPages(rid=rid, pages=pages):
+                    for page, rows in zip(pages, self.saved.pop(rid), strict=False):
+                        self._put_page(page, rows)
+                case DropPages(rid=rid):
+                    del self.saved[rid]
+        for server in self.servers.values():
+            if not server.hung:
+                self._act_server(server)
+
+    def _act_server(self, server: Server) -> None:
+        for effect in server.scheduler.take_effects():
+            match effect:
+                case SendToPeer(message=message):
+                    server.to_decode.append(message)
+                case SendChunk(instance=instance, key=key):
+                    prompt = tuple(server.scheduler.transfers[instance, key].prompt)
+                    server.writes.append(Write(effect, prompt, self._grant_of(key)))
+                case CancelChunks(key=key):
+                    for write in server.writes:
+                        write.cancelled |= write.chunk.key == key
+
+    def _answer(self, effect: SendToFront) -> None:
+        match effect.message:
+            case Finished(rid=rid, completion_tokens=completion_tokens):
+                assert self.output[rid] == completion_tokens
+                self.terminal[rid] += 1
+            case Failed(rid=rid):
+                self.terminal[rid] += 1
+            case Tokens(rid=rid, token_ids=token_ids):
+                assert self.terminal[rid] == 0, f"{rid} got tokens after its end"
+                self.output[rid] += len(token_ids)
+        assert all(count == 1 for count in self.terminal.values() if count), "somebody was answered twice"
+
+    def _pick(self, which: int) -> Server | None:
+        live = [server for server in self.servers.values() if not server.hung]
+        return live[which % len(live)] if live else None
+
+    def _turn(self, server: Server) -> None:
+        server.scheduler.advance(self.now)
+        rows = server.scheduler.next_step()
+        assert sum(row.end - row.start for row in rows) <= 4
+        if rows:
+            tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in rows]
+            server.scheduler.step_done(rows, tokens, [()] * len(rows), self.now)
+        self.act()
+
+    def _end_write(self, server: Server, ok: bool, late: bool) -> None:
+        write = server.writes.pop(0)
+        ok = ok and not write.cancelled
+        self._land(write, intact=ok)
+        outcome = ChunkOutcome(ok, "" if ok else "injected", late_writes=late and not ok, writes=1, bytes_written=8)
+        if outcome.late_writes:
+            write.lands_until = self.now + QUARANTINE_S
+            self.ghosts.append(write)
+        chunk = write.chunk
+        server.scheduler.chunk_sent((chunk.instance, chunk.key), chunk.token_start, chunk.token_end, outcome, self.now)
+        self.act()
+
+    def _land(self, write: Write, *, intact: bool) -> None:
+        """The bytes of a write arrive in decode's memory, or garbage does."""
+        chunk = write.chunk
+        for position in range(chunk.token_start, chunk.token_end):
+            page = chunk.destination_indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
+            self.memory[page, position % PAGE_SIZE] = write.prompt[: position + 1] if intact else ()
+
+    def _deliver_down(self, server: Server) -> None:
+        effect = server.to_prefill.popleft()
+        match effect.message:
+            case KvDestination():
+                prompt, indices = effect.arrays
+                server.scheduler.receive(DECODE, effect.message, prompt, indices, self.now)
+            case Abort():
+                server.scheduler.abort(DECODE, effect.message, self.now)
+            case message:
+                raise AssertionError(message)
+        self.act()
+
+    def _deliver_up(self, server: Server) -> None:
+        match server.to_decode.popleft():
+            case ChunkArrived() as chunk:
+                self.decode.chunk_arrived(chunk)
+            case PrefillDone() as done:
+                self.decode.prefill_done(done, self.now)
+            case TransferFailed() as failed:
+                self.decode.transfer_failed(
+                    failed.key, failed.reason, retryable=failed.retryable, late_writes=failed.late_writes, now=self.now
+                )
+            case AbortAck() as ack:
+                self.decode.abort_acked(ack.key, ack.late_writes, self.now)
+            case message:
+                raise AssertionError(message)
+        self.act()
+
+    def _lose_decode(self, server: Server) -> None:
+        server.scheduler.peer_lost(DECODE, "silent", self.now)
+        server.scheduler.peer_up(DECODE, num_pages=PAGES, page_size=PAGE_SIZE)
+        self.act()
+
+    def _grant_of(self, key: TransferKey) -> PageGrant:
+        """Whose pages a write of this transfer goes to: they must still be reserved for it when it starts."""
+        prompt = self.decode.prompt_of(key)
+        grant = prompt.grant if prompt is not None else self.decode.intake.fences.grant_of(key)
+        assert grant is not None
+        return grant
+
+    def _page(self, page: int) -> dict[int, Prefix]:
+        return {slot: self.memory[page, slot] for slot in range(PAGE_SIZE) if (page, slot) in self.memory}
+
+    def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
+        for slot in range(PAGE_SIZE):
+            self.memory[page, slot] = rows.get(slot, ())

@@ -1,0 +1,249 @@
+"""The HTTP application of one server: routes, authentication and error answers.
+
+A decode server generates; a prefill server has the same routes, but its generation routes only observe the transfer
+that a decode server asked for (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
+`/health` and `/metrics`, which probes and scrapers call and which show neither prompts nor configuration.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from ..configs.errors import RequestError, UnauthorizedError
+from ..configs.sampling import SamplingParams
+from ..configs.schema import AnyServerConfig
+from ..scheduler.front import Failed, Observe, Submit
+from .exchange import GenerationResponse, Rendering, read_body
+from .fields import FieldError, Fields, decode_object
+from .generate import GenerateCall, parse_generate, parse_observe
+from .generate_reply import GenerateRendering
+from .http_errors import EngineError, error_response, response_for
+from .info import ServerInfo
+from .leader_client import LeaderClient
+from .limits import Limits
+from .metrics import Metrics
+from .openai_api import OpenAiCall, parse_chat, parse_completion
+from .openai_reply import ChatRendering, CompletionRendering
+from .output_text import OutputText
+from .outputs import Output
+from .routing import MAX_RID_CHARACTERS, new_rid
+from .tokenizer import Tokenizer
+
+log = logging.getLogger("pdserve.front")
+
+# Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
+INLINE_BODY_BYTES = 16 << 10
+HEALTH_GENERATE_TIMEOUT_S = 20.0
+HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+ParsedT = TypeVar("ParsedT")
+
+
+def create_app(config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClient, metrics: Metrics) -> FastAPI:
+    """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
+    app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None)
+    routes = Routes(config, tokenizer, leader, metrics)
+    app.include_router(routes.public())
+    app.include_router(routes.protected())
+
+    async def on_request_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        if not isinstance(error, EngineError):
+            metrics.request_refused(error.code)
+        return response_for(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = HTTP_ERROR_CODES.get(error.status_code, "http_error")
+        return error_response(error.status_code, code, f"{error.detail}: {request.method} {request.url.path}")
+
+    async def on_disconnect(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)  # never sent: the client left before its body was complete
+
+    async def on_defect(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(500, "internal", "internal error; the server's log has the details")
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+    app.add_exception_handler(Exception, on_defect)
+    return app
+
+
+class Routes:
+    """The handlers of one server."""
+
+    def __init__(self, config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClient, metrics: Metrics) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._leader = leader
+        self._metrics = metrics
+        self._info = ServerInfo(config, leader)
+
+    def public(self) -> APIRouter:
+        router = APIRouter(default_response_class=Response)
+        _get(router, "/health", self.health)
+        _get(router, "/metrics", self.metrics)
+        return router
+
+    def protected(self) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(self.check_api_key)])
+        for path in ("/model_info", "/get_model_info"):
+            _get(router, path, self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            _get(router, path, self.server_info)
+        _get(router, "/v1/models", self.models)
+        _get(router, "/health_generate", self.health_generate)
+        _post(router, "/abort_request", self.abort_request)
+        _post(router, "/flush_cache", self.flush_cache)
+        if self._config.role == "decode":
+            _post(router, "/generate", self.generate)
+            _post(router, "/v1/completions", self.completions)
+            _post(router, "/v1/chat/completions", self.chat_completions)
+        else:
+            for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+                _post(router, path, self.observe)
+        return router
+
+    async def check_api_key(self, request: Request) -> None:
+        if self._config.api_key is None:
+            return
+        expected = self._config.api_key.get_secret_value().encode()
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), expected):
+            raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
+
+    async def health(self) -> Response:
+        healthy, report = self._info.health()
+        return json_response(report, status=200 if healthy else 503, retry=not healthy)
+
+    async def health_generate(self) -> Response:
+        """One real token through prefill, transfer and decode. On prefill, which cannot start a request, `/health`."""
+        healthy, report = self._info.health()
+        if not healthy or self._config.role == "prefill":
+            return json_response(report | {"generated": False}, status=200 if healthy else 503, retry=not healthy)
+        ready = self._leader.ready
+        assert ready is not None, "a healthy server is ready"
+        probe = Submit(
+            rid=f"health-{new_rid()}",
+            prompt_ids=(min(ready.model.eos_token_ids, default=0),),
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            timeout_s=HEALTH_GENERATE_TIMEOUT_S,
+        )
+        problem = await self._probe(probe)
+        healthy, report = self._info.health()  # again: the probe may have waited for a peer
+        if problem is None and healthy:
+            return json_response(report | {"generated": True})
+        reasons = self._info.problems() if problem is None else [problem]
+        failed = report | {"status": "unavailable", "reasons": reasons, "generated": problem is None}
+        return json_response(failed, status=503, retry=True)
+
+    async def _probe(self, probe: Submit) -> str | None:
+        """What went wrong with a health request; None when it produced its token in time."""
+        with self._leader.open([probe]) as inbox:
+            try:
+                async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
+                    while True:
+                        for progress in await inbox.receive():
+                            if isinstance(progress.terminal, Failed):
+                                return f"generation failed: {progress.terminal.message}"
+                            if progress.terminal is not None:
+                                return None
+            except TimeoutError:
+                return f"no token within {HEALTH_GENERATE_TIMEOUT_S:.0f} s"
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+    async def model_info(self) -> Response:
+        self._leader.check_available()
+        assert self._leader.ready is not None
+        return json_response(self._info.model(self._leader.ready))
+
+    async def server_info(self) -> Response:
+        return json_response(self._info.server())
+
+    async def models(self) -> Response:
+        self._leader.check_available()
+        assert self._leader.ready is not None
+        return json_response(self._info.models(self._leader.ready))
+
+    async def abort_request(self, request: Request) -> Response:
+        """`{"rid": ...}` or `{"abort_all": true}`; answers with the ids that were still open."""
+        fields = Fields(decode_object(await read_body(request, self._config.max_body_bytes)))
+        if fields.boolean("abort_all", False):
+            aborted = self._leader.cancel_everything()
+        else:
+            rid = fields.string("rid", MAX_RID_CHARACTERS)
+            if rid is None:
+                raise FieldError("rid", "is required, unless abort_all is true")
+            aborted = self._leader.cancel_matching(rid)
+        return json_response({"aborted": aborted})
+
+    async def flush_cache(self) -> Response:
+        """Forget cached prefixes; requests that use one keep it."""
+        self._leader.flush_cache()
+        return Response("The prefix cache is being flushed.\n", media_type="text/plain")
+
+    async def generate(self, request: Request) -> Response:
+        call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
+        token_text = self._tokenizer.token_text if call.text_in_logprobs else None
+        return self._respond(call, GenerateRendering(call.listed, token_text))
+
+    async def completions(self, request: Request) -> Response:
+        call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
+        return self._respond(call, CompletionRendering(call, self._info.model_name, self._tokenizer))
+
+    async def chat_completions(self, request: Request) -> Response:
+        call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
+        return self._respond(call, ChatRendering(call, self._info.model_name, self._tokenizer))
+
+    async def observe(self, request: Request) -> Response:
+        """Prefill's leg of a routed request: answers when the transfer of its room has ended."""
+        call = await self._parse(request, lambda body: parse_observe(body, self._config.max_batch_items))
+        messages = [Observe(rid, room) for rid, room in zip(call.rids, call.rooms, strict=True)]
+        outputs = [Output(rid, prompt_tokens=0, logprobs=call.logprobs) for rid in call.rids]
+        rendering = GenerateRendering(call.listed)
+        return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
+
+    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
+        self._leader.check_available()
+        body = await read_body(request, self._config.max_body_bytes)
+        return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
+
+    def _limits(self) -> Limits:
+        ready = self._leader.ready
+        assert ready is not None, "routes check that the leader is ready before they parse"
+        return Limits.of(self._config, ready)
+
+    def _respond(self, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
+        messages = [prompt.submit() for prompt in call.prompts]
+        outputs = [
+            Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
+            for prompt in call.prompts
+            for sample, rid in enumerate(prompt.route.rids)
+        ]
+        return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
+
+
+def json_response(value: object, status: int = 200, retry: bool = False) -> Response:
+    headers = {"Retry-After": "1"} if retry else None
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def _get(router: APIRouter, path: str, handler: Callable[..., object]) -> None:
+    router.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+
+def _post(router: APIRouter, path: str, handler: Callable[..., object]) -> None:
+    router.add_api_route(path, handler, methods=["POST"], response_model=None)

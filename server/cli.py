@@ -1,0 +1,179 @@
+"""The `pdserve` command: parses, loads the configuration, hands over. Imports nothing heavy before it knows what to do.
+
+Exit codes: 0 as asked, 2 a mistake in how it was started (one line per mistake on stderr), anything else a failure.
+"""
+
+import argparse
+import difflib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from ..configs.errors import StartupError
+from ..configs.flags import add_flags, given_flags
+from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
+from ..configs.schema import ServerConfig
+from .bench_options import add_bench_flags, read_bench_options
+from .pair import PAIR_FIELDS, PairConfig, load_pair_config
+
+DESCRIPTION = "Serve language models with prefill and decode in separate processes."
+EPILOG = """examples:
+  pdserve up                                              one prefill and one decode server on this machine
+  pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
+  pdserve decode  --model DIR --port 8200 --prefill HOST:8998
+'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports mistakes as StartupError, so that all of them look the same."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartupError(f"{message} (see '{self.prog} --help')")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command to its end and return its exit code. User errors become lines on stderr, not tracebacks."""
+    return exit_code_of(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """What `command` returns; 2, and one line per problem on stderr, when it cannot start."""
+    try:
+        return command()
+    except StartupError as error:
+        for line in str(error).splitlines():
+            print(f"pdserve: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line. Every sub-parser is the `parser` of its namespace, for hints about unknown flags."""
+    parser = _Parser(
+        prog="pdserve",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        usage = f"pdserve {name} [--config FILE] [--SETTING VALUE ...]" if name not in ("version", "bench") else None
+        added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
+        added.set_defaults(parser=added)
+        return added
+
+    _add_server_flags(command("prefill", "compute prompts and push their KV to decode servers"), "prefill")
+    _add_server_flags(command("decode", "generate; the front door for clients"), "decode")
+    _add_pair_flags(command("up", "one prefill and one decode server on this machine, until Ctrl-C"))
+    demo = command("demo", "run 'up', ask one question, show where the time went")
+    demo.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
+    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of the answer")
+    demo.add_argument(
+        "--keep", action=argparse.BooleanOptionalAction, help="stay up afterwards (default: yes on a terminal)"
+    )
+    _add_pair_flags(demo)
+    add_bench_flags(command("bench", "load a running decode server; show latencies and where the time goes"))
+    command("version", "print the versions of pdserve and of what it stands on")
+    return parser
+
+
+def version_line() -> str:
+    """Versions without importing anything: importing torch takes seconds."""
+    parts = [
+        f"pdserve {_version_of('pdserve') or '(not installed)'}",
+        f"Python {platform.python_version()}",
+        f"torch {_version_of('torch') or '(not installed)'}",
+    ]
+    wheels = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+    mooncake = [f"{wheel} {version}" for wheel in wheels if (version := _version_of(wheel)) is not None]
+    return ", ".join([*parts, *(mooncake or ["no Mooncake wheel"])])
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise StartupError(_unknown_argument(options.parser, unknown[0]))
+    match options.command:
+        case "prefill" | "decode":
+            return _serve(options.command, options)
+        case "up":
+            from .up import run_up
+
+            return run_up(_pair_config(options))
+        case "demo":
+            from .demo import run_demo
+
+            keep = sys.stdout.isatty() if options.keep is None else options.keep
+            return run_demo(
+                _pair_config(options), question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep
+            )
+        case "bench":
+            from .bench import run_bench
+
+            return run_bench(read_bench_options(options, os.environ), arguments[1:])
+        case "version":
+            print(version_line())
+            return 0
+    parser.print_help()
+    return 0
+
+
+def _serve(role: Role, options: argparse.Namespace) -> int:
+    file = find_config_file(options.config) if options.config is not None else None
+    config = load_config(role, file, given_flags(options, CONFIG_OF_ROLE[role].model_fields), os.environ)
+    if options.parent_pid is not None:
+        from .children import end_with_parent
+
+        end_with_parent(options.parent_pid)
+    from .front import run_front
+
+    return run_front(config)
+
+
+def _pair_config(options: argparse.Namespace) -> PairConfig:
+    file = find_config_file(options.config) if options.config is not None else None
+    return load_pair_config(file, given_flags(options, PAIR_FIELDS), os.environ)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser, role: Role) -> None:
+    fields = CONFIG_OF_ROLE[role].model_fields
+    shared = ServerConfig.model_fields
+    _add_config_flag(parser)
+    parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
+    own = [name for name in fields if name not in shared and name != "role"]
+    add_flags(parser.add_argument_group(f"{role} settings"), fields, own)
+    add_flags(parser.add_argument_group("settings of every server"), fields, shared)
+
+
+def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
+    _add_config_flag(parser)
+    add_flags(parser.add_argument_group("settings of the two servers"), PAIR_FIELDS, PAIR_FIELDS)
+
+
+def _add_config_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
+
+
+def _unknown_argument(parser: argparse.ArgumentParser, word: str) -> str:
+    flag = word.partition("=")[0]
+    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    known = [name for action in shown for name in action.option_strings if name.startswith("--")]
+    near = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
+    hint = f": did you mean {' or '.join(near)}?" if near else f" (see '{parser.prog} --help')"
+    return f"unknown argument {flag}{hint}"
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,165 @@
+"""One HTTP exchange around requests in the leader: a bounded body in, a JSON answer or an event stream out.
+
+The client's disconnect is noticed at any moment, also while nothing is being sent, and cancels its requests.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..configs.errors import ClientError, TooLargeError
+from ..scheduler.front import Observe, Submit
+from .http_errors import EngineError
+from .leader_client import Inbox, LeaderClient
+from .outputs import Delta, Output
+
+BODY_TIMEOUT_S = 60.0
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class BodyTimeoutError(ClientError):
+    status = 408
+    code = "body_timeout"
+
+
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The whole body, counted while it is read, so that neither a lie nor silence about its length helps."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_body_bytes:
+        raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_body_bytes:
+                    raise TooLargeError(f"the body is over {max_body_bytes} bytes (max_body_bytes)")
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
+        ) from None
+    return bytes(body)
+
+
+class Rendering(Protocol):
+    """How one API writes results."""
+
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
+        """Stream events for what output `index` has new; it may have ended."""
+        ...
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
+        """Stream events after the last output has ended, before [DONE]."""
+        ...
+
+    def result(self, outputs: Sequence[Output]) -> object:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class GenerationResponse(Response):
+    """Opens requests in the leader and answers with their outputs.
+
+    `outputs` has one entry for every sample of every message. Before the first byte a failure is an HTTP error and ends
+    the whole call; after it, the failing output ends with an error event and the others go on.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        leader: LeaderClient,
+        messages: Sequence[Submit | Observe],
+        outputs: Sequence[Output],
+        rendering: Rendering,
+        *,
+        stream: bool,
+        group: str | None = None,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} if stream else None)
+        self._leader = leader
+        self._messages = messages
+        self._outputs = outputs
+        self._indices = {output.rid: index for index, output in enumerate(outputs)}
+        self._rendering = rendering
+        self._stream = stream
+        self._group = group
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (ASGI signature)
+        with self._leader.open(self._messages, self._group) as inbox:
+            work = self._stream_events(inbox, send) if self._stream else self._answer_once(inbox, send)
+            await run_until_disconnect(work, receive)
+
+    async def _answer_once(self, inbox: Inbox, send: Send) -> None:
+        remaining = {output.rid: output for output in self._outputs}
+        while remaining:
+            for index, _ in await self._advance(inbox, remaining):
+                if (failed := self._outputs[index].failed) is not None:
+                    raise EngineError(failed)
+        body = msgspec.json.encode(self._rendering.result(self._outputs))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream_events(self, inbox: Inbox, send: Send) -> None:
+        remaining = {output.rid: output for output in self._outputs}
+        started = False
+        while remaining:
+            payload = bytearray()
+            for index, delta in await self._advance(inbox, remaining):
+                output = self._outputs[index]
+                if output.failed is not None and not started:
+                    raise EngineError(output.failed)
+                for event in self._rendering.events(index, output, delta):
+                    payload += encode_event(event)
+            if not payload:
+                continue
+            if not started:
+                started = True
+                headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": bytes(payload), "more_body": True})
+        closing = b"".join(encode_event(event) for event in self._rendering.closing_events(self._outputs))
+        await send({"type": "http.response.body", "body": closing + DONE_EVENT})
+
+    async def _advance(self, inbox: Inbox, remaining: dict[str, Output]) -> list[tuple[int, Delta]]:
+        """Wait for events; return (index, what is new) of the outputs that moved; drop ended ones from `remaining`."""
+        moved = []
+        for progress in await inbox.receive():
+            output = remaining[progress.rid]
+            was_complete = output.complete
+            moved.append((self._indices[progress.rid], output.advance(progress)))
+            if output.ended:
+                del remaining[progress.rid]
+            elif output.complete and not was_complete:
+                inbox.stop_early(progress.rid)
+        return moved
+
+
+def encode_event(event: object) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
+    """Run `work` to its end, or cancel it as soon as the client is gone."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

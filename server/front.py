@@ -1,0 +1,189 @@
+"""The HTTP front process: binds the port, starts the leader, serves until a signal or the leader's end.
+
+    bind -> tokenizer -> leader process -> HTTP (503 "starting") -> leader Ready -> serving
+    first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 when it had to be
+                            killed)
+    second signal        -> everything ends now
+    leader dies          -> every open request 503 -> HTTP closes -> exit 1
+
+No torch in this process: it starts in a fraction of a second and stays small.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Generator, Sequence
+
+import uvicorn
+import uvloop
+
+from ..configs.errors import StartupError
+from ..configs.logs import configure_logging
+from ..configs.schema import AnyServerConfig
+from ..models.catalog import locate_model
+from .app import create_app
+from .http_protocol import PatientHttpProtocol
+from .leader_client import LeaderClient
+from .leader_process import LEADER_COMMAND, LeaderProcess
+from .metrics import Metrics
+from .tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("pdserve.front")
+
+EXIT_OK = 0
+EXIT_UNCLEAN = 1
+KEEP_ALIVE_S = 65
+LAST_RESPONSES_S = 3
+LAST_MESSAGES_S = 0.25
+DRAIN_MARGIN_S = 2.0
+STARTUP_EXIT_S = 2.0
+
+
+def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
+    """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
+    configure_logging(config.log_level, config.role)
+    with bind_http_socket(config.host, config.port) as http_socket:
+        tokenizer = load_tokenizer(locate_model(config.model))
+        return uvloop.run(Front(config, tokenizer, leader_command).serve(http_socket))
+
+
+def bind_http_socket(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; raises StartupError with what to change."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise StartupError(f"host {host} is not an address of this machine: {error.strerror}") from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen()  # now, so that a second server on this port fails here and not later
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise StartupError(f"cannot bind port {port} on {host}: {error.strerror}") from None
+    return bound
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: signals belong to the Front."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Front:
+    """One run of a server: the leader process, its client and the HTTP server, started and ended in order."""
+
+    def __init__(self, config: AnyServerConfig, tokenizer: Tokenizer, leader_command: Sequence[str]) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._leader_command = leader_command
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    async def serve(self, http_socket: socket.socket) -> int:
+        """Run to the end and return the exit code; raises StartupError when the leader cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        metrics = Metrics()
+        client = LeaderClient(metrics)
+        metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
+        process: LeaderProcess | None = None
+        http = self._http_server(client, metrics)
+        receiving = asyncio.create_task(client.run())
+        serving = asyncio.create_task(http.serve(sockets=[http_socket]))
+        try:
+            process = LeaderProcess(self._config, client.address, self._leader_command)
+            return await self._supervise(client, process)
+        except StartupError:
+            if process is not None:
+                await process.stop(STARTUP_EXIT_S)  # it is about to exit, and may have more to say on stderr
+            raise
+        finally:
+            if process is not None:
+                process.kill()
+            client.fail_all("the server has stopped")
+            http.should_exit = True
+            await serving
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            client.close()
+            if process is not None:
+                process.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _http_server(self, client: LeaderClient, metrics: Metrics) -> HttpServer:
+        app = create_app(self._config, self._tokenizer, client, metrics)
+        return HttpServer(
+            uvicorn.Config(
+                app,
+                http=PatientHttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=LAST_RESPONSES_S,
+            )
+        )
+
+    async def _supervise(self, client: LeaderClient, process: LeaderProcess) -> int:
+        """Wait for the leader's start, then for a signal or the leader's end; returns the exit code."""
+        died = asyncio.create_task(process.wait())
+        signalled = asyncio.create_task(self._signals.get())
+        starting = asyncio.create_task(client.wait_ready())
+        try:
+            await asyncio.wait({died, signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done() and not starting.done():
+                await self._take_last_messages(client, process)
+                await asyncio.wait({starting})
+            if starting.done():
+                ready = starting.result()  # raises StartupError when the leader said so
+                log.info("ready: %s at http://%s:%d", ready.model.name, self._config.host, self._config.port)
+                await asyncio.wait({died, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                return await self._drain(client, process, signalled.result())
+            await self._take_last_messages(client, process)
+            log.error("leader %s; every open request has failed and the server exits", process.describe_exit())
+            return EXIT_UNCLEAN
+        finally:
+            for task in (died, signalled, starting):
+                task.cancel()
+            await asyncio.gather(died, signalled, starting, return_exceptions=True)
+
+    async def _take_last_messages(self, client: LeaderClient, process: LeaderProcess) -> None:
+        """What the leader sent before it ended may still be on its way through the socket; then the rest fails."""
+        await asyncio.sleep(LAST_MESSAGES_S)
+        client.fail_all(process.describe_exit())
+
+    async def _drain(self, client: LeaderClient, process: LeaderProcess, first: signal.Signals) -> int:
+        """Let the leader finish its requests and exit. Bounded; a second signal ends it at once."""
+        drain_s = self._config.shutdown_timeout_s
+        log.info("%s: draining %d requests for up to %g s", first.name, len(client.open_rids), drain_s)
+        patience_s = drain_s + DRAIN_MARGIN_S
+        if not client.request_stop(drain_s) or client.ready is None:
+            patience_s = 0.0  # still starting: there is nothing to drain, and it may not listen for minutes
+        stopping = asyncio.create_task(process.stop(patience_s))
+        again = asyncio.create_task(self._signals.get())
+        try:
+            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+            if again.done() and not stopping.done():
+                log.warning("%s again: stopping now", again.result().name)
+                process.kill()
+                return 128 + again.result()
+            await self._take_last_messages(client, process)
+            log.info("stopped: leader %s", process.describe_exit())
+            return EXIT_OK if process.exit_status == 0 or client.ready is None else EXIT_UNCLEAN
+        finally:
+            for task in (stopping, again):
+                task.cancel()
+            await asyncio.gather(stopping, again, return_exceptions=True)

@@ -1,0 +1,246 @@
+"""The `/generate` call: SGLang's native request, checked against what this server can do.
+
+A call holds one prompt (`text` or `input_ids`) or a list of them. With a list, `sampling_params` and the fields for
+log-probabilities may be lists of the same length; one value stands for all (server/routing.py has `rid` and
+`bootstrap_*`). Fields this server does not know are ignored; fields it knows and cannot honour are refused, because
+ignoring them would answer another question.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..configs.sampling import LogprobParams, SamplingParams
+from ..scheduler.front import Submit
+from .fields import (
+    FieldError,
+    Fields,
+    as_fields,
+    check_boolean,
+    check_integer,
+    check_token_ids,
+    decode_object,
+    shown,
+)
+from .limits import Limits
+from .output_text import TextRules
+from .routing import Route, per_prompt, read_rids, read_rooms, read_routes
+from .sampling_fields import (
+    MAX_SAMPLES,
+    NEUTRAL_SAMPLING_FIELDS,
+    Dialect,
+    read_samples,
+    read_sampling,
+    read_text_rules,
+    refuse_unsupported,
+)
+from .tokenizer import Tokenizer
+
+MAX_TOP_LOGPROBS = 20
+DIALECT = Dialect(max_new_tokens="max_new_tokens", min_new_tokens="min_new_tokens", default_new_tokens=128)
+
+# Known to other servers, not to this one: harmless at these values, refused at any other.
+NEUTRAL_CALL_FIELDS: dict[str, tuple[object, ...]] = {
+    "token_ids_logprob": ([],),
+    "return_hidden_states": (False,),
+    "input_embeds": (),
+    "image_data": (),
+    "lora_path": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One checked, tokenized prompt and how to continue it."""
+
+    route: Route
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    text_rules: TextRules
+    logprobs: LogprobParams | None = None
+
+    def submit(self) -> Submit:
+        return Submit(
+            rid=self.route.rid,
+            prompt_ids=self.prompt_ids,
+            sampling=self.sampling,
+            endpoint=self.route.endpoint,
+            room=self.route.room,
+            timeout_s=self.route.timeout_s,
+            more_rids=self.route.more_rids,
+            logprobs=self.logprobs,
+            priority=self.route.priority,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A checked `/generate` body. `group` is the one rid given for a list of prompts; aborting it aborts them all.
+
+    `listed`: the answer is a list, prompt by prompt and sample by sample, and stream events carry their `index`.
+    """
+
+    prompts: tuple[Prompt, ...]
+    listed: bool
+    stream: bool
+    group: str | None = None
+    text_in_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveCall:
+    """A checked body on a prefill server: which transfers to wait for."""
+
+    rids: tuple[str, ...]
+    rooms: tuple[int, ...]
+    listed: bool
+    stream: bool
+    group: str | None = None
+    logprobs: LogprobParams | None = None
+    """Prefill reports none, but routers that merge both legs expect the fields where they were asked for."""
+
+
+def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> GenerateCall:
+    """Check and tokenize a body. Pure and thread-safe; long bodies are parsed off the event loop."""
+    fields = Fields(decode_object(body))
+    refuse_unsupported(fields, NEUTRAL_CALL_FIELDS)
+    prompt_ids, batched = _read_prompts(fields, limits, tokenizer)
+    count = len(prompt_ids)
+    sampling_fields = _sampling_fields(fields, count, batched)
+    samples = read_samples(sampling_fields, limits)
+    routes, group = read_routes(fields, count, batched, samples, limits)
+    logprobs = _read_logprobs(fields, prompt_ids, batched)
+    prompts = []
+    for index, ids in enumerate(prompt_ids):
+        sampling = read_sampling(sampling_fields[index], limits, len(ids), DIALECT, samples)
+        rules = read_text_rules(sampling_fields[index], sampling, limits)
+        prompts.append(Prompt(routes[index], ids, sampling, rules, logprobs[index]))
+    return GenerateCall(
+        prompts=tuple(prompts),
+        listed=batched or samples > 1,
+        stream=fields.boolean("stream", False),
+        group=group,
+        text_in_logprobs=fields.boolean("return_text_in_logprobs", False),
+    )
+
+
+def parse_observe(body: bytes, max_batch_items: int) -> ObserveCall:
+    """Check the body a router posts to prefill as well as to decode. Only the rooms matter here."""
+    fields = Fields(decode_object(body))
+    given = fields.raw("bootstrap_room")
+    if given is None:
+        raise fields.error(
+            "bootstrap_room",
+            "is required: a prefill server only follows a transfer that a decode server asks for; "
+            "send requests without a room to the decode server",
+        )
+    samples = _count_samples(fields)
+    count, batched = _count_prompts(fields, given, samples)
+    if count > max_batch_items:
+        raise fields.error("bootstrap_room", f"names {count} requests; at most {max_batch_items} are allowed")
+    rids, group = read_rids(fields, count, batched)
+    rooms = read_rooms(fields, count, batched, samples)
+    known = tuple(room for room in rooms if room is not None)
+    if len(known) < count:
+        raise fields.error("bootstrap_room", "must name a room for every prompt")
+    logprobs = LogprobParams() if fields.raw("return_logprob") else None
+    return ObserveCall(rids, known, batched, fields.boolean("stream", False), group, logprobs)
+
+
+def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tuple[int, ...]:
+    """A prompt that is neither empty nor too long for this server."""
+    if not prompt_ids:
+        raise FieldError(name, "is empty; give at least one token")
+    if len(prompt_ids) > limits.max_prompt_tokens:
+        raise FieldError(name, f"has {len(prompt_ids)} tokens; at most {limits.max_prompt_tokens} are allowed")
+    return prompt_ids
+
+
+def split_batch(value: object, field: str, batched: bool, limits: Limits) -> list[tuple[object, str]]:
+    """The prompts of a field, each with the name that errors give it."""
+    if not batched:
+        return [(value, field)]
+    assert isinstance(value, list)
+    if not value:
+        raise FieldError(field, "is empty; give at least one prompt")
+    if len(value) > limits.max_batch_items:
+        raise FieldError(field, f"holds {len(value)} prompts; at most {limits.max_batch_items} are allowed")
+    return [(item, f"{field}[{index}]") for index, item in enumerate(value)]
+
+
+def read_text(value: object, name: str, limits: Limits, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if not isinstance(value, str):
+        raise FieldError(name, f"must be a string, got {shown(value)}")
+    return check_prompt(tuple(tokenizer.encode(value)) if value else (), name, limits)
+
+
+def read_ids(value: object, name: str, limits: Limits) -> tuple[int, ...]:
+    return check_prompt(check_token_ids(value, name, limits.vocab_size), name, limits)
+
+
+def _read_prompts(fields: Fields, limits: Limits, tokenizer: Tokenizer) -> tuple[list[tuple[int, ...]], bool]:
+    text, input_ids = fields.raw("text"), fields.raw("input_ids")
+    if (text is None) == (input_ids is None):
+        given = "both were" if text is not None else "neither was"
+        raise FieldError("text", f"or input_ids: give exactly one of them; {given} given")
+    if text is not None:
+        batched = isinstance(text, list)
+        texts = split_batch(text, "text", batched, limits)
+        return [read_text(item, name, limits, tokenizer) for item, name in texts], batched
+    batched = isinstance(input_ids, list) and bool(input_ids) and isinstance(input_ids[0], list)
+    lists = split_batch(input_ids, "input_ids", batched, limits)
+    return [read_ids(item, name, limits) for item, name in lists], batched
+
+
+def _sampling_fields(fields: Fields, prompts: int, batched: bool) -> list[Fields]:
+    given = per_prompt(fields, "sampling_params", prompts, batched)
+    if given is None:
+        sampling = [fields.object("sampling_params")] * prompts
+    else:
+        sampling = [as_fields(value, f"sampling_params[{index}]") for index, value in enumerate(given)]
+    for params in sampling:
+        refuse_unsupported(params, NEUTRAL_SAMPLING_FIELDS)
+    return sampling
+
+
+def _read_logprobs(fields: Fields, prompts: Sequence[tuple[int, ...]], batched: bool) -> list[LogprobParams | None]:
+    """`return_logprob`, `top_logprobs_num` and `logprob_start_len`, whose -1 stands for output tokens only."""
+
+    def spread(field: str) -> list[tuple[object, str]]:
+        given = per_prompt(fields, field, len(prompts), batched)
+        if given is None:
+            return [(fields.raw(field), field)] * len(prompts)
+        return [(value, f"{field}[{index}]") for index, value in enumerate(given)]
+
+    wanted, tops, starts = spread("return_logprob"), spread("top_logprobs_num"), spread("logprob_start_len")
+    logprobs: list[LogprobParams | None] = []
+    for ids, (want, want_name), (top, top_name), (start, start_name) in zip(prompts, wanted, tops, starts, strict=True):
+        top_count = 0 if top is None else check_integer(top, top_name, 0, MAX_TOP_LOGPROBS)
+        first = -1 if start is None else check_integer(start, start_name, -1, len(ids) - 1)
+        if want is None or not check_boolean(want, want_name):
+            logprobs.append(None)
+        else:
+            logprobs.append(LogprobParams(top=top_count, start=None if first == -1 else first))
+    return logprobs
+
+
+def _count_prompts(fields: Fields, rooms: object, samples: int) -> tuple[int, bool]:
+    """How many prompts a body holds, without checking them, and whether they are a list."""
+    prompts, batched = 1, False
+    for name in ("text", "prompt", "input_ids"):
+        value = fields.raw(name)
+        if isinstance(value, list) and value and isinstance(value[0], list | str):
+            prompts, batched = len(value), True
+    if not isinstance(rooms, list) or (samples > 1 and len(rooms) == prompts * samples):
+        return prompts, batched
+    if not rooms:
+        raise fields.error("bootstrap_room", "is empty; name at least one room")
+    return len(rooms), True
+
+
+def _count_samples(fields: Fields) -> int:
+    """`n` of a body whose sampling decode checks."""
+    params = fields.raw("sampling_params")
+    for value in (params.get("n") if isinstance(params, dict) else None, fields.raw("n")):
+        if isinstance(value, int) and 1 <= value <= MAX_SAMPLES:
+            return value
+    return 1

@@ -1,0 +1,51 @@
+"""Errors as HTTP clients see them: one JSON shape for every route, with Retry-After where waiting helps."""
+
+import math
+
+from starlette.responses import JSONResponse
+
+from ..configs.errors import RequestError
+from ..scheduler.front import Failed
+
+RETRY_STATUSES = (429, 503)
+DEFAULT_RETRY_S = 1.0
+
+
+class EngineError(RequestError):
+    """A request that the leader ended without a result."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message, retry_after_s=failed.retry_after_s)
+        self.status = failed.status
+        self.code = failed.code
+
+
+def error_object(status: int, code: str, message: str, param: str | None = None) -> dict[str, object]:
+    """The value of `error` in a JSON answer or in the last event of a stream."""
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status == 401:
+        kind = "authentication_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "code": code, "param": param}
+
+
+def error_response(
+    status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+) -> JSONResponse:
+    headers = {}
+    if status in RETRY_STATUSES:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
+
+
+def response_for(error: RequestError) -> JSONResponse:
+    param = getattr(error, "param", None)
+    return error_response(error.status, error.code, str(error), param, error.retry_after_s)
+
+
+def failure_object(failed: Failed) -> dict[str, object]:
+    return error_object(failed.status, failed.code, failed.message)

@@ -1,0 +1,123 @@
+"""What a server says about itself: health, model, configuration and peers, as JSON objects."""
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+from pydantic import SecretStr
+
+from ..configs.schema import AnyServerConfig, PrefillConfig
+from ..scheduler.front import PeerStatus, Ready
+from .leader_client import LeaderClient
+
+
+def package_version() -> str:
+    try:
+        return version("pdserve")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout without an install
+
+
+class ServerInfo:
+    """Answers the read-only routes from the configuration and the leader's latest messages."""
+
+    def __init__(self, config: AnyServerConfig, leader: LeaderClient) -> None:
+        self._config = config
+        self._leader = leader
+        self._started_at = time.time()
+
+    @property
+    def model_name(self) -> str:
+        """The name clients see; before the model is loaded, the one it was asked for by."""
+        ready = self._leader.ready
+        return self._config.served_model_name or (ready.model.name if ready else self._config.model)
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        """Whether this server serves and moves, and why not. Peers are reported but never make it unhealthy."""
+        reasons = self.problems()
+        report: dict[str, object] = {
+            "status": "ok" if not reasons else "unavailable",
+            "state": self._leader.state,
+            "reasons": reasons,
+            "role": self._config.role,
+            "peers": self._peers(),
+        }
+        return not reasons, report
+
+    def problems(self) -> list[str]:
+        """Why this server is not healthy; empty when it is."""
+        unavailable = self._leader.unavailable_reason()
+        if unavailable is not None:
+            return [unavailable]
+        reasons = []
+        age_s, limit_s = self._leader.loop_age_s, self._config.stall_timeout_s
+        if age_s > limit_s:
+            reasons.append(f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        status = self._leader.status
+        return reasons + list(status.problems if status else ())
+
+    def model(self, ready: Ready) -> dict[str, object]:
+        return {
+            "model_path": ready.model.path,
+            "tokenizer_path": ready.model.path,
+            "is_generation": True,
+            "served_model_name": self.model_name,
+            "architecture": ready.model.architecture,
+            "context_length": ready.model.context_length,
+            "vocab_size": ready.model.vocab_size,
+            "eos_token_ids": ready.model.eos_token_ids,
+            "dtype": ready.model.dtype,
+            "device": ready.model.device,
+            "fingerprint": ready.model.fingerprint,
+        }
+
+    def models(self, ready: Ready) -> dict[str, object]:
+        """OpenAI's list of models."""
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": int(self._started_at),
+            "owned_by": "pdserve",
+            "root": ready.model.path,
+            "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
+        }
+        return {"object": "list", "data": [card]}
+
+    def server(self) -> dict[str, object]:
+        """Configuration without secrets, pool, peers and live requests; routers read the SGLang names in it."""
+        config, ready, status = self._config, self._leader.ready, self._leader.status
+        info: dict[str, object] = {
+            "version": package_version(),
+            "status": self._leader.state,
+            "served_model_name": self.model_name,
+            "model_path": ready.model.path if ready else config.model,
+            "disaggregation_mode": config.role,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
+            "config": self._public_config(),
+            "peers": self._peers(),
+            "states": status.states if status else {},
+            "gauges": status.gauges if status else {},
+            "counters": status.counters if status else {},
+        }
+        if isinstance(config, PrefillConfig):
+            info["disaggregation_bootstrap_port"] = config.bootstrap_port
+        if ready is not None:
+            info["instance"] = ready.instance
+            info["max_total_num_tokens"] = ready.num_pages * ready.page_size
+            info["pool"] = {
+                "page_size": ready.page_size,
+                "num_pages": ready.num_pages,
+                "tokens": ready.num_pages * ready.page_size,
+                "max_total_tokens": ready.max_total_tokens,
+            }
+        return info
+
+    def _public_config(self) -> dict[str, object]:
+        """Whether a secret is set may be known, its value and length may not."""
+        public = self._config.model_dump(mode="json")
+        public.update({name: "set" for name, value in self._config if isinstance(value, SecretStr)})
+        return public
+
+    def _peers(self) -> list[PeerStatus]:
+        return list(self._leader.status.peers if self._leader.status else ())

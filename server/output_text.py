@@ -1,0 +1,54 @@
+"""The text of one output as it grows: whole characters only, no stop tokens, nothing of a stop string."""
+
+from dataclasses import dataclass
+
+from .stop_strings import StopStrings
+from .tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What of an output is shown, and which text ends it.
+
+    A stop string counts only when it is completed by token number `min_new_tokens` or a later one. With `show_stop` it
+    stays in the text.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    show_stop: bool = False
+    hidden_token_ids: frozenset[int] = frozenset()
+    skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+
+
+class OutputText:
+    """Turns the tokens of one request into text that never shrinks."""
+
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+        self._stream = TextStream(tokenizer, rules.skip_special_tokens)
+        self._stops = StopStrings(rules.stop_strings, rules.show_stop)
+        self._rules = rules
+        self._tokens = 0
+        self.decoded_characters = 0
+        """How much text the tokens make so far, shown or held back."""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stops.matched
+
+    def push(self, token: int) -> str:
+        """The text that can be shown after this token. Call no more once there is a `stop_string`."""
+        self._tokens += 1
+        return self._take("" if token in self._rules.hidden_token_ids else self._stream.push([token]))
+
+    def finish(self) -> str:
+        """What was held back, unless it ends in a stop string even now."""
+        if self.stop_string is not None:
+            return ""
+        shown = self._take(self._stream.finish())
+        return shown if self.stop_string is not None else shown + self._stops.finish()
+
+    def _take(self, decoded: str) -> str:
+        self.decoded_characters += len(decoded)
+        return self._stops.push(decoded, armed=self._tokens >= self._rules.min_new_tokens)

@@ -1,0 +1,69 @@
+"""Finding stop strings in a text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Ends a text at the first stop string, wherever the pieces are cut, and never shows a part of one.
+
+    The stop string that is complete first counts; of several that end with the same character, the longest. Work per
+    character is proportional to the number of stop strings and does not depend on their lengths: each one is followed
+    with the automaton of Knuth, Morris and Pratt, whose state is the length of its beginning that the text ends with.
+    """
+
+    def __init__(self, stops: Sequence[str], show_stop: bool = False) -> None:
+        self.matched: str | None = None
+        self._stops = [(stop, _borders(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._lengths = [0] * len(self._stops)
+        self._held_back = ""
+        self._show_stop = show_stop
+
+    def push(self, text: str, armed: bool = True) -> str:
+        """The text that can be shown after this piece. Stop strings that end in a piece that is not `armed` are text.
+
+        After a match nothing follows.
+        """
+        assert self.matched is None, "text after a stop string"
+        if not self._stops:
+            return text
+        pending = self._held_back + text
+        for end, character in enumerate(text, len(self._held_back) + 1):
+            matched = self._follow(character)
+            if matched is not None and armed:
+                self.matched = matched
+                self._held_back = ""
+                return pending[:end] if self._show_stop else pending[: end - len(matched)]
+        shown = len(pending) - max(self._lengths)
+        self._held_back = pending[shown:]
+        return pending[:shown]
+
+    def finish(self) -> str:
+        """The text held back, when none follows that could complete a stop string."""
+        held_back, self._held_back = self._held_back, ""
+        return held_back
+
+    def _follow(self, character: str) -> str | None:
+        """Advance every automaton by one character; returns the longest stop string that it completes."""
+        matched = None
+        for index, (stop, borders) in enumerate(self._stops):
+            length = self._lengths[index]
+            while length and stop[length] != character:
+                length = borders[length - 1]
+            if stop[length] == character:
+                length += 1
+            if length == len(stop):
+                matched = matched or stop
+                length = borders[-1]
+            self._lengths[index] = length
+        return matched
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    for end in range(1, len(stop)):
+        length = borders[end - 1]
+        while length and stop[length] != stop[end]:
+            length = borders[length - 1]
+        borders[end] = length + (stop[length] == stop[end])
+    return borders

@@ -1,0 +1,141 @@
+"""The real application over a real socket, with a `ScriptedLeader` on the other end of the real leader socket."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import tokenizers
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig
+from pdserve.models.catalog import locate_model
+from pdserve.server.app import create_app
+from pdserve.server.front import HttpServer
+from pdserve.server.http_protocol import PatientHttpProtocol
+from pdserve.server.leader_client import LeaderClient
+from pdserve.server.metrics import Metrics
+from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from tests.server.scripted_leader import CONTEXT_LENGTH, EOS, VOCAB_SIZE, ScriptedLeader, make_ready, make_status
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_byte_model(directory: Path) -> Path:
+    """A model directory whose token ids are the UTF-8 bytes of the text, plus <eos> (256) and <bos> (257)."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    vocab = {chr(byte): byte for byte in kept} | {chr(256 + n): byte for n, byte in enumerate(moved)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer_config = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": EOS,
+        "bos_token_id": 257,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+def load_byte_tokenizer(directory: Path) -> Tokenizer:
+    return load_tokenizer(locate_model(str(write_byte_model(directory))))
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    http: httpx.AsyncClient
+    leader: ScriptedLeader
+    client: LeaderClient
+    port: int
+
+
+@asynccontextmanager
+async def running_server(
+    tokenizer: Tokenizer, config: AnyServerConfig | None = None, *, ready: bool = True
+) -> AsyncIterator[RunningServer]:
+    """Everything but the leader process. On leaving, no request may be left open and no task may have failed."""
+    metrics = Metrics()
+    client = LeaderClient(metrics)
+    metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
+    app = create_app(config or DecodeConfig(bootstrap_hosts=("p1",)), tokenizer, client, metrics)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port: int = listener.getsockname()[1]
+    server = await start_http(app, listener)
+    receiving = asyncio.create_task(client.run())
+    leader = ScriptedLeader(client.address)
+    try:
+        if ready:
+            await leader.send(make_ready(), make_status())
+            await asyncio.wait_for(client.wait_ready(), 3)
+        base_url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=base_url, timeout=10, verify=False, trust_env=False) as http:
+            yield RunningServer(http, leader, client, port)
+    finally:
+        client.fail_all("end of the test")
+        await stop_http(server)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        leader.close()
+        client.close()
+
+
+async def start_http(app: FastAPI, listener: socket.socket) -> HttpServer:
+    """uvicorn without its main loop, whose ticks would cost every test 0.2 s."""
+    config = uvicorn.Config(app, http=PatientHttpProtocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    server = HttpServer(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    return server
+
+
+async def stop_http(server: HttpServer) -> None:
+    for listening in server.servers:
+        listening.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+    async with asyncio.timeout(2):
+        while server.server_state.tasks:
+            await asyncio.sleep(0.005)
+
+
+def sse_events(text: str) -> list[object]:
+    """The decoded `data:` events of a stream, [DONE] as a string; fails on anything that is not an event."""
+    assert text.endswith("\n\n"), "the stream must end with an event's empty line"
+    events: list[object] = []
+    for block in text[:-2].split("\n\n"):
+        assert block.startswith("data: "), f"not an event: {block!r}"
+        payload = block.removeprefix("data: ")
+        events.append(payload if payload == "[DONE]" else json.loads(payload))
+    return events

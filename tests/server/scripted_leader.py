@@ -1,0 +1,157 @@
+"""A leader without an engine: the real start-up line, the real PAIR protocol, and a script instead of a model.
+
+In a test it is an object on the test's own event loop (`ScriptedLeader`). As a program it stands in for
+`pdserve.scheduler.leader`; its first argument says how it behaves.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdserve.scheduler.front import (
+    Cancel,
+    Failed,
+    Finished,
+    FinishReason,
+    ModelInfo,
+    PeerStatus,
+    Ready,
+    StartupFailed,
+    Status,
+    Stop,
+    Submit,
+    ToFront,
+    Tokens,
+    ToLeader,
+)
+
+MessageT = TypeVar("MessageT")
+
+VOCAB_SIZE = 258
+EOS = 256
+CONTEXT_LENGTH = 512
+MAX_TOTAL_TOKENS = 400
+
+
+def make_ready(max_total_tokens: int = MAX_TOTAL_TOKENS) -> Ready:
+    model = ModelInfo(
+        name="bytes",
+        path="/models/bytes",
+        architecture="LlamaForCausalLM",
+        context_length=CONTEXT_LENGTH,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        fingerprint="f" * 16,
+        dtype="float32",
+        device="cpu",
+    )
+    return Ready(model=model, instance="i-1", page_size=16, num_pages=25, max_total_tokens=max_total_tokens)
+
+
+def make_status(loop_age_s: float = 0.0, problems: tuple[str, ...] = ()) -> Status:
+    return Status(
+        gauges={"kv_pages_free": 25.0, "running_requests": 0.0},
+        counters={"transfer_bytes": 4096.0, "retractions_total": 2.0},
+        peers=(PeerStatus(endpoint="127.0.0.1:8998", state="lost", detail="no heartbeat"),),
+        states={"RUNNING": 1, "QUEUED": 0},
+        loop_age_s=loop_age_s,
+        problems=problems,
+    )
+
+
+def make_finished(rid: str, completion_tokens: int, reason: FinishReason | None = None) -> Finished:
+    return Finished(
+        rid=rid,
+        reason=reason or FinishReason("length", length=completion_tokens),
+        prompt_tokens=5,
+        completion_tokens=completion_tokens,
+        cached_tokens=3,
+        timeline={"queued": 0.001, "prefilling": 0.02},
+    )
+
+
+class ScriptedLeader:
+    """The leader's end of the socket, driven line by line from a test."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        self._socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToLeader)
+
+    async def send(self, *messages: ToFront) -> None:
+        for message in messages:
+            await self.send_raw(msgspec.msgpack.encode(message))
+
+    async def send_raw(self, payload: bytes) -> None:
+        await self._socket.send(payload)
+
+    async def expect(self, kind: type[MessageT], within_s: float = 3.0) -> MessageT:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(within_s):
+            message = self._decoder.decode(await self._socket.recv())
+        assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
+        return message
+
+    async def expect_nothing(self, for_s: float = 0.2) -> None:
+        assert not await self._socket.poll(int(for_s * 1000)), "the front sent something"
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def main(behaviour: str) -> None:
+    """`serve`, `slow`, `loading`, `startup-failed`, `crash-at-start`, `crash-on-submit`, or `deaf` to stopping."""
+    introduction = json.loads(sys.stdin.readline())
+    assert introduction["config"]["api_key"] in (None, "front-secret"), "secrets must arrive in the clear"
+    threading.Thread(target=_exit_with_front, daemon=True).start()
+    if behaviour == "crash-at-start":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.connect(introduction["front"])
+        send = socket.send
+        if behaviour == "startup-failed":
+            send(msgspec.msgpack.encode(StartupFailed("model /nowhere: no such directory")))
+            sys.exit(2)
+        if behaviour == "loading":
+            time.sleep(60)
+        send(msgspec.msgpack.encode(make_ready()))
+        send(msgspec.msgpack.encode(make_status()))
+        while True:
+            message = msgspec.msgpack.decode(socket.recv(), type=ToLeader)
+            match message:
+                case Submit() if behaviour == "crash-on-submit":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case Submit():
+                    time.sleep(0.5 if behaviour == "slow" else 0.0)
+                    send(msgspec.msgpack.encode(Tokens(message.rid, (104, 105))))
+                    if behaviour != "deaf":
+                        send(msgspec.msgpack.encode(make_finished(message.rid, 2)))
+                case Cancel(stopped=True):
+                    send(msgspec.msgpack.encode(make_finished(message.rid, 2, FinishReason("stop"))))
+                case Cancel():
+                    send(msgspec.msgpack.encode(Failed(message.rid, 499, "aborted", "aborted")))
+                case Stop() if behaviour != "deaf":
+                    return
+
+
+def _exit_with_front() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,123 @@
+"""The command line as a user meets it: real processes, their exit codes and what they print."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.server.pair import PAIR_FIELDS, check_ports, load_pair_config
+
+ROOT = Path(__file__).parents[2]
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "200"}
+
+
+def pdserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pdserve.server", *arguments]
+    return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_without_arguments_it_prints_help() -> None:
+    result = pdserve()
+    assert result.returncode == 0
+    for command in ("prefill", "decode", "up", "demo", "version"):
+        assert re.search(rf"^    {command} +\w", result.stdout, re.MULTILINE)
+
+
+def test_version_names_the_parts() -> None:
+    result = pdserve("version")
+    assert result.returncode == 0
+    assert re.fullmatch(
+        r"pdserve \S+.*, Python 3\.\d+\.\d+, torch \S+, mooncake-transfer-engine\S* \S+\n", result.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["decode", "--page-sise", "8"], "unknown argument --page-sise: did you mean --page-size"),
+        (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
+        (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
+        (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),
+        (["decode", "--config=absent.yaml"], "--config absent.yaml: no such file, and no preset of that name"),
+        (["prefill", "--host=0.0.0.0"], "host 0.0.0.0 exposes the control port: set cluster_key"),
+        (["prefil"], "invalid choice: 'prefil'"),
+        (["up", "--port=x"], "port: must be a whole number, got 'x' from the command line"),
+        (["up", "--port=8100"], "--port and --prefill-port are both 8100: choose different ports"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    result = pdserve(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pdserve: error: ")
+    assert message in line
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    script = (
+        "import sys; from pdserve.server.cli import main; import pdserve.server.up\n"
+        "try: main(['decode', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=ENVIRON, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_up_gives_each_server_its_settings() -> None:
+    flags: dict[str, str | bool] = {
+        "port": "1200",
+        "prefill_port": "1100",
+        "bootstrap_port": "1998",
+        "host": "0.0.0.0",
+        "chunk_size": "64",
+        "max_running_requests": "3",
+        "page_size": "8",
+    }
+    assert flags.keys() <= PAIR_FIELDS.keys()
+    prefill, decode = load_pair_config(None, flags, {"PDSERVE_API_KEY": "key"})
+    assert (prefill.port, prefill.bootstrap_port, prefill.host, prefill.chunk_size) == (1100, 1998, "127.0.0.1", 64)
+    assert (decode.port, decode.host, decode.public_host) == (1200, "0.0.0.0", "127.0.0.1")
+    assert (decode.prefill, decode.max_running_requests) == (("127.0.0.1:1998",), 3)
+    assert prefill.page_size == decode.page_size == 8
+    assert prefill.kv_memory_gib == decode.kv_memory_gib == 1.0, "of the preset 'local'"
+    assert prefill.api_key == decode.api_key is not None
+
+
+def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("kv_tokens: 4096\nprefill_port: 1100\nmax_running_requests: 2\nsend_window: 4\n", encoding="utf-8")
+    prefill, decode = load_pair_config(file, {}, {})
+    assert (prefill.kv_tokens, prefill.kv_memory_gib) == (decode.kv_tokens, decode.kv_memory_gib) == (4096, None)
+    assert (prefill.port, prefill.send_window, decode.max_running_requests) == (1100, 4, 2)
+
+
+def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("prefill: 10.0.0.1:8998\n", encoding="utf-8")
+    with pytest.raises(StartupError, match=r"^prefill in .*up.yaml: 'pdserve up' sets it itself; remove it$"):
+        load_pair_config(file, {}, {})
+    file.write_text("sendwindow: 3\n", encoding="utf-8")
+    with pytest.raises(StartupError, match=r"unknown setting 'sendwindow' in .*up.yaml"):
+        load_pair_config(file, {}, {})
+
+
+def test_up_reports_a_taken_port_before_it_starts_anything() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = pdserve("up", f"--bootstrap-port={port}")
+        assert result.returncode == 2
+        assert (
+            result.stderr
+            == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
+        )
+        with pytest.raises(StartupError, match=f"port {port} on 0.0.0.0 is in use; choose another with --port"):
+            check_ports(load_pair_config(None, {"port": str(port), "host": "0.0.0.0"}, {}))

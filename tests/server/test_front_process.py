@@ -1,0 +1,212 @@
+"""The front as a process: start-up, its leader's death, signals and exit codes. The leader is a scripted program."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.http_harness import write_byte_model
+from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
+
+ROOT = Path(__file__).parents[2]
+DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword arguments differ in type
+PROGRAM = """
+import json, sys
+from pdserve.configs.schema import DecodeConfig
+from pdserve.server.cli import exit_code_of
+from pdserve.server.front import run_front
+config, leader = DecodeConfig(**json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
+code = exit_code_of(lambda: run_front(config, leader_command=leader))
+assert "torch" not in sys.modules, "the front imported torch"
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RunningFront:
+    def __init__(self, process: "subprocess.Popen[str]", port: int, temp: Path) -> None:
+        self.process = process
+        self.port = port
+        self.temp = temp
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_healthy(self) -> None:
+        self.wait_state("ready")
+
+    def wait_state(self, state: str) -> None:
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", **DIRECT).json()["state"] == state:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"never {state}: {self.end()}")
+
+    def end(self, within_s: float = 8.0) -> tuple[int, str]:
+        """Exit code and stderr; also checks that the socket directory has gone."""
+        _, stderr = self.process.communicate(timeout=within_s)
+        assert list(self.temp.iterdir()) == [], "the front left its socket directory behind"
+        return self.process.returncode, stderr
+
+    def leader_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        (pid,) = [int(pid) for path in children for pid in path.read_text().split()]
+        return pid
+
+
+@contextmanager
+def front(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
+    port = free_port()
+    arguments = json.dumps({"model": str(model), "port": port, "api_key": "front-secret"} | config)
+    env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
+    command = [sys.executable, "-c", PROGRAM, arguments, LEADER_PROGRAM, behaviour]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        yield RunningFront(process, port, temp)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def generate(running: RunningFront) -> httpx.Response:
+    headers = {"Authorization": "Bearer front-secret"}
+    return httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=headers, timeout=10, **DIRECT)
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "slow") as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(generate, running)
+            time.sleep(0.25)
+            running.process.send_signal(signal.SIGTERM)
+            response = answer.result()
+        assert (response.status_code, response.json()["text"]) == (200, "hi")
+        assert "server" not in response.headers
+        code, stderr = running.end()
+        assert code == 0, stderr
+        assert gone(leader)
+        lines = [line for line in stderr.splitlines() if line]
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [IW] decode: ", line) for line in lines), stderr
+        for words in (f"ready: bytes at http://127.0.0.1:{running.port}", "SIGTERM: draining"):
+            assert words in stderr
+        assert "front-secret" not in stderr
+
+
+def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "crash-on-submit") as running:
+        running.wait_healthy()
+        started = time.monotonic()
+        response = generate(running)
+        assert response.status_code == 503
+        assert "SIGKILL" in response.json()["error"]["message"]
+        assert response.headers["retry-after"]
+        code, stderr = running.end()
+        assert time.monotonic() - started < 5
+        assert (code, "ended by SIGKILL" in stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("startup-failed", "pdserve: error: model /nowhere: no such directory\n"),
+        ("crash-at-start", "pdserve: error: the engine process ended while starting: process"),
+    ],
+)
+def test_leader_that_cannot_start(model: Path, tmp_path: Path, behaviour: str, message: str) -> None:
+    with front(model, tmp_path, behaviour) as running:
+        code, stderr = running.end(within_s=15)
+        assert code == 2
+        assert message in stderr
+        assert "Traceback" not in stderr
+
+
+def test_busy_port(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with front(model, tmp_path, "serve", port=port) as running:
+            code, stderr = running.end(within_s=15)
+    assert code == 2
+    assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+
+
+def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "deaf", shutdown_timeout_s=60) as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(generate, running)
+            time.sleep(0.25)
+            running.process.send_signal(signal.SIGINT)
+            time.sleep(0.25)
+            health = httpx.get(f"{running.url}/health", **DIRECT)
+            assert (health.status_code, health.json()["state"]) == (503, "stopping")
+            running.process.send_signal(signal.SIGINT)
+            assert answer.result().status_code == 503
+        code, stderr = running.end(within_s=5)
+        assert code == 130, stderr
+        assert gone(leader)
+
+
+def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "deaf", shutdown_timeout_s=0) as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end(within_s=12)
+        assert time.monotonic() - started < 8
+        assert (code, "sending SIGTERM" in stderr, "sending SIGKILL" in stderr) == (1, True, True)
+        assert gone(leader)
+
+
+def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "loading", shutdown_timeout_s=60) as running:
+        running.wait_state("starting")
+        leader = running.leader_pid()
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end(within_s=5)
+        assert code == 0, stderr
+        assert gone(leader)
+
+
+def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "serve") as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        running.process.kill()
+        assert gone(leader)

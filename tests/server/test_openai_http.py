@@ -1,0 +1,188 @@
+"""/v1/completions and /v1/chat/completions: the shapes OpenAI clients expect, from the same core as /generate."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
+from pdserve.server.tokenizer import Tokenizer
+from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server, sse_events
+from tests.server.scripted_leader import EOS, make_finished
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
+    async with running_server(tokenizer) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(server.http.post(path, json=body))
+
+
+async def test_completion(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", model="bytes", prompt=["ab", "cd"], max_tokens=3, rid="c", temperature=0)
+    first, second = await decode.leader.expect(Submit), await decode.leader.expect(Submit)
+    assert (first.prompt_ids, second.prompt_ids) == (tuple(b"ab"), tuple(b"cd"))
+    assert (first.sampling.max_new_tokens, first.sampling.temperature) == (3, 0.0)
+    await decode.leader.send(Tokens("c_1", (66,)), make_finished("c_1", 1))
+    await decode.leader.send(Tokens("c_0", (65, EOS)), make_finished("c_0", 2, FinishReason("stop", matched=EOS)))
+    body = (await asking).json()
+    assert (body["id"], body["object"], body["model"]) == ("cmpl-c", "text_completion", "bytes")
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in body["choices"]] == [
+        (0, "A", "stop"),
+        (1, "B", "length"),
+    ]
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 3, 13)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
+
+
+async def test_completion_stream_carries_deltas(decode: RunningServer) -> None:
+    options = {"include_usage": True}
+    asking = post(decode, "/v1/completions", prompt=[97, 98], rid="c", stream=True, stream_options=options)
+    assert (await decode.leader.expect(Submit)).prompt_ids == (97, 98)
+    await decode.leader.send(Tokens("c", (65,)))
+    await asyncio.sleep(0.05)
+    await decode.leader.send(Tokens("c", (66,)), make_finished("c", 2))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    usage = events.pop()
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 7)
+    assert "".join(event["choices"][0]["text"] for event in events) == "AB"
+    assert all(event["usage"] is None for event in events)
+    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+
+
+async def test_chat(decode: RunningServer) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]},
+    ]
+    asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", max_completion_tokens=9, max_tokens=5)
+    submit = await decode.leader.expect(Submit)
+    assert bytes(submit.prompt_ids).decode() == "system: Be brief.\nuser: Hello\nassistant: "
+    assert submit.sampling.max_new_tokens == 9
+    await decode.leader.send(Tokens("c", tuple(b"Hi")), make_finished("c", 2, FinishReason("stop", matched=EOS)))
+    body = (await asking).json()
+    assert (body["id"], body["object"]) == ("chatcmpl-c", "chat.completion")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_chat_stream(decode: RunningServer) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", stream=True, stop="!")
+    assert (await decode.leader.expect(Submit)).sampling.max_new_tokens == 400 - len("user: Hello\nassistant: ")
+    await decode.leader.send(Tokens("c", tuple(b"Hi")))
+    await asyncio.sleep(0.05)
+    await decode.leader.send(Tokens("c", tuple(b" you! more")))
+    assert await decode.leader.expect(Cancel) == Cancel("c", stopped=True)
+    await decode.leader.send(make_finished("c", 12, FinishReason("stop")))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hi you"
+    assert (deltas[-1], events[-1]["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert all("usage" not in event for event in events)
+
+
+async def test_given_values_reach_the_leader(decode: RunningServer) -> None:
+    params = {"top_k": 4, "min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1}
+    more = {
+        "logit_bias": {"5": 1},
+        "seed": 3,
+        "min_tokens": 2,
+        "max_completion_tokens": 4,
+        "priority": 5,
+        "timeout_s": 2,
+    }
+    asking = post(decode, "/v1/chat/completions", messages=HELLO, rid="c", temperature=0.5, top_p=0.9, **params, **more)
+    submit = await decode.leader.expect(Submit)
+    assert submit.sampling == SamplingParams(
+        max_new_tokens=4,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=4,
+        seed=3,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        logit_bias=((5, 1.0),),
+        min_new_tokens=2,
+    )
+    assert (submit.priority, submit.timeout_s, submit.logprobs) == (5, 2.0, None)
+    await decode.leader.send(make_finished("c", 0))
+    assert (await asking).status_code == 200
+
+
+async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", stream=True)
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens("c", (65,)))
+    await asyncio.sleep(0.05)
+    await decode.leader.send(Failed("c", 503, "unavailable", "prefill lost"))
+    events: list[Any] = sse_events((await asking).text)
+    assert events[-1] == "[DONE]"
+    assert events[-2]["error"]["message"] == "prefill lost"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [1, 999]}, "prompt[1]"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "n": 17}, "n"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
+        ("completions", {"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+        ("completions", {"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+        ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ("completions", {"prompt": "a", "min_p": 2}, "min_p"),
+        ("completions", {"prompt": "a", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ("completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ("completions", {"prompt": "a", "priority": 1000}, "priority"),
+        ("completions", {"prompt": "a", "timeout": 0}, "timeout"),
+        ("completions", {"prompt": "a", "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "stream_options": 1}, "stream_options"),
+        ("chat/completions", {}, "messages"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [1]}, "messages[0]"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools"),
+        ("chat/completions", {"messages": HELLO, "logprobs": 1}, "logprobs"),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 500}]}, "messages"),
+    ],
+)
+async def test_refused(decode: RunningServer, path: str, body: dict[str, object], field: str) -> None:
+    response = await decode.http.post(f"/v1/{path}", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field

@@ -1,0 +1,99 @@
+"""A client that stops reading loses its connection and its request; a slow one that reads on does not."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve.configs.sampling import TokenLogprob
+from pdserve.scheduler.front import Cancel, Submit, Tokens
+from pdserve.server.http_protocol import PatientHttpProtocol
+from pdserve.server.tokenizer import Tokenizer
+from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.scripted_leader import make_finished
+
+PATIENCE_S = 0.4
+END_OF_STREAM = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+async def decode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningServer]:
+    monkeypatch.setattr(PatientHttpProtocol, "patience_s", PATIENCE_S)
+    async with running_server(tokenizer) as server:
+        yield server
+
+
+def ask_without_reading(server: RunningServer, stream: bool) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+    client.connect(("127.0.0.1", server.port))
+    body = json.dumps(
+        {"text": "a", "rid": "r", "stream": stream, "return_logprob": True, "top_logprobs_num": 20}
+    ).encode()
+    client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    client.setblocking(False)
+    return client
+
+
+async def send_much(server: RunningServer, messages: int) -> None:
+    """About half a megabyte of JSON each, repeated in every later event of a stream: more than socket buffers hold."""
+    top = tuple((65 + rank, -1.23456789) for rank in range(20))
+    tokens = Tokens("r", tuple(b"x" * 1000), tuple(TokenLogprob(120, -0.5, top) for _ in range(1000)))
+    for _ in range(messages):
+        await server.leader.send(tokens)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_stream_that_nobody_reads_is_cancelled(decode: RunningServer) -> None:
+    with ask_without_reading(decode, stream=True):
+        await decode.leader.expect(Submit)
+        await send_much(decode, 8)
+        assert await decode.leader.expect(Cancel, within_s=10) == Cancel("r")
+
+
+async def test_an_answer_that_nobody_reads_is_dropped(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Not streamed: the request has ended, and the connection must not keep the answer for ever."""
+    with ask_without_reading(decode, stream=False) as client:
+        await decode.leader.expect(Submit)
+        await send_much(decode, 16)
+        await decode.leader.send(make_finished("r", 16_000))
+        async with asyncio.timeout(10):
+            while "has read nothing for 0.4 s" not in caplog.text:
+                await asyncio.sleep(0.05)
+        received = await read_to_end(client)
+        assert b"200 OK" in received
+        assert not received.endswith(b"}}"), "the answer arrived whole; it fits the socket buffers"
+
+
+async def test_a_slow_reader_is_served_to_the_end(decode: RunningServer) -> None:
+    """It takes several times `patience_s` and never pauses as long."""
+    with ask_without_reading(decode, stream=True) as client:
+        await decode.leader.expect(Submit)
+        await send_much(decode, 4)
+        await decode.leader.send(make_finished("r", 4000))
+        started = asyncio.get_running_loop().time()
+        received = await read_to_end(client, pause_s=PATIENCE_S / 20)
+        assert received.endswith(END_OF_STREAM)
+        assert asyncio.get_running_loop().time() - started > 3 * PATIENCE_S
+
+
+async def read_to_end(client: socket.socket, pause_s: float = 0.0) -> bytes:
+    """What arrives before the connection ends or the stream does."""
+    received = bytearray()
+    while not received.endswith(END_OF_STREAM):
+        try:
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 19), 2)
+        except ConnectionResetError:
+            break
+        if not data:
+            break
+        received += data
+        await asyncio.sleep(pause_s)
+    return bytes(received)

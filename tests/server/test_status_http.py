@@ -1,0 +1,197 @@
+"""The routes that report: health, model and server information, metrics; and who may call what."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
+
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.scheduler.front import Cancel, Failed, FlushCache, Submit, Tokens
+from pdserve.server import app as app_module
+from pdserve.server.tokenizer import Tokenizer
+from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.scripted_leader import make_finished, make_ready, make_status
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
+    async with running_server(tokenizer) as server:
+        yield server
+
+
+async def health_reasons(server: RunningServer) -> tuple[int, str]:
+    response = await server.http.get("/health")
+    if response.status_code == 503:
+        assert response.headers["retry-after"] == "1"
+    return response.status_code, " ".join(response.json()["reasons"])
+
+
+async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer, DecodeConfig(stall_timeout_s=5), ready=False) as server:
+        status, reasons = await health_reasons(server)
+        assert (status, reasons.startswith("starting")) == (503, True)
+        refused = await server.http.post("/generate", json={"text": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+
+        await server.leader.send(make_ready(), make_status())
+        await asyncio.wait_for(server.client.wait_ready(), 2)
+        response = await server.http.get("/health")
+        assert response.status_code == 200, "a lost prefill does not make decode unhealthy"
+        assert response.json()["peers"][0]["state"] == "lost"
+
+        await server.leader.send(make_status(loop_age_s=6.0))
+        await asyncio.sleep(0.05)
+        status, reasons = await health_reasons(server)
+        assert (status, "loop stalled" in reasons, "stall_timeout_s is 5" in reasons) == (503, True, True)
+
+        await server.leader.send(make_status(problems=("sender thread has ended",)))
+        await asyncio.sleep(0.05)
+        assert await health_reasons(server) == (503, "sender thread has ended")
+
+        await server.leader.send(make_status())
+        await asyncio.sleep(0.05)
+        assert await health_reasons(server) == (200, "")
+
+        server.client.request_stop(1.0)
+        status, reasons = await health_reasons(server)
+        assert (status, reasons.startswith("stopping")) == (503, True)
+        refused = await server.http.post("/generate", json={"text": "a"})
+        assert "stopping" in refused.json()["error"]["message"]
+
+        server.client.fail_all("process 7 exited with status 1")
+        assert await health_reasons(server) == (503, "leader dead: process 7 exited with status 1")
+
+
+async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer, DecodeConfig(stall_timeout_s=0.2)) as server:
+        assert (await server.http.get("/health")).status_code == 200
+        await asyncio.sleep(0.3)
+        status, reasons = await health_reasons(server)
+        assert (status, "loop stalled" in reasons) == (503, True)
+
+
+async def test_health_generate_takes_one_token(decode: RunningServer) -> None:
+    asking = asyncio.create_task(decode.http.get("/health_generate"))
+    submit = await decode.leader.expect(Submit)
+    assert (submit.sampling.max_new_tokens, submit.sampling.temperature) == (1, 0.0)
+    await decode.leader.send(Tokens(submit.rid, (1,)), make_finished(submit.rid, 1))
+    response = await asking
+    assert (response.status_code, response.json()["generated"]) == (200, True)
+
+    asking = asyncio.create_task(decode.http.get("/health_generate"))
+    submit = await decode.leader.expect(Submit)
+    await decode.leader.send(Failed(submit.rid, 503, "unavailable", "no prefill server is paired"))
+    response = await asking
+    assert response.status_code == 503
+    assert response.json()["reasons"] == ["generation failed: no prefill server is paired"]
+
+
+async def test_health_generate_has_a_deadline(decode: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "HEALTH_GENERATE_TIMEOUT_S", 0.2)
+    response = await decode.http.get("/health_generate")
+    assert response.status_code == 503
+    assert "no token within" in response.json()["reasons"][0]
+    submit = await decode.leader.expect(Submit)
+    assert (await decode.leader.expect(Cancel)).rid == submit.rid
+
+
+async def test_information_routes(tokenizer: Tokenizer) -> None:
+    config = PrefillConfig(
+        api_key=SecretStr("front-secret"), cluster_key=SecretStr("cluster-secret-of-16"), served_model_name="tiny"
+    )
+    async with running_server(tokenizer, config) as server:
+        server.http.headers["Authorization"] = "Bearer front-secret"
+        for path in ("/model_info", "/get_model_info"):
+            model = (await server.http.get(path)).json()
+            assert (model["model_path"], model["served_model_name"]) == ("/models/bytes", "tiny")
+        for path in ("/server_info", "/get_server_info"):
+            response = await server.http.get(path)
+            info = response.json()
+            assert "secret" not in response.text
+            assert info["disaggregation_mode"] == "prefill"
+            assert info["disaggregation_bootstrap_port"] == 8998
+            assert info["pool"] == {"page_size": 16, "num_pages": 25, "tokens": 400, "max_total_tokens": 400}
+            assert info["peers"][0]["endpoint"] == "127.0.0.1:8998"
+            assert info["states"] == {"RUNNING": 1, "QUEUED": 0}
+            assert info["config"]["api_key"] == "set"
+            assert info["config"]["page_size"] == 16
+        models = (await server.http.get("/v1/models")).json()
+        assert models["data"][0]["id"] == "tiny"
+
+
+async def test_api_key(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer, DecodeConfig(api_key=SecretStr("clé"))) as server:
+        for path in ("/health", "/metrics"):
+            assert (await server.http.get(path)).status_code == 200
+        for path in ("/server_info", "/v1/models", "/health_generate", "/model_info"):
+            assert (await server.http.get(path)).status_code == 401
+        for value in (None, "clé", "Bearer", "Bearer nope", "Basic clé", "Bearer clé2"):
+            headers = {} if value is None else {"Authorization": value.encode()}
+            response = await server.http.post("/generate", json={}, headers=headers)  # type: ignore[arg-type]  # bytes
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await server.http.post("/abort_request", json={"rid": "x"})).status_code == 401
+        assert (await server.http.post("/flush_cache")).status_code == 401
+        for scheme in ("Bearer", "bearer"):
+            headers = {"Authorization": f"{scheme} clé".encode()}
+            allowed = await server.http.post("/generate", json={}, headers=headers)  # type: ignore[arg-type]
+            assert allowed.status_code == 400
+
+
+@pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()])
+async def test_flush_cache(tokenizer: Tokenizer, config: DecodeConfig | PrefillConfig) -> None:
+    async with running_server(tokenizer, config) as server:
+        response = await server.http.post("/flush_cache")
+        assert (response.status_code, response.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        await server.leader.expect(FlushCache)
+        server.client.fail_all("process 7 exited with status 1")
+        assert (await server.http.post("/flush_cache")).status_code == 503
+
+
+async def test_unknown_routes_answer_in_the_same_shape(decode: RunningServer) -> None:
+    missing = await decode.http.get("/nowhere")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = await decode.http.get("/generate")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_metrics(decode: RunningServer) -> None:
+    asking = asyncio.create_task(decode.http.post("/generate", json={"text": "a", "rid": "m"}))
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens("m", (65,)), Tokens("m", (66, 67)), make_finished("m", 3))
+    await asking
+    await decode.http.post("/generate", json={})
+    response = await decode.http.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert samples["pdserve_requests_total", "length"] == 1
+    assert samples["pdserve_requests_refused_total", "invalid_request"] == 1
+    assert samples["pdserve_generation_tokens_total",] == 3
+    assert samples["pdserve_prompt_tokens_total",] == 5
+    assert samples["pdserve_time_to_first_token_seconds_count",] == 1
+    assert samples["pdserve_inter_token_latency_seconds_count",] == 2
+    assert samples["pdserve_e2e_request_latency_seconds_count",] == 1
+    assert samples["pdserve_kv_pages_free",] == 25
+    assert samples["pdserve_transfer_bytes_total",] == 4096
+    assert samples["pdserve_retractions_total",] == 2
+    assert samples["pdserve_requests_in_state", "RUNNING"] == 1
+    assert samples["pdserve_peer_paired", "127.0.0.1:8998"] == 0
+    assert all(name.startswith("pdserve_") and not name.endswith("_created") for name in families)
+
+
+async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningServer) -> None:
+    await decode.leader.send_raw(b"\xc1 not msgpack")
+    await decode.leader.send(make_status(problems=("seen",)))
+    await asyncio.sleep(0.05)
+    assert await health_reasons(decode) == (503, "seen")

@@ -1,0 +1,199 @@
+"""Real servers for tests: `pdserve prefill` and `pdserve decode` as processes of their own, driven over HTTP."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 90.0
+
+
+def python_path() -> str:
+    """Run from the checkout, installed or not."""
+    return os.pathsep.join([str(REPOSITORY / ".dev"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until `condition` held; fails the test after `timeout_s`."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+class Server:
+    """One server: its front process (a child of ours), its leader (a child of the front) and its log."""
+
+    def __init__(self, role: str, model: str | Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.role = role
+        self.model = str(model)
+        self.log = log
+        self.flags = list(flags)
+        self.env = env or {}
+        self.port = free_port()
+        self.bootstrap_port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.bootstrap_port}"
+
+    def start(self) -> "Server":
+        """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
+        command = [sys.executable, "-P", "-m", "pdserve.server", self.role, "--model", self.model]
+        command += ["--port", str(self.port), "--threads", "1", "--verify-kv"]
+        if self.role == "prefill":
+            command += ["--bootstrap-port", str(self.bootstrap_port)]
+        environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command + self.flags, stdout=log, stderr=log, env=environment)
+        return self
+
+    def wait_ready(self, *, peers: int | None = None) -> "Server":
+        """Until /health is 200 and, where given, so many peers are paired."""
+
+        def ready() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, f"{self.role} ended while starting:\n{self.log.read_text()}"
+            try:
+                health = httpx.get(f"{self.url}/health", timeout=2)
+            except httpx.TransportError:
+                return False
+            paired = sum(peer["state"] == "paired" for peer in health.json()["peers"])
+            return health.status_code == 200 and (peers is None or paired == peers)
+
+        wait_until(ready, START_TIMEOUT_S, f"{self.role} ready")
+        return self
+
+    def leader_pid(self) -> int:
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (leader,) = (int(child) for child in children)
+        return leader
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signal leader and front, the leader first."""
+        assert self.process is not None
+        os.kill(self.leader_pid(), number)
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9 for both processes."""
+        self.signal_all(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(30)
+
+    def count(self, counter: str) -> int:
+        """A counter of the leader, once what has just happened is in it."""
+        return int(self.settled_info()["counters"][counter])
+
+    def settled_info(self) -> dict[str, Any]:
+        """/server_info once what has just happened is in it: the leader reports a few times a second."""
+        time.sleep(0.6)
+        return self.info()
+
+    def info(self) -> dict[str, Any]:
+        info: dict[str, Any] = httpx.get(f"{self.url}/server_info", timeout=5).json()
+        return info
+
+    def idle(self) -> bool:
+        """No request in any state, every page free, nothing fenced."""
+        info = self.info()
+        gauges = info["gauges"]
+        return bool(sum(info["states"].values()) == 0 and gauges["kv_pages_available"] == gauges["kv_pages"])
+
+    def check_clean(self) -> None:
+        """Becomes idle, is healthy, and logged no error."""
+        wait_until(self.idle, 15, f"{self.role} idle with a full pool, now {self.info()}")
+        assert httpx.get(f"{self.url}/health", timeout=5).json()["reasons"] == []
+        errors = [line for line in self.log.read_text().splitlines() if " E " in line or "Traceback" in line]
+        assert not errors, errors
+
+    def generate(self, input_ids: Sequence[int], new_tokens: int, **extra: Any) -> list[int]:
+        """Greedy output ids of one prompt, not stopped by EOS."""
+        output: list[int] = self.post(input_ids, new_tokens, **extra).raise_for_status().json()["output_ids"]
+        return output
+
+    def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/generate", json=body(input_ids, new_tokens, **extra), timeout=timeout_s)
+
+
+def body(input_ids: Any, new_tokens: int, **extra: Any) -> dict[str, Any]:
+    """A greedy /generate body that runs to `new_tokens`."""
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": sampling, **extra}
+
+
+class Cluster:
+    """Servers that end with the test, whatever happens to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.servers: list[Server] = []
+
+    def add(self, role: str, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+        log = self.directory / f"{len(self.servers)}-{role}.log"
+        server = Server(role, model, log, *flags, env=env)
+        self.servers.append(server)
+        return server.start()
+
+    def pair(
+        self, model: str | Path, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
+    ) -> tuple[Server, Server]:
+        """A prefill and a decode server, paired and ready."""
+        prefill = self.add("prefill", model, *prefill_flags)
+        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags)
+        prefill.wait_ready(peers=1)
+        decode.wait_ready(peers=1)
+        return prefill, decode
+
+    def close(self) -> None:
+        for server in self.servers:
+            if server.process is not None and server.process.poll() is None:
+                with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
+                    os.kill(server.leader_pid(), signal.SIGCONT)
+                server.process.send_signal(signal.SIGCONT)
+                server.process.terminate()
+        for server in self.servers:
+            if server.process is not None:
+                try:
+                    server.process.wait(20)
+                except subprocess.TimeoutExpired:
+                    server.kill()
+
+
+@contextlib.contextmanager
+def cluster(directory: Path) -> Iterator[Cluster]:
+    started = Cluster(directory)
+    try:
+        yield started
+    finally:
+        started.close()

@@ -1,0 +1,191 @@
+"""Processes killed, stopped and restarted in the middle of requests: bounded answers, nothing lost, recovery alone."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
+from tests.cluster.servers import Cluster, Server, body, wait_until
+
+NOTICED_S = 2.0
+ANSWERED_S = 3.0
+SLACK_S = 1.0  # two busy cores
+LONG_PROMPT = [index % VOCAB_SIZE for index in range(3000)]
+SHORT_PROMPT = [5, 6, 7]
+SLOW_PREFILL = ("--chunk-size", "16", "--kv-tokens", "16384")
+DECODE = ("--kv-tokens", "16384", "--quarantine-s", "1.5")
+
+
+class Client(threading.Thread):
+    """One request in the background: its answer, or how its connection ended, and when."""
+
+    def __init__(self, server: Server, prompt: list[int], new_tokens: int, **extra: Any) -> None:
+        super().__init__(daemon=True)
+        self._server, self._body = server, body(prompt, new_tokens, **extra)
+        self.response: httpx.Response | None = None
+        self.broken: httpx.TransportError | None = None
+        self.ended_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.response = httpx.post(f"{self._server.url}/generate", json=self._body, timeout=60)
+        except httpx.TransportError as error:
+            self.broken = error
+        self.ended_at = time.monotonic()
+
+    def wait(self) -> httpx.Response:
+        self.join(60)
+        assert self.response is not None, f"no answer: {self.broken!r}"
+        return self.response
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[int]:
+    return reference_greedy(load_reference(llama), SHORT_PROMPT, 8)
+
+
+def in_state(server: Server, state: str, count: int = 1) -> None:
+    wait_until(lambda: server.info()["states"][state] >= count, 20, f"{count} requests {state} on {server.role}")
+
+
+def test_prefill_killed_mid_request(servers: Cluster, llama: Path, expected: list[int]) -> None:
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    clients = [Client(decode, LONG_PROMPT, 4) for _ in range(3)]
+    in_state(decode, "prefilling")
+    killed_at = time.monotonic()
+    prefill.kill()
+    for client in clients:
+        response = client.wait()
+        assert response.status_code == 503, response.text
+        assert "prefill server lost" in response.json()["error"]["message"]
+        assert client.ended_at - killed_at <= NOTICED_S + ANSWERED_S + SLACK_S
+    prefill.start().wait_ready(peers=1)
+    decode.wait_ready(peers=1)
+    assert decode.generate(SHORT_PROMPT, 8) == expected
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_request_moves_to_another_prefill(servers: Cluster, llama: Path) -> None:
+    """The client sees nothing of it: prefill died before the first token."""
+    first, second = (servers.add("prefill", llama, *SLOW_PREFILL) for _ in range(2))
+    decode = servers.add("decode", llama, "--prefill", f"{first.endpoint},{second.endpoint}", *DECODE)
+    decode.wait_ready(peers=2)
+    client = Client(decode, LONG_PROMPT, 8)
+    in_state(decode, "prefilling")
+    wait_until(lambda: any(s.info()["states"]["computing"] for s in (first, second)), 5, "computing")
+    busy, other = (first, second) if first.info()["states"]["computing"] else (second, first)
+    busy.kill()
+    response = client.wait()
+    assert response.status_code == 200, response.text
+    wait_until(lambda: other.info()["counters"]["requests_finished"] == 1, 2, "the other prefill did it")
+    assert decode.info()["counters"]["redispatches"] == 1
+    assert response.json()["output_ids"] == decode.generate(LONG_PROMPT, 8)
+    decode.check_clean()
+
+
+def test_prefill_stopped_and_continued(servers: Cluster, llama: Path, expected: list[int]) -> None:
+    """A hung prefill may still write: its pages stay fenced until it wakes and says that it stopped."""
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    client = Client(decode, LONG_PROMPT, 4)
+    in_state(decode, "prefilling")
+    stopped_at = time.monotonic()
+    prefill.signal_all(signal.SIGSTOP)
+    assert client.wait().status_code == 503
+    assert client.ended_at - stopped_at <= NOTICED_S + ANSWERED_S + SLACK_S
+    time.sleep(2.5)  # longer than the quarantine
+    assert decode.info()["gauges"]["fenced_pages"] > 0, "pages that a hung writer may write were given back"
+    prefill.signal_all(signal.SIGCONT)
+    decode.wait_ready(peers=1)
+    decode.check_clean()
+    assert decode.generate(SHORT_PROMPT, 8) == expected
+    prefill.check_clean()
+
+
+def test_decode_killed_mid_request(servers: Cluster, llama: Path, expected: list[int]) -> None:
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    prefilling = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
+    in_state(prefill, "computing")
+    decode.kill()
+    killed_at = time.monotonic()
+    for client in prefilling:
+        client.join(10)
+        assert client.broken is not None
+    wait_until(prefill.idle, NOTICED_S + ANSWERED_S + SLACK_S, "prefill gave the dead decode's pages back")
+    assert time.monotonic() - killed_at <= NOTICED_S + ANSWERED_S + SLACK_S
+    decode.start().wait_ready(peers=1)
+    assert decode.generate(SHORT_PROMPT, 8) == expected
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_decode_leader_killed_while_streaming(servers: Cluster, llama: Path) -> None:
+    """The front outlives its leader just long enough to answer everybody; then the server ends with an error."""
+    _, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    events: list[str] = []
+    killed_at = 0.0
+    with httpx.stream(
+        "POST", f"{decode.url}/generate", json=body(SHORT_PROMPT, 3000, stream=True), timeout=60
+    ) as response:
+        for line in response.iter_lines():
+            if line:
+                events.append(line.removeprefix("data: "))
+            if len(events) == 5 and not killed_at:
+                killed_at = time.monotonic()
+                os.kill(decode.leader_pid(), signal.SIGKILL)
+    assert time.monotonic() - killed_at <= ANSWERED_S
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["code"] == "unavailable"
+    assert decode.process is not None
+    assert decode.process.wait(10) == 1
+
+
+def test_leader_ends_when_its_front_is_killed(servers: Cluster, llama: Path) -> None:
+    prefill = servers.add("prefill", llama, *SLOW_PREFILL).wait_ready()
+    leader = prefill.leader_pid()
+    assert prefill.process is not None
+    prefill.process.kill()
+    prefill.process.wait(5)
+    wait_until(lambda: not Path(f"/proc/{leader}").exists(), 6, "the orphaned leader ended")
+
+
+@pytest.mark.parametrize("phase", ["prefilling", "running"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_disconnect_frees_both_sides(servers: Cluster, llama: Path, phase: str, stream: bool) -> None:
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    prompt, new_tokens = (LONG_PROMPT, 50) if phase == "prefilling" else (SHORT_PROMPT, 3000)
+    payload = json.dumps(body(prompt, new_tokens, stream=stream)).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", decode.port)) as connection:
+        connection.sendall(head.encode() + payload)
+        in_state(decode, phase)
+    freed_s = wait_until(lambda: decode.idle() and prefill.idle(), 5, "both sides idle after the disconnect")
+    assert freed_s <= 1.0 + SLACK_S
+    assert decode.info()["counters"]["requests_aborted"] == 1
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_sigterm_drains_and_exits(servers: Cluster, llama: Path) -> None:
+    """What runs is finished, what is new is refused, and both servers end by themselves."""
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    running = Client(decode, SHORT_PROMPT, 600)
+    in_state(decode, "running")
+    assert decode.process is not None
+    decode.process.terminate()
+    wait_until(lambda: httpx.get(f"{decode.url}/health", timeout=5).status_code == 503, 5, "stopping")
+    assert decode.post(SHORT_PROMPT, 1).status_code == 503
+    response = running.wait()
+    assert response.status_code == 200
+    assert len(response.json()["output_ids"]) == 600
+    assert decode.process.wait(15) == 0
+    assert prefill.stop() == 0

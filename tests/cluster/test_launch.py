@@ -1,0 +1,80 @@
+"""What a user sees when something about the launch is wrong: one line that says what to do, exit code 2."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.cluster.servers import python_path
+
+
+def launch(*arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of a command that is expected to end by itself."""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    command = [sys.executable, "-P", "-m", "pdserve.server", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return result.returncode, result.stderr
+
+
+def check_refused(arguments: list[str], *words: str) -> None:
+    code, stderr = launch(*arguments)
+    assert code == 2, stderr
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("pdserve: error: ")]
+    for word in words:
+        assert word in line
+
+
+def test_model_that_is_not_there() -> None:
+    check_refused(["decode", "--model", "/no/such/model"], "/no/such/model", "--model")
+
+
+def test_unsupported_architecture(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(
+        config.replace("LlamaForCausalLM", "MambaForCausalLM").replace('"llama"', '"mamba"')
+    )
+    check_refused(["decode", "--model", str(model)], "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+def test_busy_http_port(llama: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        check_refused(["decode", "--model", str(llama), "--port", port], port, "--port")
+
+
+def test_busy_bootstrap_port(llama: Path) -> None:
+    with socket.socket() as holder, socket.socket() as probe:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        probe.bind(("127.0.0.1", 0))
+        http, port = str(probe.getsockname()[1]), str(holder.getsockname()[1])
+        probe.close()
+        arguments = ["prefill", "--model", str(llama), "--port", http, "--bootstrap-port", port]
+        check_refused(arguments, port, "--bootstrap-port")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-memory-gib", "4000"], ["kv_memory_gib", "4000", "GiB are free"]),
+        (["--kv-memory-gib", "0.000001"], ["kv_memory_gib", "less than one page"]),
+        (["--device", "cuda:7"], ["cuda:7"]),
+    ],
+)
+def test_resources_that_are_not_there(llama: Path, flags: list[str], words: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    check_refused(["decode", "--model", str(llama), "--port", port, *flags], *words)
+
+
+def test_open_control_port_needs_a_key() -> None:
+    check_refused(["prefill", "--host", "0.0.0.0"], "0.0.0.0", "cluster_key")

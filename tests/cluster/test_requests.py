@@ -1,0 +1,207 @@
+"""Everything an ordinary user sends, and everything an ordinary load does, through a real pair."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+
+from tests.checkpoints import load_reference, reference_greedy, reference_logits
+from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+
+PAGE = 16
+
+
+class Pair(NamedTuple):
+    prefill: Server
+    decode: Server
+    reference: Any
+
+    def post(self, **request: Any) -> Any:
+        """The JSON answer of /generate."""
+        return httpx.post(f"{self.decode.url}/generate", json=request, timeout=60).raise_for_status().json()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with cluster(tmp_path_factory.mktemp("requests")) as started:
+        prefill, decode = started.pair(
+            llama, ("--chunk-size", "64", "--kv-tokens", "8192"), ("--kv-tokens", "8192", "--max-queued-requests", "64")
+        )
+        yield Pair(prefill, decode, load_reference(llama))
+        prefill.check_clean()
+        decode.check_clean()
+
+
+def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> None:
+    prompt = prompt_of(37, seed=1)
+    sampling = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
+    singles = [
+        pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100 + index})["output_ids"]
+        for index in range(4)
+    ]
+    assert len({tuple(tokens) for tokens in singles}) > 1, "the seeds make a difference"
+    before = pair.decode.count("transfers")
+    samples = pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100, "n": 4})
+    assert [sample["output_ids"] for sample in samples] == singles
+    assert pair.decode.count("transfers") == before + 1
+
+
+def test_second_request_with_the_same_prefix(pair: Pair) -> None:
+    """Prefill computes only what is new, and only what decode lacks goes over the wire."""
+    shared = prompt_of(10 * PAGE, seed=2)
+    first, second = shared + prompt_of(5, seed=3), shared + prompt_of(7, seed=4)
+    assert pair.post(**body(first, 8))["meta_info"]["cached_tokens"] == 0
+    before = pair.decode.settled_info()["counters"]
+    answer = pair.post(**body(second, 8))
+    after = pair.decode.settled_info()["counters"]
+    assert answer["meta_info"]["cached_tokens"] == 10 * PAGE
+    assert answer["output_ids"] == reference_greedy(pair.reference, second, 8)
+    assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 10 * PAGE
+    page_bytes = 3 * 2 * 2 * PAGE * 16 * 4  # layers, k and v, heads, tokens, dim, fp32
+    assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, "one page for the seven new tokens"
+
+
+def test_conversation_goes_on_from_the_answer(pair: Pair) -> None:
+    """Decode keeps what it generated; the next turn transfers less than its own prompt."""
+    prompt = prompt_of(20, seed=5)
+    answer = pair.post(**body(prompt, 40))["output_ids"]
+    following = prompt + answer + prompt_of(3, seed=6)
+    before = pair.decode.count("prefix_tokens_reused")
+    assert pair.decode.generate(following, 8) == reference_greedy(pair.reference, following, 8)
+    assert pair.decode.count("prefix_tokens_reused") - before == (20 + 40 - 1) // PAGE * PAGE
+
+
+def test_flush_forgets_prefixes(pair: Pair) -> None:
+    prompt = prompt_of(5 * PAGE, seed=7)
+    pair.post(**body(prompt, 2))
+    for server in (pair.prefill, pair.decode):
+        assert httpx.post(f"{server.url}/flush_cache", timeout=5).status_code == 200
+    assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 0
+    assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 4 * PAGE, "the last token is always computed"
+
+
+@pytest.mark.parametrize("length", [1, 17, 64, 65, 150])
+def test_logprobs_are_transformers(pair: Pair, length: int) -> None:
+    """Of the prompt (computed on prefill, chunk by chunk, cached or not) and of the output."""
+    prompt = prompt_of(length, seed=length)
+    pair.post(**body(prompt, 1))  # its prefix is cached now
+    meta = pair.post(**body(prompt, 6), return_logprob=True, top_logprobs_num=3, logprob_start_len=0)["meta_info"]
+    tokens = prompt + reference_greedy(pair.reference, prompt, 6)
+    expected = torch.log_softmax(reference_logits(pair.reference, tokens), dim=-1)
+    got = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    tops = meta["input_top_logprobs"] + meta["output_top_logprobs"]
+    assert [entry[1] for entry in got] == tokens
+    assert got[0][0] is None
+    for position in range(1, len(tokens)):
+        assert got[position][0] == pytest.approx(float(expected[position - 1, tokens[position]]), abs=1e-4)
+        best = torch.topk(expected[position - 1], 3)
+        assert [entry[1] for entry in tops[position]] == best.indices.tolist()
+        assert [entry[0] for entry in tops[position]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_penalties_act_across_prefill_and_decode(pair: Pair) -> None:
+    """A strong presence penalty: no token twice, from the first (drawn on prefill) to the last."""
+    sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "presence_penalty": 2.0}
+    plain = pair.post(**body(prompt_of(9, seed=8), 40))["output_ids"]
+    bias = {str(token): -100 for token in set(plain)}
+    biased = pair.post(input_ids=prompt_of(9, seed=8), sampling_params={**sampling, "logit_bias": bias})["output_ids"]
+    assert not set(biased) & set(plain)
+
+
+def test_stop_string_ends_with_a_timeline(pair: Pair) -> None:
+    text = pair.post(text="hello", sampling_params={"max_new_tokens": 30, "temperature": 0, "ignore_eos": True})["text"]
+    stop = text[6:9]
+    answer = pair.post(
+        text="hello", sampling_params={"max_new_tokens": 30, "temperature": 0, "ignore_eos": True, "stop": stop}
+    )
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["meta_info"]["timeline"]["decode"] > 0
+
+
+@pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "computed anew"])
+def test_pool_for_three_under_twelve(servers: Cluster, llama: Path, retract_memory_gib: str) -> None:
+    """Everybody gets the tokens they would get alone, and nobody fails."""
+    prefill, decode = servers.pair(
+        llama,
+        ("--kv-tokens", "4096"),
+        ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib),
+    )
+    reference = load_reference(llama)
+    prompts = [prompt_of(20 + index, seed=20 + index) for index in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        outputs = list(pool.map(lambda prompt: decode.generate(prompt, 80), prompts))
+    assert outputs == [reference_greedy(reference, prompt, 80) for prompt in prompts]
+    counters = decode.settled_info()["counters"]
+    assert counters["retractions"] > 0
+    assert (counters["retractions_recomputed"] > 0) == (retract_memory_gib == "0")
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_full_queue_answers_429(servers: Cluster, llama: Path) -> None:
+    flags = ("--kv-tokens", "256", "--max-queued-requests", "2", "--max-running-requests", "1")
+    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), flags)
+    with ThreadPoolExecutor(8) as pool:
+        responses = list(pool.map(lambda index: decode.post(prompt_of(100, seed=index), 100), range(8)))
+    refused = [response for response in responses if response.status_code == 429]
+    assert refused
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+    assert {response.status_code for response in responses} == {200, 429}
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_small_requests_pass_a_big_one_but_not_for_ever(servers: Cluster, llama: Path) -> None:
+    """The pool is busy; a request that needs nearly all of it waits while small ones flow, and gets its turn."""
+    flags = ("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
+    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), flags)
+    with ThreadPoolExecutor(40) as pool:
+        running = [pool.submit(decode.post, prompt_of(20, seed=index), 400) for index in range(6)]
+        wait_until(lambda: decode.info()["states"]["running"] >= 4, 10, "the pool is busy")
+        big = pool.submit(decode.post, prompt_of(1900, seed=99), 60)
+        small = [pool.submit(decode.post, prompt_of(20, seed=200 + index), 40) for index in range(30)]
+        assert all(future.result().status_code == 200 for future in [*running, big, *small])
+    assert decode.settled_info()["counters"]["overtakes"] > 0
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_deadline_of_a_request(pair: Pair) -> None:
+    request = {**body(prompt_of(10, seed=1), 3000), "timeout_s": 0.4}
+    response = httpx.post(f"{pair.decode.url}/generate", json=request, timeout=30)
+    assert response.status_code == 504
+    assert "deadline" in response.json()["error"]["message"]
+
+
+def test_higher_priority_goes_first(servers: Cluster, llama: Path) -> None:
+    """One at a time: of those that wait, the important one is served next."""
+    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), ("--kv-tokens", "1536", "--growth-tokens", "2000"))
+    ended: list[str] = []
+
+    def ask(name: str, priority: int, new_tokens: int = 800) -> None:
+        request = {**body(prompt_of(20, seed=len(name)), new_tokens), "priority": priority}
+        httpx.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status()
+        ended.append(name)
+
+    with ThreadPoolExecutor(5) as pool:
+        pool.submit(ask, "first", 0, 1500)
+        wait_until(lambda: decode.info()["states"]["running"] == 1, 10, "the first runs")
+        for name in ("a", "b", "c"):
+            pool.submit(ask, name, 0)
+        wait_until(lambda: decode.info()["states"]["queued"] == 3, 10, "three wait")
+        pool.submit(ask, "urgent", 5)
+        wait_until(lambda: decode.info()["states"]["queued"] == 4, 10, "the urgent one waits, too")
+    assert ended[:2] == ["first", "urgent"]
+    prefill.check_clean()
+    decode.check_clean()

@@ -1,0 +1,53 @@
+"""The embedded model through the pair, as `make demo` runs it, against transformers with the same weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.models.catalog import locate_model
+from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from tests.checkpoints import load_smollm2_reference, reference_greedy
+from tests.cluster.servers import Server, body, cluster
+
+QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Write a haiku about the sea.")
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with cluster(tmp_path_factory.mktemp("smollm2")) as started:
+        prefill, decode = started.pair(
+            "smollm2", ("--chunk-size", "32", "--kv-tokens", "2048"), ("--kv-tokens", "2048")
+        )
+        yield decode
+        prefill.check_clean()
+        decode.check_clean()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(locate_model("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return load_smollm2_reference()
+
+
+def test_greedy_tokens_are_transformers(decode: Server, tokenizer: Tokenizer, reference: Any) -> None:
+    prompts = [
+        tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]), add_special_tokens=False)
+        for question in QUESTIONS
+    ]
+    expected = [reference_greedy(reference, prompt, 24) for prompt in prompts]
+    response = httpx.post(f"{decode.url}/generate", json=body(prompts, 24), timeout=120).raise_for_status()
+    assert [result["output_ids"] for result in response.json()] == expected
+    assert [decode.generate(prompt, 24) for prompt in prompts] == expected
+
+
+def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
+    request = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 40}
+    answer = httpx.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert answer["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,155 @@
+"""Several servers: pairing in any order, many to many, refusal of what does not fit, authentication, router bodies."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.checkpoints import load_reference, make_checkpoint, reference_greedy
+from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+
+PROMPTS = [[index, 2 * index + 1, 7] for index in range(8)]
+POOL = ("--kv-tokens", "2048")
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    reference = load_reference(llama)
+    return [reference_greedy(reference, prompt, 6) for prompt in PROMPTS]
+
+
+def peer_details(server: Server) -> list[tuple[str, str | None]]:
+    return [(peer["state"], peer["detail"]) for peer in server.info()["peers"]]
+
+
+@pytest.fixture(scope="module")
+def square(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Server], list[Server]]]:
+    """Two decode servers that start first, and the two prefill servers they wait for."""
+    with cluster(tmp_path_factory.mktemp("square")) as servers:
+        prefills = [Server("prefill", llama, servers.directory / f"prefill-{index}.log", *POOL) for index in range(2)]
+        endpoints = ",".join(prefill.endpoint for prefill in prefills)
+        decodes = [servers.add("decode", llama, "--prefill", endpoints, *POOL) for _ in range(2)]
+        for decode in decodes:
+            decode.wait_ready(peers=0)
+        for prefill in prefills:
+            servers.servers.append(prefill.start())
+        for server in [*prefills, *decodes]:
+            server.wait_ready(peers=2)
+        yield prefills, decodes
+        for server in [*prefills, *decodes]:
+            server.check_clean()
+
+
+def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
+    prefills, decodes = square
+    for decode in decodes:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            assert list(pool.map(lambda prompt, to=decode: to.generate(prompt, 6), PROMPTS)) == expected
+    assert all(prefill.count("requests_finished") > 0 for prefill in prefills)
+
+
+def test_bootstrap_fields_pin_the_prefill_and_prefill_observes(
+    square: tuple[list[Server], list[Server]], expected: list[list[int]]
+) -> None:
+    """What a router does: the same body, with the room, to both sides at once."""
+    prefills, decodes = square
+    for number, prefill in enumerate(prefills):
+        room: dict[str, Any] = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": 2**60 + number,
+        }
+        before = prefill.count("requests_finished")
+        with ThreadPoolExecutor(2) as pool:
+            legs = [pool.submit(side.post, PROMPTS[3], 6, **room) for side in (prefill, decodes[0])]
+            observed, answered = (leg.result().raise_for_status().json() for leg in legs)
+        assert answered["output_ids"] == expected[3]
+        assert observed["output_ids"] == expected[3][:1]
+        assert observed["meta_info"]["prompt_tokens"] == len(PROMPTS[3])
+        assert prefill.count("requests_finished") == before + 1, "pinned"
+
+
+def test_a_batch_with_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
+    (prefill, _), (decode, _) = square
+    rooms = {
+        "bootstrap_host": ["127.0.0.1"] * len(PROMPTS),
+        "bootstrap_port": [prefill.bootstrap_port] * len(PROMPTS),
+        "bootstrap_room": list(range(100, 100 + len(PROMPTS))),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        legs = [
+            pool.submit(httpx.post, f"{side.url}/generate", json=body(PROMPTS, 6, **rooms), timeout=60)
+            for side in (prefill, decode)
+        ]
+        observed, answered = (leg.result().raise_for_status().json() for leg in legs)
+    assert [result["output_ids"] for result in answered] == expected
+    assert [result["output_ids"] for result in observed] == [tokens[:1] for tokens in expected]
+
+
+def test_observer_of_a_room_nobody_asks_for(square: tuple[list[Server], list[Server]]) -> None:
+    prefills, _ = square
+    response = prefills[0].post(PROMPTS[0], 1)
+    assert response.status_code == 400
+    assert "bootstrap_room" in response.json()["error"]["message"]
+
+
+def test_health_generate_goes_through_the_pair(square: tuple[list[Server], list[Server]]) -> None:
+    _, decodes = square
+    before = decodes[0].count("transfers")
+    assert httpx.get(f"{decodes[0].url}/health_generate", timeout=10).status_code == 200
+    assert decodes[0].count("transfers") == before + 1
+
+
+def test_pinned_prefill_that_is_not_there(square: tuple[list[Server], list[Server]]) -> None:
+    _, decodes = square
+    room: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+    response = decodes[1].post(PROMPTS[0], 1, **room)
+    assert response.status_code == 503
+    assert "127.0.0.1:1" in response.json()["error"]["message"]
+    assert "retry-after" in response.headers
+
+
+def test_models_that_differ_are_refused_by_name(servers: Cluster, llama: Path, tmp_path: Path) -> None:
+    """Both stay up, both say why; decode pairs as soon as the right prefill is at that address."""
+    other = make_checkpoint(tmp_path / "another-model", "llama", seed=1)
+    prefill = servers.add("prefill", other, *POOL)
+    decode = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL)
+    prefill.wait_ready()
+    decode.wait_ready()
+    wait_until(lambda: peer_details(decode)[:1] != [] and peer_details(decode)[0][0] == "refused", 10, "refused")
+    ((_, reason),) = peer_details(decode)
+    assert reason is not None
+    assert "another-model" in reason
+    assert llama.name in reason
+    assert "models differ" in prefill.log.read_text()
+    assert decode.post(PROMPTS[0], 1).status_code == 503
+    assert prefill.stop() == 0
+    prefill.model = str(llama)
+    prefill.start().wait_ready(peers=1)
+    decode.wait_ready(peers=1)
+    assert len(decode.generate(PROMPTS[0], 3)) == 3
+
+
+def learned_why(outsider: Server) -> bool:
+    return "cluster_key" in str(peer_details(outsider))
+
+
+def test_cluster_key_is_required_and_checked(servers: Cluster, llama: Path, expected: list[list[int]]) -> None:
+    key, wrong = {"PDSERVE_CLUSTER_KEY": "a-secret-of-32-characters-or-more"}, {"PDSERVE_CLUSTER_KEY": "x" * 32}
+    prefill = servers.add("prefill", llama, *POOL, env=key)
+    prefill.wait_ready()
+    friend = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=key)
+    stranger = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=wrong)
+    keyless = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL)
+    friend.wait_ready(peers=1)
+    assert friend.generate(PROMPTS[0], 6) == expected[0]
+    for outsider in (stranger, keyless):
+        outsider.wait_ready(peers=0)
+        wait_until(partial(learned_why, outsider), 10, "the outsider learns why")
+        assert outsider.post(PROMPTS[0], 1).status_code == 503
+    prefill.wait_ready(peers=1)
+    assert "a-secret-of" not in prefill.log.read_text() + friend.log.read_text() + str(friend.info())

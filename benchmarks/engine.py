@@ -1,0 +1,293 @@
+"""Speed of the model loop on one GPU: decode steps and prefill, with random weights at Qwen3-8B's geometry.
+
+    python benchmarks/engine.py [--json results.json]
+
+Decode steps are timed two ways: `graph` is the GPU's time of a replay, `step` the wall time of a serving step without
+a scheduler (fill the inputs, replay, take the most likely tokens, read them back). Both stand beside the roofline: the
+weights and the KV that a step must read, over the copy rate measured in the same run. Before anything is timed, logits
+of a prompt and of decode steps in graphs are compared with those of transformers over the same weights.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.memory.kv_pool import KvPool
+from pdserve.models.batch import ForwardBatch, SequenceSlice
+from pdserve.models.config import ModelConfig, RopeConfig
+from pdserve.models.decoder import Decoder
+from pdserve.models.graphs import DecodeGraphs
+from pdserve.models.parameters import DecoderParameters
+
+DEVICE = torch.device("cuda")
+
+QWEN3_8B = ModelConfig(
+    architecture="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    context_length=131072,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1_000_000.0),
+    tied_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    dtype="bfloat16",
+    eos_token_ids=(),
+)
+
+# vLLM 0.22.1 on the same GPU with the same geometry and random weights (ms)
+VLLM_DECODE_MS = {1: 5.20, 8: 5.76, 32: 6.87, 128: 12.58}
+VLLM_PREFILL_8192_MS = 213.0
+
+
+def random_parameters(config: ModelConfig) -> DecoderParameters:
+    """Weights N(0, 1 / fan_in), embeddings N(0, 1), norms around 1: activations stay of order 1."""
+    parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for name, tensor in parameters.slots().items():
+        if tensor.ndim == 1:
+            tensor.normal_(1.0, 0.1, generator=generator)
+        else:
+            tensor.normal_(0.0, 1.0 if "embed" in name else tensor.shape[-1] ** -0.5, generator=generator)
+    return parameters
+
+
+class Engine:
+    """A random model and a pool of randomly scattered pages."""
+
+    def __init__(self, config: ModelConfig, *, kv_tokens: int, page_size: int) -> None:
+        self.config = config
+        self.parameters = random_parameters(config)
+        self.decoder = Decoder(self.parameters)
+        self.pool = KvPool(
+            num_pages=-(-kv_tokens // page_size),
+            num_layers=config.num_layers,
+            num_heads=config.num_kv_heads,
+            page_size=page_size,
+            head_dim=config.head_dim,
+            dtype=torch.bfloat16,
+            device=DEVICE,
+        )
+        self.pool.data.normal_()
+        self._random = random.Random(2)
+
+    def pages(self, lengths: list[int]) -> list[list[int]]:
+        """Pages for sequences of these lengths, scattered over the pool."""
+        needed = [-(-length // self.pool.page_size) for length in lengths]
+        free = iter(self._random.sample(range(self.pool.num_pages), sum(needed)))
+        return [[next(free) for _ in range(count)] for count in needed]
+
+    def tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(self.config.vocab_size), k=count)
+
+    @torch.inference_mode()
+    def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        batch = ForwardBatch.build(
+            slices, page_size=self.pool.page_size, num_kv_heads=self.config.num_kv_heads, device=DEVICE
+        )
+        return self.decoder.forward(batch, self.pool)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of the weights: all but the embedding table, of which it reads a few rows."""
+        return sum(
+            tensor.nbytes for name, tensor in self.parameters.slots().items() if name != "model.embed_tokens.weight"
+        )
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.pool.size_bytes // (self.pool.num_pages * self.pool.page_size)
+
+
+def gpu_ms(call: Callable[[], object], repeats: int) -> float:
+    """Median GPU time of one call."""
+    events = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in events))
+
+
+def copy_rate() -> float:
+    """Bytes per second of a large device-to-device copy, read and written."""
+    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    gpu_ms(lambda: target.copy_(source), 20)
+    return 2 * source.nbytes / (gpu_ms(lambda: target.copy_(source), 20) / 1e3)
+
+
+def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:
+    """Relative errors of our logits against transformers', of a prompt and of decode steps in graphs and without.
+
+    Both compute in bfloat16, so the bound is what 36 layers of roundings make of it: transformers' own two attention
+    implementations, reported beside, differ as much.
+    """
+    import transformers
+
+    config = engine.config
+    hf_config = transformers.Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context_length,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        reference = transformers.Qwen3ForCausalLM(hf_config)
+    reference.load_state_dict(engine.parameters.slots(), assign=True)
+    with DEVICE:  # its frequencies are no part of the state
+        reference.model.rotary_emb = type(reference.model.rotary_emb)(hf_config)
+
+    prompt, steps, copies = engine.tokens(1000), 20, 3
+    ids = torch.tensor([prompt], device=DEVICE)
+    with torch.inference_mode():
+        expected = reference(ids).logits[0].float()
+        reference.set_attn_implementation("eager")
+        other = reference(ids).logits[0].float()
+
+    def error(found: torch.Tensor, positions: slice) -> float:
+        return float((found - expected[positions]).norm() / expected[positions].norm())
+
+    start = len(prompt) - steps
+    pages = engine.pages([len(prompt)] * copies)
+    # 3 copies in the graph of 4 and in chunks of 300: padding, pieces and chunks all count
+    for first in range(0, start, 300):
+        chunk = prompt[first : min(first + 300, start)]
+        last = engine.eager([SequenceSlice(chunk, first, where) for where in pages])
+    found = {"prefill": error(last[0], slice(start - 1, start))}
+    in_graph, without = [], []
+    for position in range(start, len(prompt)):
+        step = [SequenceSlice([prompt[position]], position, where) for where in pages]
+        without.append(engine.eager(step))
+        in_graph.append(graphs.run(step).clone())
+    found["decode"] = error(torch.stack(without)[:, 1], slice(start, None))
+    found["decode in graphs"] = error(torch.stack(in_graph)[:, 1], slice(start, None))
+    found["graphs against none"] = (
+        (torch.stack(in_graph) - torch.stack(without)).norm() / torch.stack(without).norm()
+    ).item()
+    found["transformers against itself"] = ((other - expected).norm() / expected.norm()).item()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    batch: int
+    context: int
+    graph_ms: float
+    step_ms: float
+    roofline_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.graph_ms / self.roofline_ms
+
+
+def time_decode(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, rate: float) -> DecodeResult:
+    """A step of `batch` sequences of `context` tokens each, the one being computed included."""
+    pages = engine.pages([context] * batch)
+    slices = [
+        SequenceSlice([token], context - 1, where) for token, where in zip(engine.tokens(batch), pages, strict=True)
+    ]
+
+    def step() -> list[int]:
+        tokens: list[int] = graphs.run(slices).argmax(dim=-1).tolist()
+        return tokens
+
+    for _ in range(5):
+        step()
+    walls = []
+    for _ in range(30):
+        begun = time.perf_counter()
+        step()
+        walls.append((time.perf_counter() - begun) * 1e3)
+    graph_ms = gpu_ms(lambda: graphs.replay(batch), 30)
+    needed = engine.weight_bytes + batch * context * engine.kv_token_bytes
+    return DecodeResult(batch, context, graph_ms, statistics.median(walls), needed / rate * 1e3)
+
+
+def time_prefill(engine: Engine, tokens: int, chunk: int) -> float:
+    """Wall time in ms of a whole prompt in chunks, from token ids on the host to the last logits on the device."""
+    prompt, (pages,) = engine.tokens(tokens), engine.pages([tokens])
+    walls = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for first in range(0, tokens, chunk):
+            engine.eager([SequenceSlice(prompt[first : first + chunk], first, pages)])
+        torch.cuda.synchronize()
+        walls.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(walls[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers, help="fewer for a quick look")
+    parser.add_argument("--no-check", action="store_true", help="do not compare logits with transformers'")
+    options = parser.parse_args()
+
+    rate = copy_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
+    config = dataclasses.replace(QWEN3_8B, num_layers=options.layers)
+    engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
+    begun = time.perf_counter()
+    graphs = DecodeGraphs(engine.decoder, engine.pool, max_batch=256, max_context=65536)
+    capture_s = time.perf_counter() - begun
+    print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
+    results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}
+
+    if not options.no_check:
+        results["logit_errors"] = check_logits(engine, graphs)
+        print("relative error of logits:", ", ".join(f"{k} {v:.4f}" for k, v in results["logit_errors"].items()))
+        engine.pool.data.normal_()
+
+    print("\nbatch  context  graph ms  step ms  roofline ms  ratio  vLLM ms")
+    results["decode"] = []
+    for batch, context in [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 65536)]:
+        result = time_decode(engine, graphs, batch, context, rate)
+        results["decode"].append({**dataclasses.asdict(result), "ratio": result.ratio})
+        anchor = VLLM_DECODE_MS.get(batch) if context == 1024 and options.layers == QWEN3_8B.num_layers else None
+        print(
+            f"{batch:5}  {context:7}  {result.graph_ms:8.2f}  {result.step_ms:7.2f}  {result.roofline_ms:11.2f}  "
+            f"{result.ratio:5.2f}  {anchor or '':>7}"
+        )
+
+    print("\nprefill of 8,192 tokens: vLLM", VLLM_PREFILL_8192_MS, "ms")
+    results["prefill_8192"] = {}
+    for chunk in (8192, 2048):
+        results["prefill_8192"][chunk] = time_prefill(engine, 8192, chunk)
+        print(f"  in chunks of {chunk}: {results['prefill_8192'][chunk]:.1f} ms")
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Write the table of settings in README.md from the configuration schema; with --check, only say whether it is true."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / ".dev"))
+
+from pdserve.configs.flags import default_of, flag_of, limits_of, meaning_of  # noqa: E402
+from pdserve.configs.schema import DecodeConfig, PrefillConfig, ServerConfig  # noqa: E402
+
+README = ROOT / "README.md"
+BEGIN = "<!-- settings: written by docs/settings_table.py -->"
+END = "<!-- end of settings -->"
+
+
+def table() -> str:
+    """Markdown rows: role, flag, default, range, meaning."""
+    lines = ["| server | flag | default | range | meaning |", "|---|---|---|---|---|"]
+    for role, model in (("both", ServerConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig)):
+        for name, field in model.model_fields.items():
+            if name == "role" or (role != "both" and name in ServerConfig.model_fields):
+                continue
+            default = default_of(field) and f"`{default_of(field)}`"
+            cells = (role, f"`{flag_of(name)}`", default, limits_of(field), meaning_of(name, field))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if wanted == text:
+        return 0
+    if "--check" in sys.argv[1:]:
+        print("README.md: the table of settings is not what configs/schema.py says; run: make format", file=sys.stderr)
+        return 1
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

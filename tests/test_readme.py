@@ -1,0 +1,68 @@
+"""What the README and the deployment files tell a user to type exists, and the settings table is the schema's."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdserve.configs.flags import given_flags
+from pdserve.configs.load import CONFIG_OF_ROLE, find_config_file, load_config
+from pdserve.server.cli import make_parser
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "examples/curl.sh", "deploy/docker-compose.yml")
+
+
+def pdserve_commands(text: str) -> list[list[str]]:
+    """The arguments of every `pdserve ...` line in a code block, comments removed."""
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^pdserve +(.*)$", blocks, re.MULTILINE)
+    return [line.partition("#")[0].split() for line in lines]
+
+
+# Any: YAML of a foreign schema
+def services() -> dict[str, Any]:
+    compose = yaml.safe_load((ROOT / "deploy" / "docker-compose.yml").read_text(encoding="utf-8"))
+    found = compose["services"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_settings_table_is_true() -> None:
+    script = ROOT / "docs" / "settings_table.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_in_the_readme_parse() -> None:
+    commands = pdserve_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [command[0] for command in commands] == ["up", "prefill", "decode", "bench"]
+    for command in commands:
+        _, unknown = make_parser().parse_known_args(command)
+        assert unknown == []
+
+
+@pytest.mark.parametrize("name", services())
+def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
+    role, *arguments = services()[name]["command"]
+    options, unknown = make_parser().parse_known_args([role, *arguments])
+    assert unknown == []
+    flags = given_flags(options, CONFIG_OF_ROLE[role].model_fields)
+    environ = {"PDSERVE_CLUSTER_KEY": "a key of more than sixteen characters"}
+    config = load_config(role, find_config_file(options.config), flags, environ)
+    assert config.public_host == name, "peers reach a container by the name of its service"
+    assert f"127.0.0.1:{config.port}/health" in services()[name]["healthcheck"]["test"][-1]
+    assert config.shutdown_timeout_s < int(services()[name]["stop_grace_period"].removesuffix("s"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_and_local_links_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^(?:    )?make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / link).exists(), f"{document} links to {link}"

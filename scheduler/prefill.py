@@ -230,10 +230,6 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not self.transfers and not len(self._observers)
 
-    @property
-    def computing(self) -> bool:
-        return bool(self._computing)
-
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
         for transfer in self.transfers.values():

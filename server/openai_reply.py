@@ -5,6 +5,7 @@ stop token; in a stream they come with the text that their tokens made certain.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ..configs.sampling import TokenLogprob
@@ -15,7 +16,7 @@ from .outputs import Delta, Output
 from .tokenizer import Tokenizer
 
 
-class OpenAiRendering:
+class OpenAiRendering(ABC):
     """What the two routes share: the envelope, usage, errors."""
 
     id_prefix: str
@@ -53,12 +54,13 @@ class OpenAiRendering:
             chunk["usage"] = None  # as OpenAI does: null in every chunk but the last
         return chunk
 
+    @abstractmethod
     def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
         """The choices that new text makes; tokens from `first` on have not been told yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
-        raise NotImplementedError
+        """The choice of a complete answer."""
 
     def _token(self, token_id: int) -> str:
         """A token's text. One that is a part of a character is written as OpenAI does: `bytes:\\xf0\\x9f`."""

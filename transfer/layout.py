@@ -5,12 +5,7 @@ number of layers, a layer range of a page is one range, and a head slice is one 
 `k`, `v`, or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head.
 """
 
-from typing import NewType
-
 import msgspec
-
-PageId = NewType("PageId", int)
-"""A page of one pool. Page ids are the same on every rank of a server."""
 
 
 class Plane(msgspec.Struct, array_like=True, frozen=True):

@@ -1,4 +1,4 @@
-"""The KV cache of one rank as one page-major tensor: `[page][layer][plane][head][token][dim]`."""
+"""The KV memory of one rank: page-major tensors `[page][layer][plane][head][token][dim]`, and the cache they make up."""
 
 import math
 import mmap
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 
 
 class KvPool:
     """Owns the memory. One contiguous allocation, so it is one registered region and a page is one contiguous range.
 
-    `layer(i)` gives the (key, value) views that kernels read and write, `[page, head, token, dim]`, strided.
+    `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
+    ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
+    strided: what kernels read and write.
     """
 
     def __init__(
@@ -25,14 +27,16 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        planes: tuple[str, ...] = ("k", "v"),
     ) -> None:
+        self.planes = planes
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_heads = num_heads
         self.page_size = page_size
         self.head_dim = head_dim
-        self.data = _zeros((num_pages, num_layers, 2, num_heads, page_size, head_dim), dtype, device)
-        self._layers = [(self.data[:, index, 0], self.data[:, index, 1]) for index in range(num_layers)]
+        self.data = _zeros((num_pages, num_layers, len(planes), num_heads, page_size, head_dim), dtype, device)
+        self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
 
     @property
     def base_address(self) -> int:
@@ -51,8 +55,8 @@ class KvPool:
         """Bytes of one token of one head in one plane."""
         return self.head_dim * self.data.element_size()
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value of local layer `index`: views of shape [page, head, token, dim]."""
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """A view per plane of local layer `index`, of shape [page, head, token, dim]."""
         return self._layers[index]
 
     def copy_page(self, source: int, destination: int) -> None:
@@ -79,6 +83,44 @@ class KvPool:
         gathered = self.data[index].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         offset = first * self.page_size
         return gathered[:, :, :, start - offset : end - offset].contiguous().cpu()
+
+
+class KvCache:
+    """All KV of one rank: pools that share page ids. A sequence's page is that page of every pool."""
+
+    def __init__(self, *pools: KvPool) -> None:
+        assert len({(pool.num_pages, pool.page_size) for pool in pools}) == 1, "pools of one cache share their pages"
+        self.pools = pools
+
+    @property
+    def num_pages(self) -> int:
+        return self.pools[0].num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self.pools[0].page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.pools[0].data.device
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pool.size_bytes for pool in self.pools)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy one page to another."""
+        for pool in self.pools:
+            pool.copy_page(source, destination)
+
+    def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
+        """A host copy of these pages, complete when this returns."""
+        return [pool.save(pages) for pool in self.pools]
+
+    def load(self, saved: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
+        """Put what save() returned into the first of these pages."""
+        for pool, part in zip(self.pools, saved, strict=True):
+            pool.load(part, pages)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -108,18 +108,20 @@ class Contest:
 
     def _run_runner(self, samples: Samples, streams: int) -> None:
         pages_each = -(-(self._prompt_len + self._new_tokens) // PAGE_SIZE)
-        pool = self._runner.make_pool(streams * pages_each, PAGE_SIZE)
+        cache = self._runner.make_cache(streams * pages_each, PAGE_SIZE)
         pages = [range(index * pages_each, (index + 1) * pages_each) for index in range(streams)]
         prompts = [self._prompt() for _ in range(streams)]
         started, cpu_started_s = time.perf_counter(), time.process_time()
         logits = self._runner.forward(
-            pool, [SequenceSlice(prompt, 0, own) for prompt, own in zip(prompts, pages, strict=True)]
+            cache, [SequenceSlice(prompt, 0, own) for prompt, own in zip(prompts, pages, strict=True)]
         )
         first_at = time.perf_counter()
         for position in range(self._prompt_len, self._prompt_len + self._new_tokens - 1):
+            assert logits is not None
             tokens = logits.argmax(dim=-1).tolist()
             steps = [SequenceSlice([token], position, own) for token, own in zip(tokens, pages, strict=True)]
-            logits = self._runner.forward(pool, steps)
+            logits = self._runner.forward(cache, steps)
+        assert logits is not None
         logits.argmax(dim=-1).tolist()
         ended = time.perf_counter()
         samples.add(streams, self._new_tokens, ended - started, ended - first_at, time.process_time() - cpu_started_s)

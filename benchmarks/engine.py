@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from pdserve.memory.kv_pool import KvPool
-from pdserve.models.batch import ForwardBatch, SequenceSlice
+from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.parameters import DecoderParameters
+from pdserve.models.runner import ModelRunner
 
 DEVICE = torch.device("cuda")
 
@@ -59,7 +59,8 @@ def random_parameters(config: ModelConfig) -> DecoderParameters:
     """Weights N(0, 1 / fan_in), embeddings N(0, 1), norms around 1: activations stay of order 1."""
     parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
     generator = torch.Generator(DEVICE).manual_seed(1)
-    for name, tensor in parameters.slots().items():
+    for name, slot in parameters.slots().items():
+        tensor = slot.target
         if tensor.ndim == 1:
             tensor.normal_(1.0, 0.1, generator=generator)
         else:
@@ -74,16 +75,10 @@ class Engine:
         self.config = config
         self.parameters = random_parameters(config)
         self.decoder = Decoder(self.parameters)
-        self.pool = KvPool(
-            num_pages=-(-kv_tokens // page_size),
-            num_layers=config.num_layers,
-            num_heads=config.num_kv_heads,
-            page_size=page_size,
-            head_dim=config.head_dim,
-            dtype=torch.bfloat16,
-            device=DEVICE,
-        )
+        self.cache = self.decoder.make_cache(-(-kv_tokens // page_size), page_size)
+        (self.pool,) = self.cache.pools
         self.pool.data.normal_()
+        self._runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
         self._random = random.Random(2)
 
     def pages(self, lengths: list[int]) -> list[list[int]]:
@@ -95,23 +90,21 @@ class Engine:
     def tokens(self, count: int) -> list[int]:
         return self._random.choices(range(self.config.vocab_size), k=count)
 
-    @torch.inference_mode()
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
-        batch = ForwardBatch.build(
-            slices, page_size=self.pool.page_size, num_kv_heads=self.config.num_kv_heads, device=DEVICE
-        )
-        return self.decoder.forward(batch, self.pool)
+        logits = self._runner.forward(self.cache, slices)
+        assert logits is not None
+        return logits
 
     @property
     def weight_bytes(self) -> int:
         """What a step reads of the weights: all but the embedding table, of which it reads a few rows."""
         return sum(
-            tensor.nbytes for name, tensor in self.parameters.slots().items() if name != "model.embed_tokens.weight"
+            slot.target.nbytes for name, slot in self.parameters.slots().items() if name != "model.embed_tokens.weight"
         )
 
     @property
     def kv_token_bytes(self) -> int:
-        return self.pool.size_bytes // (self.pool.num_pages * self.pool.page_size)
+        return self.decoder.kv_token_bytes
 
 
 def gpu_ms(call: Callable[[], object], repeats: int) -> float:
@@ -161,7 +154,7 @@ def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:
     )
     with torch.device("meta"):
         reference = transformers.Qwen3ForCausalLM(hf_config)
-    reference.load_state_dict(engine.parameters.slots(), assign=True)
+    reference.load_state_dict({name: slot.target for name, slot in engine.parameters.slots().items()}, assign=True)
     with DEVICE:  # its frequencies are no part of the state
         reference.model.rotary_emb = type(reference.model.rotary_emb)(hf_config)
 
@@ -259,7 +252,7 @@ def main() -> None:
     config = dataclasses.replace(QWEN3_8B, num_layers=options.layers)
     engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
     begun = time.perf_counter()
-    graphs = DecodeGraphs(engine.decoder, engine.pool, max_batch=256, max_context=65536)
+    graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=256, max_context=65536)
     capture_s = time.perf_counter() - begun
     print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}

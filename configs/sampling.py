@@ -30,6 +30,11 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a token depends on those before it by more than the logits: on how often each of them came."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 class LogprobParams(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities that a request wants: `top` alternatives per token; of the prompt, tokens from `start` on.

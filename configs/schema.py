@@ -19,7 +19,7 @@ def _split_commas(value: object) -> object:
 Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT")]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-TransportSetting = Literal["auto", "tcp", "nvlink"]
+TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 
 
 class ServerConfig(BaseModel):
@@ -34,6 +34,14 @@ class ServerConfig(BaseModel):
         "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+
+    tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each holds a part of every layer")
+    pp: int = Field(1, ge=1, le=64, description="pipeline stages: each holds some of the layers")
+    nnodes: int = Field(1, ge=1, le=64, description="machines that the tp x pp ranks are spread over")
+    node_rank: int = Field(0, ge=0, le=63, description="number of this machine; 0 serves HTTP and decides")
+    dist_init_addr: Endpoint | None = Field(
+        None, description="where ranks meet: HOST:PORT on machine 0, which also uses PORT + 1; needed with nnodes > 1"
+    )
 
     host: str = Field("127.0.0.1", description="address the HTTP and control ports bind to")
     advertise_host: str | None = Field(None, description="address peers reach this machine at; default: host")
@@ -58,7 +66,18 @@ class ServerConfig(BaseModel):
     max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
 
     transport: TransportSetting = Field(
-        "auto", description="how KV travels; auto is nvlink (CUDA IPC) between GPUs of one machine, else tcp"
+        "auto",
+        description="how KV travels; auto is rdma between HCAs, else nvlink (CUDA IPC) between GPUs of one machine, "
+        "else tcp",
+    )
+    ib_device: str | None = Field(
+        None,
+        min_length=1,
+        description="HCA for rdma: mlx5_0, one per local GPU as mlx5_0,mlx5_1, or a map as 0=mlx5_0,1=mlx5_2 or JSON; "
+        "default: all that are active",
+    )
+    ib_gid_index: int | None = Field(
+        None, ge=0, le=255, description="entry of the HCA's GID table (RoCE); default: Mooncake's choice"
     )
     verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
     heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="how often peers hear from this server")
@@ -70,6 +89,20 @@ class ServerConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 
     @model_validator(mode="after")
+    def _ranks(self) -> "ServerConfig":
+        if self.world_size % self.nnodes:
+            raise ValueError(f"nnodes ({self.nnodes}) must divide tp x pp ({self.tp} x {self.pp})")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank ({self.node_rank}) must be below nnodes ({self.nnodes})")
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ValueError("nnodes > 1 needs dist_init_addr: HOST:PORT of machine 0, the same on all machines")
+        if self.nnodes > 1 and self.cluster_key is None:
+            raise ValueError("nnodes > 1 needs a cluster_key: the leader takes ranks of other machines only with it")
+        if self.world_size > 1 and self.device.startswith("cuda:"):
+            raise ValueError(f"device {self.device} names one GPU for tp x pp = {self.world_size} ranks: use cuda")
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
         if self.kv_tokens is not None and self.kv_memory_gib is not None:
             raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
@@ -79,6 +112,16 @@ class ServerConfig(BaseModel):
                 f"({self.heartbeat_interval_s})"
             )
         return self
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine."""
+        share = self.world_size // self.nnodes
+        return range(self.node_rank * share, (self.node_rank + 1) * share)
 
     @property
     def public_host(self) -> str:

@@ -7,10 +7,15 @@ import torch
 from ..configs.errors import StartupError
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one; raises StartupError for a device this host lacks."""
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is CUDA where there is one; raises StartupError for a device this host lacks.
+
+    Ranks of one machine get a GPU each, by number; with more ranks than GPUs they share them.
+    """
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():

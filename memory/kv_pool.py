@@ -1,4 +1,4 @@
-"""The KV memory of one rank: page-major tensors `[page][layer][plane][head][token][dim]`, and the cache they make up."""
+"""The KV memory of one rank: page-major tensors `[page][layer][plane][head][token][dim]`, and the cache they form."""
 
 import math
 import mmap
@@ -14,7 +14,7 @@ class KvPool:
 
     `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
     ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
-    strided: what kernels read and write.
+    strided: what kernels read and write. `layers` and `heads` are those of the model that this rank holds.
     """
 
     def __init__(
@@ -28,11 +28,15 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         planes: tuple[str, ...] = ("k", "v"),
+        first_layer: int = 0,
+        first_head: int = 0,
     ) -> None:
         self.planes = planes
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_heads = num_heads
+        self.layers = range(first_layer, first_layer + num_layers)
+        self.heads = range(first_head, first_head + num_heads)
         self.page_size = page_size
         self.head_dim = head_dim
         self.data = _zeros((num_pages, num_layers, len(planes), num_heads, page_size, head_dim), dtype, device)
@@ -45,6 +49,10 @@ class KvPool:
     @property
     def size_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.data.device.type == "cuda"
 
     @property
     def dtype_name(self) -> str:

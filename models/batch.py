@@ -31,7 +31,8 @@ class SequenceSlice:
 class ForwardBatch:
     """Slices laid end to end: T tokens of B slices."""
 
-    token_ids: torch.Tensor  # [T] int64
+    slices: tuple[SequenceSlice, ...]  # none in a CUDA graph, whose replays all have others
+    token_ids: torch.Tensor  # [T] int64 or int32
     positions: torch.Tensor  # [T] int64
     page_ids: torch.Tensor  # [T] int64, where each token's KV goes ...
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
@@ -40,9 +41,17 @@ class ForwardBatch:
 
     @staticmethod
     def build(
-        slices: Sequence[SequenceSlice], *, page_size: int, num_kv_heads: int, device: torch.device
+        slices: Sequence[SequenceSlice],
+        *,
+        page_size: int,
+        num_kv_heads: int,
+        device: torch.device,
+        token_ids: torch.Tensor | None = None,
     ) -> "ForwardBatch":
-        """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end."""
+        """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end.
+
+        `token_ids` on the device, one for each of slices of a single token, stand for those of the slices.
+        """
         for piece in slices:
             if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
                 raise ValueError(
@@ -50,17 +59,22 @@ class ForwardBatch:
                 )
         ends = list(accumulate(len(piece.token_ids) for piece in slices))
         total = ends[-1]
-        token_ids = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, count=total)
+        if token_ids is not None and not len(token_ids) == len(slices) == total:
+            raise ValueError(
+                f"{len(token_ids)} token ids for {len(slices)} slices of {total} tokens: one each is needed"
+            )
+        own_ids = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, count=total)
         positions = [np.arange(piece.start, piece.end, dtype=np.int64) for piece in slices]
         page_ids = [
             np.asarray(piece.pages, dtype=np.int64)[at // page_size]
             for piece, at in zip(slices, positions, strict=True)
         ]
-        rows = np.stack((token_ids, np.concatenate(positions), np.concatenate(page_ids)))
+        rows = np.stack((own_ids, np.concatenate(positions), np.concatenate(page_ids)))
         index = torch.from_numpy(rows).to(device)
         last_rows = torch.tensor([end - 1 for end in ends], device=device) if total != len(slices) else None
         return ForwardBatch(
-            token_ids=index[0],
+            slices=tuple(slices),
+            token_ids=index[0] if token_ids is None else token_ids,
             positions=index[1],
             page_ids=index[2],
             offsets=index[1] % page_size,

@@ -1,20 +1,25 @@
 """What a checkpoint says about its model, as one value, from config.json or from GGUF metadata. No torch.
 
-Served are dense decoders of the Llama and Qwen families with full attention. Whatever changes the result and is not
-implemented (sliding windows, other rope kinds, quantised safetensors) is refused here, before any weight is read.
+Served are dense decoders of the Llama and Qwen families with full attention, and the sparse ones of DeepSeek-V3.2 and
+GLM (dsa_config.py). Whatever changes the result and is not implemented (sliding windows, other rope kinds, quantised
+safetensors) is refused here, before any weight is read.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
 from ..configs.errors import StartupError
+from .dsa_config import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .gguf_file import GgufFile
+from .json_fields import Json, integer, number, read_json
+from .sharding import Shard
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+DenseArchitecture = Literal["llama", "qwen2", "qwen3"]
+SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+Architecture = DenseArchitecture | SparseArchitecture
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -22,12 +27,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
-_DEFAULT_CONTEXT: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_DEFAULT_CONTEXT: dict[Architecture, int] = {
+    "llama": 2048,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "deepseek_v32": 163840,
+    "glm_moe_dsa": 202752,
+}
 _DEFAULT_THETA = 10_000.0
-
-# A JSON object: values are checked one by one as they are taken out.
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder and how its checkpoint ends a text. `eos_token_ids` joins config and generation config."""
+    """The shape of a decoder and how its checkpoint ends a text. `eos_token_ids` joins config and generation config.
+
+    Sparse models have `dsa`; their KV heads are the one latent row that all query heads share, `head_dim` is its width.
+    """
 
     architecture: Architecture
     vocab_size: int
@@ -75,32 +89,51 @@ class ModelConfig:
     qk_norm: bool
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+    dsa: DsaConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.dsa is None else self.dsa.rope_dim
+
+    def stage_layers(self, shard: Shard) -> range:
+        """Global layers of a stage; raises StartupError when there are too many stages."""
+        return shard.layers(self.num_layers) if self.dsa is None else self.dsa.stage_layers(shard)
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
     """Parse config.json and generation_config.json of a Hugging Face directory; raises StartupError."""
     path = directory / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     architecture = _hf_architecture(path, raw)
-    _refuse_unsupported(path, raw)
-    heads = _integer(path, raw, "num_attention_heads")
-    hidden = _integer(path, raw, "hidden_size")
-    kv_heads = _integer(path, raw, "num_key_value_heads", heads)
+    if architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
+        return _sparse_config(path, raw, architecture)
+    return _dense_config(path, raw, architecture)
+
+
+def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise StartupError(f"{path}: quantised weights ({method}) are not supported; give an unquantised checkpoint")
+    _refuse_unsupported(path, raw, "full_attention")
+    heads = integer(path, raw, "num_attention_heads")
+    hidden = integer(path, raw, "hidden_size")
+    kv_heads = integer(path, raw, "num_key_value_heads", heads)
     _check_heads(path, heads, kv_heads)
-    max_positions = _integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
     rope = _hf_rope(path, raw, max_positions)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_integer(path, raw, "vocab_size"),
+        vocab_size=integer(path, raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(path, raw, "intermediate_size"),
-        num_layers=_integer(path, raw, "num_hidden_layers"),
+        intermediate_size=integer(path, raw, "intermediate_size"),
+        num_layers=integer(path, raw, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        head_dim=integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
         context_length=_context_length(rope, max_positions),
-        norm_eps=_number(path, raw, "rms_norm_eps", 1e-6),
+        norm_eps=number(path, raw, "rms_norm_eps", 1e-6),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2" or attention_bias,
@@ -108,26 +141,58 @@ def read_hf_config(directory: Path) -> ModelConfig:
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "qwen3",
         dtype=_hf_dtype(path, raw),
-        eos_token_ids=_hf_eos(directory, raw),
+        eos_token_ids=_hf_eos(path.parent, raw),
+    )
+
+
+def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> ModelConfig:
+    _refuse_unsupported(path, raw, SPARSE_ATTENTION)
+    heads = integer(path, raw, "num_attention_heads")
+    num_layers = integer(path, raw, "num_hidden_layers")
+    max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    rope = _hf_rope(path, raw, max_positions)
+    if rope.kind not in ("default", "yarn"):
+        raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
+    dsa = read_dsa_config(path, raw, num_layers=num_layers, num_heads=heads, glm=architecture == "glm_moe_dsa")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=integer(path, raw, "vocab_size"),
+        hidden_size=integer(path, raw, "hidden_size"),
+        intermediate_size=integer(path, raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=dsa.latent_dim,
+        context_length=_context_length(rope, max_positions),
+        norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "glm_moe_dsa" else 1e-6),
+        rope=rope,
+        tied_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        dtype=_hf_dtype(path, raw),
+        eos_token_ids=_hf_eos(path.parent, raw),
+        dsa=dsa,
     )
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Parse the metadata of a GGUF file; raises StartupError. Biases and tying show in which tensors there are."""
     path, raw, tensors = file.path, file.metadata, file.tensors
-    if file.architecture not in ARCHITECTURES.values():
+    if file.architecture not in _GGUF_ARCHITECTURES:
         raise _unsupported_architecture(path, file.architecture)
-    architecture = cast(Architecture, file.architecture)
+    architecture = cast(DenseArchitecture, file.architecture)
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
 
-    def integer(key: str, default: int | None = None) -> int:
-        return _integer(path, raw, f"{architecture}.{key}", default)
+    def field(key: str, default: int | None = None) -> int:
+        return integer(path, raw, f"{architecture}.{key}", default)
 
-    hidden, heads = integer("embedding_length"), integer("attention.head_count")
-    kv_heads = integer("attention.head_count_kv", heads)
+    hidden, heads = field("embedding_length"), field("attention.head_count")
+    kv_heads = field("attention.head_count_kv", heads)
     _check_heads(path, heads, kv_heads)
-    head_dim = integer("attention.key_length", hidden // heads)
+    head_dim = field("attention.key_length", hidden // heads)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
@@ -137,13 +202,13 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
-        intermediate_size=integer("feed_forward_length"),
-        num_layers=integer("block_count"),
+        intermediate_size=field("feed_forward_length"),
+        num_layers=field("block_count"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=_context_length(rope, integer("context_length")),
-        norm_eps=_number(path, raw, f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6),
+        context_length=_context_length(rope, field("context_length")),
+        norm_eps=number(path, raw, f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -181,20 +246,18 @@ def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
         )
 
 
-def _refuse_unsupported(path: Path, raw: Json) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise StartupError(f"{path}: quantised weights ({method}) are not supported; give an unquantised checkpoint")
+def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
+    """`attention` is the only kind of layer that the architecture may have."""
     if raw.get("hidden_act", "silu") != "silu":
         raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
     layer_types = raw.get("layer_types")
     if layer_types is not None:
-        other = sorted(set(layer_types) - {"full_attention"})
+        other = sorted(set(layer_types) - {attention})
         if other:
-            raise StartupError(f"{path}: layer_types has {other[0]}; only full_attention is supported")
+            raise StartupError(f"{path}: layer_types has {other[0]}; only {attention} is supported")
     elif raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
-        first = _integer(path, raw, "max_window_layers", 28)
-        if first < _integer(path, raw, "num_hidden_layers"):
+        first = integer(path, raw, "max_window_layers", 28)
+        if first < integer(path, raw, "num_hidden_layers"):
             raise StartupError(
                 f"{path}: use_sliding_window is on with a window of {raw['sliding_window']} from layer {first}; "
                 "only full attention is supported"
@@ -204,7 +267,7 @@ def _refuse_unsupported(path: Path, raw: Json) -> None:
 def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
     rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    theta = _number(path, rope, "rope_theta", _number(path, raw, "rope_theta", _DEFAULT_THETA))
+    theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", _DEFAULT_THETA))
     rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotary_share not in (None, 1, 1.0):
         raise StartupError(f"{path}: partial_rotary_factor {rotary_share} is not supported; supported is 1")
@@ -214,21 +277,21 @@ def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
     if kind in ("default", None):
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
-        return RopeConfig(kind=kind, theta=theta, factor=_number(path, rope, "factor"))
+        return RopeConfig(kind=kind, theta=theta, factor=number(path, rope, "factor"))
     if kind == "llama3":
         return RopeConfig(
             kind="llama3",
             theta=theta,
-            factor=_number(path, rope, "factor"),
+            factor=number(path, rope, "factor"),
             original_context_length=original_length,
-            low_freq_factor=_number(path, rope, "low_freq_factor"),
-            high_freq_factor=_number(path, rope, "high_freq_factor"),
+            low_freq_factor=number(path, rope, "low_freq_factor"),
+            high_freq_factor=number(path, rope, "high_freq_factor"),
         )
     if kind == "yarn":
         return RopeConfig(
             kind="yarn",
             theta=theta,
-            factor=_number(path, rope, "factor", max_positions / original_length),
+            factor=number(path, rope, "factor", max_positions / original_length),
             original_context_length=original_length,
             attention_factor=rope.get("attention_factor"),
             beta_fast=float(rope.get("beta_fast") or 32),
@@ -245,8 +308,8 @@ def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
 def _gguf_rope(file: GgufFile, architecture: Architecture, head_dim: int) -> RopeConfig:
     path, raw = file.path, file.metadata
     prefix = f"{architecture}.rope"
-    theta = _number(path, raw, f"{prefix}.freq_base", _DEFAULT_THETA)
-    rotary_dim = _integer(path, raw, f"{prefix}.dimension_count", head_dim)
+    theta = number(path, raw, f"{prefix}.freq_base", _DEFAULT_THETA)
+    rotary_dim = integer(path, raw, f"{prefix}.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise StartupError(f"{path}: {prefix}.dimension_count is {rotary_dim}; supported is the head size, {head_dim}")
     if (table := file.tensors.get("rope_freqs.weight")) is not None:  # how llama3 scaling is stored
@@ -257,11 +320,11 @@ def _gguf_rope(file: GgufFile, architecture: Architecture, head_dim: int) -> Rop
     kind = raw.get(f"{prefix}.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta=theta)
-    factor = _number(path, raw, f"{prefix}.scaling.factor")
+    factor = number(path, raw, f"{prefix}.scaling.factor")
     if kind == "linear":
         return RopeConfig(kind="linear", theta=theta, factor=factor)
     if kind == "yarn":
-        original = _integer(path, raw, f"{prefix}.scaling.original_context_length")
+        original = integer(path, raw, f"{prefix}.scaling.original_context_length")
         return RopeConfig(kind="yarn", theta=theta, factor=factor, original_context_length=original)
     raise StartupError(f"{path}: {prefix}.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
 
@@ -282,41 +345,9 @@ def _hf_dtype(path: Path, raw: Json) -> DtypeName:
 
 def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
     generation_path = directory / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     ids: set[int] = set()
     for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
     return tuple(sorted(ids))
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path}: expected a JSON object")
-    return value
-
-
-def _integer(path: Path, raw: Json, key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise StartupError(f"{path}: {key} is missing")
-    if not isinstance(value, int) or value < 1:
-        raise StartupError(f"{path}: {key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(path: Path, raw: Json, key: str, default: float | None = None) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise StartupError(f"{path}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise StartupError(f"{path}: {key} must be a positive number, got {value!r}")
-    return float(value)

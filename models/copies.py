@@ -5,6 +5,7 @@ does not wait, and the results of a step come back together.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy.typing as npt
@@ -19,11 +20,28 @@ def upload(values: Values | npt.NDArray[Any], dtype: torch.dtype, device: torch.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def read_back(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """The values of each tensor, flattened, after a single wait. Integers are exact up to 2^53."""
-    values: list[float] = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).tolist()
-    lists, start = [], 0
-    for tensor in tensors:
-        lists.append(values[start : start + tensor.numel()])
-        start += tensor.numel()
-    return lists
+class ReadBack:
+    """The values of some tensors on their way to the host. Calling it waits for them, and for nothing queued later."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._event: torch.cuda.Event | None = None
+        if not tensors:
+            self._values = torch.empty(0, dtype=torch.double)
+            return
+        joined = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        if joined.device.type == "cuda":
+            self._values = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            self._values.copy_(joined, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record(torch.cuda.current_stream(joined.device))
+        else:
+            self._values = joined
+
+    def __call__(self) -> list[list[float]]:
+        """A list per tensor, flattened. Integers are exact up to 2^53."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._values.tolist()
+        ends = list(accumulate(self._sizes))
+        return [values[end - size : end] for size, end in zip(self._sizes, ends, strict=True)]

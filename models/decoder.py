@@ -1,44 +1,83 @@
-"""The forward pass of a dense Llama, Qwen2 or Qwen3 decoder over a paged KV pool.
+"""The forward pass of a dense Llama, Qwen2 or Qwen3 decoder over a paged KV cache: one rank's share of it.
 
 The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree with it in every
-dtype: norms in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype.
+dtype: norms in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several
+ranks add up parts of a sum, each rounded; in float32 that changes the last digits only.
 """
 
 import torch
-from torch.nn.functional import embedding
 
 from ..kernels.linear import gated_linear, linear
 from ..kernels.paged_attention import paged_attention
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope_kv_write import rope_kv_write
-from ..memory.kv_pool import KvPool
+from ..memory.kv_pool import KvCache, KvPool
 from .batch import ForwardBatch
+from .parallel import ALONE, Parallel
 from .parameters import DecoderParameters
 from .rope import Rotary
+from .vocabulary import Vocabulary
 
 
 class Decoder:
-    """Weights and the arithmetic over them; holds no state of any sequence."""
+    """Weights and the arithmetic over them; holds no state of any sequence.
 
-    def __init__(self, parameters: DecoderParameters) -> None:
+    Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and its token ids. After
+    each layer all have the same hidden state.
+    """
+
+    def __init__(self, parameters: DecoderParameters, parallel: Parallel = ALONE) -> None:
         self.parameters = parameters
         self.config = parameters.config
-        self._rotary = Rotary(self.config, parameters.embedding.device, parameters.embedding.dtype)
+        self._sum_over_ranks = parallel.all_reduce
+        self._vocabulary = Vocabulary(
+            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
+        )
+        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
         self._scale = self.config.head_dim**-0.5
 
-    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Write the KV of all tokens into `pool`; returns float32 logits [B, vocab] of each slice's last token."""
-        hidden = self.hidden(batch, pool)
-        return self.logits(hidden if batch.last_rows is None else hidden[batch.last_rows])
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of KV that one token takes on this rank."""
+        parameters = self.parameters
+        rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
+        return rows * self.config.head_dim * parameters.dtype.itemsize
 
-    def hidden(self, batch: ForwardBatch, pool: KvPool, *, live_rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Write the KV of all tokens into `pool`; returns what the last layer leaves, [T, hidden], for `logits`.
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache:
+        """A KV cache of this rank's layers and heads: a single pool."""
+        parameters = self.parameters
+        return KvCache(
+            KvPool(
+                num_pages=num_pages,
+                num_layers=len(parameters.layer_range),
+                num_heads=len(parameters.kv_heads),
+                page_size=page_size,
+                head_dim=self.config.head_dim,
+                dtype=parameters.dtype,
+                device=parameters.device,
+                first_layer=parameters.layer_range.start,
+                first_head=parameters.kv_heads.start,
+            )
+        )
+
+    def hidden(
+        self,
+        batch: ForwardBatch,
+        cache: KvCache,
+        *,
+        hidden: torch.Tensor | None = None,
+        live_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the KV of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]: for
+        `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
 
         `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
         nothing, and what is returned for them means nothing.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
-        hidden = embedding(batch.token_ids, self.parameters.embedding)
+        (pool,), sum_over_ranks = cache.pools, self._sum_over_ranks
+        if hidden is None:
+            hidden = self._vocabulary.embed(batch.token_ids)
         cos, signed_sin = self._rotary.cos_sin(batch.positions)
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
@@ -58,16 +97,17 @@ class Decoder:
                 live_rows=live_rows,
             )
             attended = paged_attention(query, key_pages, value_pages, batch.attention, scale=self._scale)
-            attended = linear(attended.flatten(1), layer.o, layer.o_bias)
+            attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             gated = gated_linear(normed, layer.gate_up, layer.gate_up_bias)
-            update = linear(gated, layer.down, layer.down_bias)
+            update = sum_over_ranks(linear(gated, layer.down, layer.down_bias))
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         return hidden + update
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` where given."""
-        hidden = rms_norm(hidden, self.parameters.norm, self.config.norm_eps)
-        logits = linear(hidden, self.parameters.head)
-        return logits.float() if out is None else out.copy_(logits)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` where given.
+
+        Called by all ranks of the last stage; None on all but the first of them.
+        """
+        return self._vocabulary.logits(hidden, out)

@@ -64,10 +64,12 @@ class GgufFile:
         end = min(start + count, tensor.size_bytes)
         return self._data[tensor.offset + start : tensor.offset + end]
 
-    def read_rows(self, tensor: GgufTensor, row_multiple: int = 1) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """The tensor dequantised piece by piece: (first row, rows as float32). A vector is a single row.
+    def read_rows(
+        self, tensor: GgufTensor, row_multiple: int = 1, wanted: range | None = None
+    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """The tensor, or its rows `wanted`, dequantised piece by piece: (first row, rows as float32).
 
-        Every piece but the last has a multiple of `row_multiple` rows.
+        A vector is a single row. Every piece but the last has a multiple of `row_multiple` rows.
         """
         # here, because the front reads GGUF metadata and never a tensor
         from gguf.constants import GGMLQuantizationType
@@ -77,8 +79,9 @@ class GgufFile:
         rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
         stored = np.frombuffer(self._data, np.uint8, count=tensor.size_bytes, offset=tensor.offset).reshape(rows, -1)
         step = max(_CHUNK_ELEMENTS // (columns * row_multiple), 1) * row_multiple
-        for first in range(0, rows, step):
-            piece = stored[first : first + step]
+        wanted = wanted if wanted is not None else range(rows)
+        for first in wanted[::step]:
+            piece = stored[first : min(first + step, wanted.stop)]
             # one long row: the library works on 16 rows at a time, which is slow for narrow matrices
             values = dequantize(piece.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
             yield first, np.require(values, np.float32, "W").reshape(len(piece), columns)  # a copy if it is the mapping

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention_plan import IntArray, WorkPlan, cut_decode, num_pieces
-from ..memory.kv_pool import KvPool
+from ..memory.kv_pool import KvCache, KvPool
 from .batch import ForwardBatch, SequenceSlice
 from .decoder import Decoder
 
@@ -24,18 +24,19 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Decode steps of a decoder over one pool. Owns the graphs, their memory and their input buffers.
+    """Decode steps of a decoder of one rank over one cache. Owns the graphs, their memory and their input buffers.
 
     Not thread-safe. `max_context` bounds the tokens of a sequence; it costs memory for page ids, not time.
     """
 
-    def __init__(self, decoder: Decoder, pool: KvPool, *, max_batch: int, max_context: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
         self._decoder = decoder
-        self._pool = pool
+        self._cache = cache
         self._max_context = max_context
         self._sizes = graph_batch_sizes(max_batch)
-        self._inputs = _Inputs(pool, max_batch, -(-max_context // pool.page_size))
-        self._logits = torch.empty(max_batch, decoder.config.vocab_size, dtype=torch.float32, device=pool.data.device)
+        (pool,) = cache.pools
+        self._inputs = _Inputs(pool, max_batch, -(-max_context // cache.page_size))
+        self._logits = torch.empty(max_batch, decoder.config.vocab_size, dtype=torch.float32, device=cache.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._capture()
 
@@ -69,7 +70,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._inputs.fill([], size)
             self._step(size)
-        torch.cuda.synchronize(self._pool.data.device)
+        torch.cuda.synchronize(self._cache.device)
         for size in reversed(self._sizes):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
@@ -77,7 +78,7 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def _step(self, batch_size: int) -> None:
-        hidden = self._decoder.hidden(self._inputs.batch(batch_size), self._pool, live_rows=self._inputs.live_rows)
+        hidden = self._decoder.hidden(self._inputs.batch(batch_size), self._cache, live_rows=self._inputs.live_rows)
         self._decoder.logits(hidden, out=self._logits[:batch_size])
 
 
@@ -140,6 +141,7 @@ class _Inputs:
             copy_starts=self._rows[:size],
         )
         return ForwardBatch(
+            slices=(),
             token_ids=parts["token_ids"][:size],
             positions=parts["positions"][:size],
             page_ids=parts["page_ids"][:size],

@@ -1,19 +1,59 @@
-"""The weights of a decoder as the forward pass wants them: q/k/v in one matrix, gate/up in one matrix.
+"""The weights of one rank's decoder as the forward pass wants them: q/k/v in one matrix, gate/up in one matrix.
 
-`slots()` says which part of which tensor each checkpoint tensor fills, so loading needs no second copy of the model. It
-is also where sharding will cut: a rank's slots are its layers and its rows of the fused matrices.
+`slots()` says which part of which checkpoint tensor fills which part of which of ours, so loading needs no second copy
+of the model and a rank reads no more than its share: its layers, its heads, its columns of the feed-forward layer and
+its rows of the vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from .config import ModelConfig
+from .sharding import WHOLE, Shard
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`target` is filled with that part of a checkpoint tensor of `shape` which begins at index `start`."""
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @staticmethod
+    def whole(target: torch.Tensor) -> "Slot":
+        """Filled with all of a checkpoint tensor."""
+        return Slot(target, tuple(target.shape), (0,) * target.ndim)
+
+    @staticmethod
+    def part(target: torch.Tensor, *, dim: int, start: int, size: int) -> "Slot":
+        """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
+        shape, first = list(target.shape), [0] * target.ndim
+        shape[dim], first[dim] = size, start
+        return Slot(target, tuple(shape), tuple(first))
+
+    @property
+    def fills_whole(self) -> bool:
+        return self.shape == tuple(self.target.shape)
+
+
+class Parameters(Protocol):
+    """One rank's weights, of whatever architecture."""
+
+    def slots(self) -> Mapping[str, Slot]:
+        """Hugging Face tensor name to what it fills. Together the slots cover every element that is used, once."""
 
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """One decoder layer. Biases and q/k norms are None where the architecture has none."""
+    """One decoder layer, this rank's share: `heads`, `kv_heads` and `intermediate` are its own.
+
+    Biases and q/k norms are None where the architecture has none. Those of `o` and `down`, whose results are summed
+    over ranks, are also None on all ranks but the first.
+    """
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -31,17 +71,20 @@ class LayerParameters:
 
 @dataclass(frozen=True)
 class DecoderParameters:
-    """All weights. `head` is `embedding` itself where the checkpoint ties them."""
+    """The weights of a rank. `head` is `embedding` itself where the checkpoint ties them and one stage has both."""
 
     config: ModelConfig
-    embedding: torch.Tensor  # [vocab, hidden]
-    layers: tuple[LayerParameters, ...]
-    norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    shard: Shard
+    layers: tuple[LayerParameters, ...]  # of its stage
+    embedding: torch.Tensor | None  # [vocabulary rows, hidden] on the first stage
+    norm: torch.Tensor | None  # [hidden] on the last stage
+    head: torch.Tensor | None  # [vocabulary rows, hidden] on the last stage
 
     @staticmethod
-    def allocate(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> "DecoderParameters":
-        """Uninitialised memory for the whole model."""
+    def allocate(
+        config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
+    ) -> "DecoderParameters":
+        """Uninitialised memory for the weights of `shard`; raises StartupError where the model cannot be shared so."""
 
         def tensor(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -53,9 +96,10 @@ class DecoderParameters:
         def bias(present: bool, size: int) -> torch.Tensor | None:
             return tensor(size) if present else None
 
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        q_size = config.num_heads * config.head_dim
-        qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
+        hidden, intermediate = config.hidden_size, len(shard.part("intermediate_size", config.intermediate_size))
+        q_size = len(shard.part("num_attention_heads", config.num_heads)) * config.head_dim
+        qkv_size = q_size + 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
+        adds_bias = shard.tp_rank == 0
         layers = tuple(
             LayerParameters(
                 input_norm=tensor(hidden),
@@ -64,46 +108,100 @@ class DecoderParameters:
                 q_norm=bias(config.qk_norm, config.head_dim),
                 k_norm=bias(config.qk_norm, config.head_dim),
                 o=tensor(hidden, q_size),
-                o_bias=bias(config.o_bias, hidden),
+                o_bias=bias(config.o_bias and adds_bias, hidden),
                 mlp_norm=tensor(hidden),
                 gate_up=wide(2 * intermediate, hidden),
                 gate_up_bias=bias(config.mlp_bias, 2 * intermediate),
                 down=tensor(hidden, intermediate),
-                down_bias=bias(config.mlp_bias, hidden),
+                down_bias=bias(config.mlp_bias and adds_bias, hidden),
             )
-            for _ in range(config.num_layers)
+            for _ in shard.layers(config.num_layers)
         )
-        head = wide(config.vocab_size, hidden)
-        embedding = head if config.tied_embeddings else tensor(config.vocab_size, hidden)
-        return DecoderParameters(config, embedding, layers, tensor(hidden), head)
+        rows = shard.vocabulary_rows(config.vocab_size)
+        norm, head = (tensor(hidden), wide(rows, hidden)) if shard.last else (None, None)
+        embedding = None
+        if shard.first:
+            embedding = head if config.tied_embeddings and head is not None else tensor(rows, hidden)
+        return DecoderParameters(config, shard, layers, embedding, norm, head)
 
-    def slots(self) -> dict[str, torch.Tensor]:
-        """Hugging Face tensor name to the view it fills. Together the views cover every element exactly once."""
-        slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        if not self.config.tied_embeddings:
-            slots["lm_head.weight"] = self.head
-        q_size = self.config.num_heads * self.config.head_dim
-        kv_size = self.config.num_kv_heads * self.config.head_dim
-        for index, layer in enumerate(self.layers):
-            parts = {
-                "input_layernorm.weight": layer.input_norm,
-                "self_attn.q_norm.weight": layer.q_norm,
-                "self_attn.k_norm.weight": layer.k_norm,
-                "self_attn.o_proj.weight": layer.o,
-                "self_attn.o_proj.bias": layer.o_bias,
-                "post_attention_layernorm.weight": layer.mlp_norm,
-                "mlp.down_proj.weight": layer.down,
-                "mlp.down_proj.bias": layer.down_bias,
-            }
-            for kind, qkv, gate_up in (
-                ("weight", layer.qkv, layer.gate_up),
-                ("bias", layer.qkv_bias, layer.gate_up_bias),
-            ):
-                if qkv is not None:
-                    parts[f"self_attn.q_proj.{kind}"] = qkv[:q_size]
-                    parts[f"self_attn.k_proj.{kind}"] = qkv[q_size : q_size + kv_size]
-                    parts[f"self_attn.v_proj.{kind}"] = qkv[q_size + kv_size :]
-                if gate_up is not None:
-                    parts[f"mlp.gate_proj.{kind}"], parts[f"mlp.up_proj.{kind}"] = gate_up.chunk(2)
-            slots.update({f"model.layers.{index}.{name}": part for name, part in parts.items() if part is not None})
+    @staticmethod
+    def names(config: ModelConfig) -> frozenset[str]:
+        """The tensors that a checkpoint of the whole model has."""
+        whole = DecoderParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
+        return frozenset(whole.slots())
+
+    @property
+    def layer_range(self) -> range:
+        """The layers of `layers` in the whole model."""
+        return self.shard.layers(self.config.num_layers)
+
+    @property
+    def kv_heads(self) -> range:
+        """The KV heads of the whole model that are here."""
+        return self.shard.kv_heads(self.config.num_kv_heads)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].input_norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].input_norm.dtype
+
+    def slots(self) -> dict[str, Slot]:
+        """As Parameters has it. Rows that fill up a share of the vocabulary belong to no slot and are never used."""
+        config, shard = self.config, self.shard
+        slots = {}
+        ids = shard.vocabulary(config.vocab_size)
+        head_name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        for name, matrix in ((head_name, self.head), ("model.embed_tokens.weight", self.embedding)):
+            if matrix is not None:
+                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
+        if self.norm is not None:
+            slots["model.norm.weight"] = Slot.whole(self.norm)
+        for index, layer in zip(self.layer_range, self.layers, strict=True):
+            for name, slot in self._layer_slots(layer).items():
+                slots[f"model.layers.{index}.{name}"] = slot
+        return slots
+
+    def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
+        config, shard, head_dim = self.config, self.shard, self.config.head_dim
+        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
+        inner = shard.part("intermediate_size", config.intermediate_size)
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        slots = {}
+        for name, whole in (
+            ("input_layernorm.weight", layer.input_norm),
+            ("self_attn.q_norm.weight", layer.q_norm),
+            ("self_attn.k_norm.weight", layer.k_norm),
+            ("self_attn.o_proj.bias", layer.o_bias),
+            ("post_attention_layernorm.weight", layer.mlp_norm),
+            ("mlp.down_proj.bias", layer.down_bias),
+        ):
+            if whole is not None:
+                slots[name] = Slot.whole(whole)
+        for name, matrix, start, size in (
+            ("self_attn.o_proj.weight", layer.o, heads.start * head_dim, config.num_heads * head_dim),
+            ("mlp.down_proj.weight", layer.down, inner.start, config.intermediate_size),
+        ):
+            slots[name] = Slot.part(matrix, dim=1, start=start, size=size)
+        for kind, qkv, gate_up in (
+            ("weight", layer.qkv, layer.gate_up),
+            ("bias", layer.qkv_bias, layer.gate_up_bias),
+        ):
+            if qkv is not None:
+                q, k, v = torch.split_with_sizes(qkv, (q_size, kv_size, kv_size))
+                for name, rows, held, count in (
+                    ("q_proj", q, heads, config.num_heads),
+                    ("k_proj", k, kv_heads, config.num_kv_heads),
+                    ("v_proj", v, kv_heads, config.num_kv_heads),
+                ):
+                    slots[f"self_attn.{name}.{kind}"] = Slot.part(
+                        rows, dim=0, start=held.start * head_dim, size=count * head_dim
+                    )
+            if gate_up is not None:
+                for name, rows in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
+                    slots[f"mlp.{name}.{kind}"] = Slot.part(
+                        rows, dim=0, start=inner.start, size=config.intermediate_size
+                    )
         return slots

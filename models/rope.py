@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ..kernels.rope_kv_write import rotate_reference
 from .config import ModelConfig, RopeConfig
 
 
@@ -14,7 +15,7 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies, self._magnitude = inverse_frequencies(config.rope, config.head_dim)
+        frequencies, self._magnitude = inverse_frequencies(config.rope, config.rotary_dim)
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
         self._table: torch.Tensor | None = None
@@ -22,7 +23,7 @@ class Rotary:
             self._table = torch.stack(self._compute(torch.arange(config.context_length, device=device)), dim=1)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For positions [T]: cos and signed sin, both [T, head_dim], as kernels/rope_kv_write.py takes them."""
+        """For positions [T]: cos and signed sin, both [T, rotary_dim], as kernels/rope_kv_write.py takes them."""
         if self._table is None:
             return self._compute(positions)
         cos, signed_sin = self._table[positions].unbind(1)
@@ -33,6 +34,22 @@ class Rotary:
         cos = (angles.cos() * self._magnitude).to(self._dtype)
         sin = (angles.sin() * self._magnitude).to(self._dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate x [T, heads, rotary_dim]. `interleaved` takes neighbours as the coordinates of a pair, and leaves the
+    first of all pairs in the first half: another order than it found, the same for queries and keys.
+    """
+    if interleaved:
+        x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+    return rotate_reference(x, cos, signed_sin)
+
+
+def score_factor(rope: RopeConfig) -> float:
+    """What Yarn's `mscale_all_dim` multiplies the attention scores of DeepSeek models by."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    return _yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -1,18 +1,20 @@
-"""A loaded model on one device: what an engine process calls to compute."""
+"""A rank's part of a loaded model on one device: what an engine process calls to compute."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from ..configs.errors import StartupError
-from ..memory.kv_pool import KvPool
+from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .catalog import ModelSource
 from .config import ModelConfig
 from .decoder import Decoder
 from .graphs import DecodeGraphs
-from .parameters import DecoderParameters
+from .parallel import ALONE, Parallel
+from .parameters import DecoderParameters, Parameters
+from .sharding import WHOLE, Shard
 from .weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,80 +31,140 @@ def resolve_dtype(
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
 
 
-class ModelRunner:
-    """Owns the weights. The KV pool belongs to the caller, who says per call where each sequence's KV is."""
+class AnyDecoder(Protocol):
+    """One rank's share of a model, of whatever architecture; decoder.py says what each method does."""
 
-    def __init__(self, decoder: Decoder, *, device: torch.device, dtype: torch.dtype) -> None:
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kv_token_bytes(self) -> int: ...
+
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
+
+    def hidden(self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
+
+
+def allocate_parameters(config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype) -> Parameters:
+    """Uninitialised weights of the architecture; raises StartupError where the model cannot be shared so."""
+    return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+
+
+def build_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel) -> AnyDecoder:
+    """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
+    config = source.config
+    try:
+        parameters = DecoderParameters.allocate(config, parallel.shard, device=device, dtype=dtype)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"model {source.name}: not enough memory on {device} for its weights: {error}") from error
+    load_weights(source, parameters.slots(), DecoderParameters.names(config))
+    return Decoder(parameters, parallel)
+
+
+class ModelRunner:
+    """Owns the weights. The KV cache belongs to the caller, who says per call where each sequence's KV is.
+
+    All ranks of a server make the same calls in the same order, each with its own cache. Stages hand hidden states on:
+    those before the last have no result, and do not wait for the next.
+    """
+
+    def __init__(
+        self, decoder: AnyDecoder, *, device: torch.device, dtype: torch.dtype, parallel: Parallel = ALONE
+    ) -> None:
         self._decoder = decoder
         self.config = decoder.config
         self.device = device
         self.dtype = dtype
+        self.parallel = parallel
         self._graphs: DecodeGraphs | None = None
 
     @classmethod
-    def load(cls, source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> "ModelRunner":
-        """Read the weights straight into their place on `device`; raises StartupError when they do not fit."""
-        try:
-            parameters = DecoderParameters.allocate(source.config, device=device, dtype=dtype)
-        except torch.OutOfMemoryError as error:
-            raise StartupError(
-                f"model {source.name}: not enough memory on {device} for its weights: {error}"
-            ) from error
-        load_weights(source, parameters.slots())
-        return cls(Decoder(parameters), device=device, dtype=dtype)
+    def load(
+        cls, source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel = ALONE
+    ) -> "ModelRunner":
+        """Read the weights of this rank's shard; raises StartupError when they do not fit or cannot be shared so."""
+        decoder = build_decoder(source, device=device, dtype=dtype, parallel=parallel)
+        return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod
-    def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-        """What the weights will take, without reading any."""
-        shapes = DecoderParameters.allocate(source.config, device=torch.device("meta"), dtype=dtype).slots().values()
-        return sum(shape.nbytes for shape in shapes)
+    def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
+        """What the weights of `shard` will take, without reading any."""
+        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype)
+        return sum(slot.target.nbytes for slot in parameters.slots().values())
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV that one token takes over all layers."""
-        return self.config.num_layers * 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        """Bytes of KV that one token takes over all layers and heads of this rank."""
+        return self._decoder.kv_token_bytes
 
-    def make_pool(self, num_pages: int, page_size: int) -> KvPool:
-        """A KV pool of this model's geometry, dtype and device."""
-        return KvPool(
-            num_pages=num_pages,
-            num_layers=self.config.num_layers,
-            num_heads=self.config.num_kv_heads,
-            page_size=page_size,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache:
+        """A KV cache of this rank's geometry, dtype and device."""
+        return self._decoder.make_cache(num_pages, page_size)
 
-    def capture_graphs(self, pool: KvPool, *, max_batch: int, max_context: int) -> None:
-        """From now on run decode steps over `pool` as CUDA graphs; no other pool may be used then. Takes seconds.
+    def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> bool:
+        """From now on run decode steps over `cache` as CUDA graphs; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one.
+        The logits of such a step are overwritten by the next one. Returns False, and does nothing, where graphs are not
+        possible: with several ranks, whose exchanges are not captured, and for other models than dense ones.
         """
-        self._graphs = DecodeGraphs(self._decoder, pool, max_batch=max_batch, max_context=max_context)
+        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+            return False
+        self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        return True
 
     @torch.inference_mode()
-    def forward(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Run the slices in one pass: their KV is in `pool` afterwards. Returns float32 logits [len(slices), vocab] of
-        the last token of each slice. Slices of one call do not see each other's KV unless they share pages.
+    def forward(
+        self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Run the slices in one pass: their KV is in `cache` afterwards. Returns float32 logits [len(slices), vocab] of
+        the last token of each slice on the rank that samples, None on all others. Slices of one call do not see each
+        other's KV unless they share pages.
+
+        `token_ids` (on the device, one for each of slices of a single token) stand for those of the slices: the step
+        can be started before the host knows the tokens. Only the first stage reads them.
         """
         if self._graphs is not None and self._graphs.fits(slices):
-            return self._graphs.run(slices)
-        return self._decoder.forward(self._batch(pool, slices), pool)
+            return self._graphs.run(slices, token_ids)
+        batch = self._batch(cache, slices, token_ids)
+        hidden = self._run(cache, batch)
+        if hidden is None:
+            return None
+        return self._decoder.logits(hidden if batch.last_rows is None else hidden[batch.last_rows])
 
     @torch.inference_mode()
-    def forward_hidden(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """As `forward`, but returns what `logits` needs of every token, [tokens of all slices, hidden]: logits of a
-        whole prompt would be larger than its KV.
+    def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """As `forward`, but returns what `logits` needs of every token, [tokens of all slices, hidden], on all ranks of
+        the last stage, None on all others: logits of a whole prompt would be larger than its KV.
         """
-        return self._decoder.hidden(self._batch(pool, slices), pool)
+        return self._run(cache, self._batch(cache, slices))
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [N, vocab] of rows that `forward_hidden` returned."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Float32 logits [N, vocab] of rows that `forward_hidden` returned. All ranks of the last stage call it with
+        the same rows; None on all but the one that samples.
+        """
         return self._decoder.logits(hidden)
 
-    def _batch(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> ForwardBatch:
+    def _run(self, cache: KvCache, batch: ForwardBatch) -> torch.Tensor | None:
+        """This stage's layers, between the stages before and after it; None where there is one after."""
+        shard, received = self.parallel.shard, None
+        if not shard.first:
+            received = self.parallel.receive_hidden(len(batch.token_ids), self.config.hidden_size, self.dtype)
+        hidden = self._decoder.hidden(batch, cache, hidden=received)
+        if shard.last:
+            return hidden
+        self.parallel.send_hidden(hidden)
+        return None
+
+    def _batch(
+        self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> ForwardBatch:
         return ForwardBatch.build(
-            slices, page_size=pool.page_size, num_kv_heads=self.config.num_kv_heads, device=self.device
+            slices,
+            page_size=cache.page_size,
+            num_kv_heads=cache.pools[0].num_heads,
+            device=self.device,
+            token_ids=token_ids,
         )

@@ -57,11 +57,12 @@ class Sampler:
     @torch.inference_mode()
     def sample(
         self, logits: torch.Tensor, choices: Sequence[Choice], *, exhaustive: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token per choice from logits [B, V] (float32), and a bool: whether they stand. Both are on the device.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token per choice from logits [B, V] (float32), and whether they stand: None for yes, or a bool on the
+        device, which costs a wait to look at.
 
         They do not where the top_p of a row needs more candidates than the short list has; ask again with `exhaustive`
-        then. That is for the caller to look at, with the tokens: here it would cost a wait of its own.
+        then.
         """
         groups: dict[_Kind, list[int]] = {}
         for index, choice in enumerate(choices):
@@ -69,7 +70,7 @@ class Sampler:
         block_elements = _BLOCK_ELEMENTS // 4 if exhaustive else _BLOCK_ELEMENTS  # a sort needs several buffers
         order: list[int] = []
         tokens: list[torch.Tensor] = []
-        stands = torch.ones((), dtype=torch.bool, device=logits.device)
+        stands: torch.Tensor | None = None
         for kind, members in groups.items():
             size = len(members) if kind is _Kind.GREEDY else max(1, block_elements // logits.shape[-1])
             for start in range(0, len(members), size):
@@ -85,7 +86,7 @@ class Sampler:
                 else:
                     drawn, enough = _draw_from_top_p(rows, _Knobs(chosen, logits.device), exhaustive)
                     tokens.append(drawn)
-                    stands = stands & enough
+                    stands = enough if stands is None else stands & enough
                 order += part
         if len(tokens) == 1:
             return tokens[0], stands

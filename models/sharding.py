@@ -48,7 +48,9 @@ class Shard:
     def layers(self, num_layers: int) -> range:
         """Global layers of its stage. The last stages, which also compute logits, get no more than the others."""
         if self.stages > num_layers:
-            raise StartupError(f"pp = {self.stages} stages for a model of {num_layers} layers: give at most {num_layers}")
+            raise StartupError(
+                f"pp = {self.stages} stages for a model of {num_layers} layers: give at most {num_layers}"
+            )
         size, longer = divmod(num_layers, self.stages)
         start = self.stage * size + min(self.stage, longer)
         return range(start, start + size + (self.stage < longer))
@@ -59,6 +61,15 @@ class Shard:
             raise StartupError(f"tp = {self.tp_size} does not divide {name} = {size}")
         share = size // self.tp_size
         return range(self.tp_rank * share, (self.tp_rank + 1) * share)
+
+    def vocabulary(self, size: int) -> range:
+        """Its token ids. Where `size` cannot be shared evenly, the last ranks have fewer than `vocabulary_rows`."""
+        rows = self.vocabulary_rows(size)
+        return range(min(self.tp_rank * rows, size), min((self.tp_rank + 1) * rows, size))
+
+    def vocabulary_rows(self, size: int) -> int:
+        """Rows of a matrix that holds a share of the vocabulary: the same on every rank, filled up with unused ones."""
+        return -(-size // self.tp_size)
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """Its KV heads; with more ranks than heads, neighbouring ranks hold the same one."""

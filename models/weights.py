@@ -1,7 +1,7 @@
 """Checkpoint files into a model's memory, one tensor at a time: at no point is there a second copy of the model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from ..configs.errors import StartupError
 from .catalog import ModelSource, safetensors_files
 from .config import ModelConfig
 from .gguf_file import GgufFile
+from .parameters import Slot
 
 
 class Checkpoint(Protocol):
@@ -20,23 +21,27 @@ class Checkpoint(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target`, which has the right shape, converting to its dtype and device."""
+    def read_into(self, name: str, slot: Slot) -> None:
+        """Fill the slot, whose `shape` is that of the tensor, converting to its dtype and device. Reads no more."""
 
 
-def load_weights(source: ModelSource, slots: Mapping[str, torch.Tensor]) -> None:
-    """Fill every slot (parameters.py); raises StartupError naming a tensor that is missing, extra or misshapen."""
+def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
+    """Fill every slot (parameters.py); raises StartupError naming a tensor that is missing, extra or misshapen.
+
+    `names` are the tensors of the whole model, where the slots are only those of a rank.
+    """
     checkpoint = open_checkpoint(source)
     for name, slot in slots.items():
         shape = checkpoint.shapes.get(name)
         if shape is None:
             raise StartupError(f"model {source.path}: tensor {name!r} is missing; expected shape {list(slot.shape)}")
-        if shape != tuple(slot.shape):
+        if shape != slot.shape:
             raise StartupError(
                 f"model {source.path}: tensor {name!r} has shape {list(shape)}, "
                 f"the configuration expects {list(slot.shape)}"
             )
-    unexpected = sorted(name for name in checkpoint.shapes.keys() - slots.keys() if not _IGNORED.search(name))
+    known = set(slots if names is None else names)
+    unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
     if source.config.tied_embeddings and "lm_head.weight" in unexpected:
         unexpected.remove("lm_head.weight")  # some tools save the tied matrix twice
     if unexpected:
@@ -73,8 +78,12 @@ class SafetensorsCheckpoint:
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._file_of[name] = file
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._file_of[name].get_tensor(name))
+    def read_into(self, name: str, slot: Slot) -> None:
+        if slot.fills_whole:
+            slot.target.copy_(self._file_of[name].get_tensor(name))
+            return
+        wanted = tuple(slice(start, start + size) for start, size in zip(slot.start, slot.target.shape, strict=True))
+        slot.target.copy_(self._file_of[name].get_slice(name)[wanted])
 
 
 class GgufCheckpoint:
@@ -86,17 +95,25 @@ class GgufCheckpoint:
         self._gguf_names = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._gguf_names.items()}
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
+    def read_into(self, name: str, slot: Slot) -> None:
         tensor = self._file.tensors[self._gguf_names[name]]
         # llama.cpp interleaves the two halves of each q and k head of Llama models; Hugging Face keeps them apart
         permuted = self._config.architecture == "llama" and _ROTARY.search(name) is not None
         head_dim = self._config.head_dim
-        rows_out = target.unsqueeze(0) if target.ndim == 1 else target
-        for first, rows in self._file.read_rows(tensor, head_dim if permuted and target.ndim == 2 else 1):
+        if slot.target.ndim == 1:
+            ((_, row),) = self._file.read_rows(tensor)
+            values = torch.from_numpy(row)
+            values = _unpermute(values.T, head_dim).T if permuted else values
+            slot.target.copy_(values[0, slot.start[0] : slot.start[0] + len(slot.target)])
+            return
+        first_row, first_column = slot.start
+        count, columns = slot.target.shape
+        wanted = range(first_row, first_row + count)
+        for first, rows in self._file.read_rows(tensor, head_dim if permuted else 1, wanted):
             values = torch.from_numpy(rows)
-            if permuted:
-                values = _unpermute(values, head_dim) if target.ndim == 2 else _unpermute(values.T, head_dim).T
-            rows_out[first : first + len(rows)].copy_(values)
+            values = _unpermute(values, head_dim) if permuted else values
+            at = first - first_row
+            slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
 
 
 _ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")

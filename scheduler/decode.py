@@ -43,6 +43,7 @@ from .effects import ConnectPeer, CopyPage, DropPages, Effect, LoadPages, SavePa
 from .front import Failed, Finished, FinishReason, InputLogprobs, Submit, Tokens
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
+from .orders import Orders
 from .request import Prompt, Request
 from .reservation import pages_for, pages_needed
 from .retraction import Retractions
@@ -55,12 +56,26 @@ _WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`."""
+    """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`.
+
+    A token that is not known yet is None: it is the one that row `follows` of the step before this one draws.
+    `output_index` is the index, in the output, of the token that this step draws.
+    """
 
     request: Request
-    token: int
+    token: int | None
+    follows: int | None
     position: int
     pages: list[int]
+    output_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A batch that is under way. Steps end in the order in which they were given."""
+
+    order: int
+    rows: list[DecodeRow]
 
 
 class DecodeScheduler:
@@ -76,8 +91,13 @@ class DecodeScheduler:
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self.intake = Intake(limits, pages, self.cache, self.counters)
         self.retracted = Retractions(limits.retract_pages)
+        self.orders = Orders(pages)
         self._ready: collections.deque[Request] = collections.deque()
         self._running: list[Request] = []
+        self._steps: collections.deque[DecodeStep] = collections.deque()
+        """Under way, oldest first."""
+        self._starving = False
+        """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
         self._effects = self.intake.effects  # one list for both, so that the order is kept
         self._next_id = 1
@@ -178,7 +198,7 @@ class DecodeScheduler:
             self._accept_token(request, done.first_tokens[request.sample], now)
             if request.state is State.ARRIVED:
                 self.admit(request, now)
-        self.pages.release(grant)
+        self.orders.release(grant)
 
     def transfer_failed(self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float) -> None:
         """The writer has stopped without having finished."""
@@ -215,36 +235,56 @@ class DecodeScheduler:
         for fence in self.intake.fences.take_due(now):
             self.pages.release(fence.grant)
             self._free_drained(fence.prompt, now)
-        self._resume(now)
-        if not len(self.retracted):
-            self.intake.dispatch(now)
+        if not self._starving:
+            self._resume(now)
+            if not len(self.retracted):
+                self.intake.dispatch(now)
 
-    def next_step(self, now: float) -> list[DecodeRow]:
-        """The rows of the next decode step, each with a page for its token; empty when there is nothing to run."""
+    def next_step(self, now: float) -> DecodeStep | None:
+        """The next decode step to give to the ranks; None when there is none to give, for now or at all.
+
+        With several stages, as many batches of different requests are under way. With one, the step after the one
+        under way is given already if look-ahead is on: its rows feed tokens that are drawn by then.
+        """
+        if not self._may_give_step():
+            return None
         while self._ready and len(self._running) < self.limits.max_running_requests:
             request = self._ready.popleft()
             request.life.to(State.RUNNING, now)
             self._running.append(request)
-        for request in list(self._running):
-            if request.state is State.RUNNING:
-                self._make_room(request, now)
-        return [
-            DecodeRow(request, request.output_ids[-1], request.kv_tokens, _pages(request)) for request in self._running
-        ]
+        batch = self._next_batch()
+        for request in batch:
+            self._starving = request.state is State.RUNNING and not self._make_room(request, now)
+            if self._starving:
+                return None  # once what is under way has ended, somebody can be retracted
+        batch = [request for request in batch if request.state is State.RUNNING]
+        if not batch:
+            return None
+        before = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
+        step = DecodeStep(self.orders.next(), [_row(request, before) for request in batch])
+        for request in batch:
+            request.in_flight += 1
+            request.last_step = step.order
+        self._steps.append(step)
+        return step
 
-    def step_done(self, rows: list[DecodeRow], tokens: list[TokenLogprob], now: float) -> None:
-        """The sampled token of each row. Rows whose request ended during the step are dropped."""
+    def step_done(self, order: int, tokens: list[TokenLogprob], now: float) -> None:
+        """The sampled token of each row. Those of requests that ended during the step are dropped."""
         self.counters["decode_steps"] += 1
-        for row, token in zip(rows, tokens, strict=True):
+        for row, token in zip(self._take_step(order).rows, tokens, strict=True):
             if row.request.state is State.RUNNING:
                 self._accept_token(row.request, token, now)
 
-    def step_failed(self, rows: list[DecodeRow], reason: str, now: float) -> None:
+    def step_failed(self, order: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in rows:
+        for row in self._take_step(order).rows:
             if row.request.state is State.RUNNING:
                 self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+
+    def order_done(self, order: int) -> None:
+        """All ranks have carried out a page effect."""
+        self.orders.done(order)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -256,8 +296,8 @@ class DecodeScheduler:
 
     @property
     def idle(self) -> bool:
-        """No request anywhere, not even one that drains."""
-        return not self.requests and not self._draining and not len(self.intake.fences)
+        """No request anywhere, not even one that drains, and nothing under way."""
+        return not (self.requests or self._draining or len(self.intake.fences) or len(self.orders))
 
     @property
     def running(self) -> int:
@@ -330,7 +370,34 @@ class DecodeScheduler:
         """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""
         full = prompt.tokens // self.limits.page_size
         if prompt.tokens % self.limits.page_size and _pages(request)[full] != grant.pages[full]:
-            self._effects.append(CopyPage(grant.pages[full], _pages(request)[full]))
+            self._effects.append(CopyPage(self.orders.next(), grant.pages[full], _pages(request)[full]))
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _may_give_step(self) -> bool:
+        if self.limits.stages > 1:
+            return len(self._steps) < self.limits.stages
+        if not self._steps:
+            return True
+        known_late = any(request.sampling.counts_tokens for request in self._running)
+        return self.limits.look_ahead and len(self._steps) < 2 and not known_late
+
+    def _next_batch(self) -> list[Request]:
+        """Who is in the next step. With several stages, each batch is an even share of those whose turn it is."""
+        if self.limits.stages == 1:
+            return [request for request in self._running if request.may_step]
+        waiting = sorted(
+            (request for request in self._running if not request.in_flight), key=lambda request: request.last_step
+        )
+        return waiting[: -(-len(self._running) // self.limits.stages)]
+
+    def _take_step(self, order: int) -> DecodeStep:
+        step = self._steps.popleft()
+        assert step.order == order, f"step {order} has ended before step {step.order}"
+        for row in step.rows:
+            row.request.in_flight -= 1
+        self.orders.done(order)
+        return step
 
     # -- retry and retraction ----------------------------------------------------------------------------------
 
@@ -347,17 +414,23 @@ class DecodeScheduler:
             request.life.to(State.QUEUED, now)
         self.intake.queue.push(prompt, again=True)
 
-    def _make_room(self, request: Request, now: float) -> None:
-        """A page for the row that the next step writes, if need be at the cost of the request that matters least."""
+    def _make_room(self, request: Request, now: float) -> bool:
+        """A page for the row that the next step writes, if need be at the cost of the request that matters least.
+
+        False when there is none and nobody can be retracted before the orders under way are done.
+        """
         assert request.grant is not None, f"{request.rid} runs without pages"
-        while len(request.grant.pages) * self.limits.page_size <= request.kv_tokens:
+        while len(request.grant.pages) * self.limits.page_size <= request.kv_tokens + request.in_flight:
             if self.pages.grow(request.grant):
                 continue
+            if len(self.orders):
+                return False
             youngest = range(len(self._running) - 1, -1, -1)
             victim = self._running[min(youngest, key=lambda index: self._running[index].prompt.priority)]
             self._retract(victim, now)
             if victim is request:
-                return
+                return True
+        return True
 
     def _retract(self, request: Request, now: float) -> None:
         """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing."""
@@ -367,7 +440,7 @@ class DecodeScheduler:
         pages = self._pages_for(request.kv_tokens)
         if self.retracted.worth_saving(pages, request.kv_tokens):
             self.retracted.add(request, pages)
-            self._effects.append(SavePages(request.rid, tuple(_pages(request)[:pages])))
+            self._effects.append(SavePages(self.orders.next(), request.rid, tuple(_pages(request)[:pages])))
         else:
             self.counters["retractions_recomputed"] += 1
             old = request.prompt
@@ -391,7 +464,7 @@ class DecodeScheduler:
             if request.grant is None:
                 return
             self.retracted.remove(request)
-            self._effects.append(LoadPages(request.rid, tuple(request.grant.pages)))
+            self._effects.append(LoadPages(self.orders.next(), request.rid, tuple(request.grant.pages)))
             self.admit(request, now)
 
     # -- tokens and endings ------------------------------------------------------------------------------------
@@ -426,7 +499,7 @@ class DecodeScheduler:
                 self._running.remove(request)
             case State.RETRACTED:
                 self.retracted.remove(request)
-                self._effects.append(DropPages(request.rid))
+                self._effects.append(DropPages(self.orders.next(), request.rid))
             case _:
                 pass
         if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
@@ -460,7 +533,7 @@ class DecodeScheduler:
 
     def _release(self, request: Request) -> None:
         if request.grant is not None:
-            self.pages.release(request.grant)
+            self.orders.release(request.grant)
             request.grant = None
 
     def _free_drained(self, prompt: Prompt, now: float) -> None:
@@ -487,6 +560,18 @@ class DecodeScheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self.limits.page_size)
+
+
+def _row(request: Request, before: dict[Request, int]) -> DecodeRow:
+    """The next row of a request; `before` says where it was in the step before."""
+    return DecodeRow(
+        request=request,
+        token=None if request.in_flight else request.output_ids[-1],
+        follows=before[request] if request.in_flight else None,
+        position=request.kv_tokens + request.in_flight,
+        pages=_pages(request),
+        output_index=len(request.output_ids) + request.in_flight,
+    )
 
 
 def _pages(request: Request) -> list[int]:

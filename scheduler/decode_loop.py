@@ -1,14 +1,13 @@
 """The engine loop of a decode server."""
 
+import collections
+import dataclasses
 import logging
 import queue
-import time
 
 import numpy as np
-import torch
 
 from ..configs.errors import UnavailableError
-from ..transfer.checksum import checksum
 from ..transfer.decode_control import DecodeControl
 from ..transfer.events import (
     LoadReported,
@@ -31,12 +30,23 @@ from ..transfer.messages import (
 )
 from .decode import DecodeRow, DecodeScheduler
 from .effects import ConnectPeer, CopyPage, DropPages, Effect, LoadPages, SavePages, SendToPeer
-from .executor import Draw, Executor, StepRow
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
 from .loop import EngineLoop
+from .rank_messages import ExpectedChunk, KvVerified, OrderDone, RunStep, StepDone, VerifyKv
+from .ranks import Ranks
+from .step import Draw, StepRow
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Verification:
+    """A transfer that prefill has finished, while the ranks compare what landed."""
+
+    done: PrefillDone
+    ranks: int = 0
+    problem: str | None = None
 
 
 class DecodeLoop(EngineLoop[DecodeScheduler]):
@@ -48,17 +58,19 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         front: FrontLink,
         inbox: "queue.SimpleQueue[object]",
         *,
-        executor: Executor,
+        ranks: Ranks,
+        world_size: int,
         control: DecodeControl,
         verify_kv: bool,
     ) -> None:
-        super().__init__(scheduler, front, inbox)
-        self._executor = executor
+        super().__init__(scheduler, front, inbox, ranks, world_size)
         self._control = control
         self._verify_kv = verify_kv
-        self._step_seconds = 0.0
-        self._saved: dict[str, torch.Tensor] = {}
-        """KV of retracted requests, in host memory."""
+        self._verifying: dict[TransferKey, _Verification] = {}
+        self._saving: dict[int, int] = {}
+        """Pages of each SavePages under way, by its order."""
+        self._orders_done: collections.Counter[int] = collections.Counter()
+        """Ranks that have carried out a page effect, by its order."""
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
@@ -69,6 +81,10 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
                 log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
+            case OrderDone():
+                self._order_done(event)
+            case KvVerified():
+                self._verified(event, now)
             case MessageReceived(message=message):
                 self._handle_message(message, now)
             case LoadReported(instance=instance, load=load):
@@ -94,13 +110,10 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         match message:
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
+            case PrefillDone() if self._verify_kv:
+                self._verify(message, now)
             case PrefillDone():
-                problem = self._verify(message.key) if self._verify_kv else None
-                if problem is None:
-                    scheduler.prefill_done(message, now)
-                else:
-                    scheduler.counters["checksum_errors"] += 1
-                    scheduler.transfer_failed(message.key, problem, retryable=True, late_writes=True, now=now)
+                scheduler.prefill_done(message, now)
             case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes):
                 log.warning("transfer %s failed: %s", key, reason)
                 scheduler.transfer_failed(key, reason, retryable=retryable, late_writes=late_writes, now=now)
@@ -109,19 +122,29 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case _:
                 raise TypeError(f"unexpected message from prefill: {message!r}")
 
-    def _verify(self, key: TransferKey) -> str | None:
-        """Compare what landed with what was sent, chunk by chunk; None when it is the same, or nobody waits for it."""
-        prompt = self.scheduler.prompt_of(key)
+    def _verify(self, done: PrefillDone, now: float) -> None:
+        """Have all ranks compare what landed with what was sent, unless nobody waits for it."""
+        prompt = self.scheduler.prompt_of(done.key)
         if prompt is None or prompt.attempt is None or prompt.grant is None:
-            return None
-        for chunk in prompt.attempt.chunks:
-            if chunk.checksum is None:
-                return f"prefill sent no checksum for tokens [{chunk.token_start}, {chunk.token_end})"
-            rows = self._executor.pool.read_tokens(prompt.grant.pages, chunk.token_start, chunk.token_end)
-            if checksum(rows) != chunk.checksum:
-                return f"KV checksum differs for tokens [{chunk.token_start}, {chunk.token_end})"
-            self.scheduler.counters["chunks_verified"] += 1
-        return None
+            self.scheduler.prefill_done(done, now)
+            return
+        self._verifying[done.key] = _Verification(done)
+        chunks = (ExpectedChunk(chunk.token_start, chunk.token_end, chunk.checksums) for chunk in prompt.attempt.chunks)
+        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks)))
+
+    def _verified(self, report: KvVerified, now: float) -> None:
+        verification = self._verifying[report.key]
+        verification.ranks += 1
+        verification.problem = verification.problem or report.problem
+        self.scheduler.counters["chunks_verified"] += report.chunks
+        if verification.ranks < self._world_size:
+            return
+        del self._verifying[report.key]
+        if verification.problem is None:
+            self.scheduler.prefill_done(verification.done, now)
+        else:
+            self.scheduler.counters["checksum_errors"] += 1
+            self.scheduler.transfer_failed(report.key, verification.problem, retryable=True, late_writes=True, now=now)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -129,61 +152,58 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint):
                 self._control.connect(endpoint)
-            case CopyPage(source=source, destination=destination):
-                self._executor.pool.copy_page(source, destination)
-            case SavePages(rid=rid, pages=pages):
-                self._save(rid, pages)
-            case LoadPages(rid=rid, pages=pages):
-                self._executor.pool.load(self._saved.pop(rid), pages)
-            case DropPages(rid=rid):
-                del self._saved[rid]
+            case CopyPage() | SavePages() | LoadPages() | DropPages():
+                if isinstance(effect, SavePages):
+                    self._saving[effect.order] = len(effect.pages)
+                self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")
 
-    def _save(self, rid: str, pages: tuple[int, ...]) -> None:
-        started = time.monotonic()
-        self._saved[rid] = self._executor.pool.save(pages)
-        self.scheduler.retracted.rates.copied_pages_per_s = len(pages) / (time.monotonic() - started)
+    def _order_done(self, report: OrderDone) -> None:
+        self._orders_done[report.order] += 1
+        if self._orders_done[report.order] < self._world_size:
+            return
+        del self._orders_done[report.order]
+        pages = self._saving.pop(report.order, None)
+        if pages is not None and report.seconds > 0:
+            self.scheduler.retracted.rates.copied_pages_per_s = pages / report.seconds
+        self.scheduler.order_done(report.order)
 
-    def _step(self, now: float) -> bool:
-        rows = self.scheduler.next_step(now)
-        self._carry_out()  # pages that were retracted are copied before somebody else writes them
-        if not rows:
-            return False
-        try:
-            results = self._executor.run([_step_row(row) for row in rows])
-        except Exception as error:
-            self.scheduler.step_failed(rows, self._step_failed(error), time.monotonic())
-            return True
-        self._failed_steps = 0
-        done = time.monotonic()
-        self._step_seconds = done - now
-        self.scheduler.step_done(rows, [result.drawn[0] for result in results], done)
-        return True
+    def _next_step(self, now: float) -> RunStep | None:
+        step = self.scheduler.next_step(now)
+        return RunStep(step.order, tuple(_step_row(row) for row in step.rows)) if step is not None else None
+
+    def _step_done(self, done: StepDone, now: float) -> None:
+        if done.error is None:
+            self.scheduler.step_done(done.order, [result.drawn[0] for result in done.results], now)
+        else:
+            self.scheduler.step_failed(done.order, done.error, now)
 
     def _gauges(self) -> dict[str, float]:
         return {
             "running_requests": self.scheduler.running,
             "fenced_pages": self.scheduler.intake.fences.pages,
             "cached_pages": len(self.scheduler.cache),
-            "saved_requests": len(self._saved),
-            "last_step_seconds": self._step_seconds,
+            "saved_requests": len(self.scheduler.retracted),
         }
 
-    def _give_up(self, now: float) -> None:
-        self.scheduler.fail_all(UnavailableError("the server was shut down before the request was done"), now)
+    def _give_up(self, reason: str, now: float) -> None:
+        self.scheduler.fail_all(UnavailableError(reason), now)
 
     def _answered(self) -> bool:
         return not self.scheduler.requests
 
 
 def _step_row(row: DecodeRow) -> StepRow:
+    """What came before a token travels only where it counts: it would be most of the message."""
     request = row.request
+    counts = request.sampling.counts_tokens
     return StepRow(
-        token_ids=(row.token,),
+        token_ids=() if row.token is None else (row.token,),
         start=row.position,
         pages=row.pages,
-        draws=(Draw(request.sampling, len(request.output_ids), request.output_ids),),
-        prompt_ids=request.prompt_ids,
+        draws=(Draw(request.sampling, row.output_index, tuple(request.output_ids) if counts else ()),),
+        prompt_ids=request.prompt_ids if counts else (),
         top_logprobs=request.logprobs.top if request.logprobs is not None else None,
+        follows=row.follows,
     )

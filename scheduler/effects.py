@@ -1,8 +1,14 @@
-"""What a scheduler wants done. It decides with plain integers and returns these; the engine loop carries them out."""
+"""What a scheduler wants done. It decides with plain integers and returns these; the engine loop carries them out.
+
+Those with an `order` go to the ranks, which do them in this order and in line with the steps (`orders.py`).
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
+
+from ..transfer.chunk_writer import ChunkWrite
 from ..transfer.messages import AnyMessage, InstanceId, TransferKey
 from .front import ToFront
 
@@ -28,60 +34,44 @@ class ConnectPeer:
     endpoint: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyPage:
+class CopyPage(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy the KV of one page to another (a sample's own copy of the prompt's last page)."""
 
+    order: int
     source: int
     destination: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavePages:
-    """Copy these pages to host memory under this name; they have other owners right after (retraction)."""
+class SavePages(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Copy these pages to host memory under this name (retraction)."""
 
+    order: int
     rid: str
     pages: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadPages:
+class LoadPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy what was saved under this name to these pages, and forget it."""
 
+    order: int
     rid: str
     pages: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DropPages:
+class DropPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Forget what was saved under this name."""
 
+    order: int
     rid: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendChunk:
-    """Write KV of tokens [token_start, token_end) into decode's memory (prefill)."""
-
-    instance: InstanceId
-    key: TransferKey
-    token_start: int
-    token_end: int
-    source_pages: tuple[int, ...]
-    destination_indices: Sequence[int]
-    granularity: str
-    prefix_tokens: int
-    verify: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CancelChunks:
-    """Stop writing for this transfer; each chunk under way still reports its end."""
+class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Stop writing for this transfer (prefill); each chunk under way still reports its end."""
 
     instance: InstanceId
     key: TransferKey
 
 
-Effect = (
-    SendToPeer | SendToFront | ConnectPeer | CopyPage | SavePages | LoadPages | DropPages | SendChunk | CancelChunks
-)
+PageEffect = CopyPage | SavePages | LoadPages | DropPages
+Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | ChunkWrite | CancelChunks
+"""A ChunkWrite is KV that prefill has computed and decode should get."""

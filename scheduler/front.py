@@ -75,6 +75,16 @@ class ModelInfo(FrontMessage, frozen=True):
     device: str
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """One rank: which layers and KV heads it holds (half-open), and over what it can be written to (decode)."""
+
+    rank: int
+    device: str
+    layers: tuple[int, int]
+    kv_heads: tuple[int, int]
+    transports: tuple[str, ...]
+
+
 class Ready(FrontMessage, frozen=True):
     """The leader serves. `max_total_tokens` is the longest prompt + output that fits the KV pool."""
 
@@ -83,6 +93,7 @@ class Ready(FrontMessage, frozen=True):
     page_size: int
     num_pages: int
     max_total_tokens: int
+    ranks: tuple[RankInfo, ...] = ()
 
 
 class StartupFailed(FrontMessage, frozen=True):

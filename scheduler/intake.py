@@ -41,6 +41,10 @@ class DecodeLimits:
     quarantine_s: float
     verify_kv: bool = False
     prefix_cache: bool = True
+    stages: int = 1
+    """Pipeline stages: so many batches are under way at once, of different requests."""
+    look_ahead: bool = False
+    """With one stage: the next step of a batch is given before the tokens of the last one are known."""
 
 
 class Intake:

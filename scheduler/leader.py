@@ -1,7 +1,8 @@
 """The leader engine process of a server: `python -m pdserve.scheduler.leader`, started by the HTTP front.
 
 The first line on stdin is `{"config": {...}, "front": "ipc://..."}`; end of file there means that the front has gone,
-and ends this process. Threads: the engine loop (this one), the control plane, the front link, a sender per decode peer.
+and ends this process. Threads: the engine loop (this one), rank 0, the control plane, the front link, with several
+ranks the hub to their processes, and on prefill a sender for each decode rank.
 """
 
 import json
@@ -15,50 +16,41 @@ import time
 import uuid
 from typing import NoReturn
 
-import torch
-
 from ..configs.errors import StartupError
 from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ..memory.device import free_memory_bytes, resolve_device
-from ..memory.kv_pool import KvPool
 from ..memory.pages import PageAllocator
-from ..memory.sizing import GIB, check_weights_fit, pool_pages
+from ..memory.sizing import GIB
 from ..models.catalog import locate_model
 from ..models.fingerprint import fingerprint
-from ..models.runner import ModelRunner, resolve_dtype
 from ..transfer.control import Control
 from ..transfer.curve import ClusterKeys
 from ..transfer.decode_control import DecodeControl
-from ..transfer.engine import ReceiveEngine
-from ..transfer.layout import KvLayout, Plane
-from ..transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Pool, Rank, Welcome
+from ..transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
 from ..transfer.pairing import check_pair
 from ..transfer.prefill_control import PrefillControl
 from ..transfer.session import Timing
-from ..transfer.transports import describe_transport_mismatch, machine_id, open_nvlink_receiver
+from ..transfer.transports import describe_transport_mismatch
 from .decode import DecodeScheduler
 from .decode_loop import DecodeLoop
-from .executor import Executor
-from .front import ModelInfo, PeerStatus, Ready, StartupFailed, Status, Stop
+from .front import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
 from .front_link import FrontLink
 from .intake import DecodeLimits
 from .prefill import PrefillLimits, PrefillScheduler
 from .prefill_loop import PrefillLoop
+from .rank import looks_ahead
+from .rank_messages import RankFailed, RankReady
+from .ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
 CONTROL_STALL_S = 5.0
 ORPHAN_GRACE_S = 3.0
-STEP_BYTES = 2 * GIB
-"""Left free on a GPU for activations and the workspace of libraries."""
-PREFILL_POOL_CONTEXTS = 8
-"""An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
 
 
 def main() -> int:
-    """Serve until told to stop; the exit code is 0, or 2 when the configuration cannot work."""
+    """Serve until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 when a rank was lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's: it drains us
     introduction = json.loads(sys.stdin.buffer.readline())
     config = parse_config(introduction["config"])
@@ -66,14 +58,21 @@ def main() -> int:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_front, args=(inbox,), name="front-watch", daemon=True).start()
     front = FrontLink(introduction["front"], inbox.put)
+    status = 0
     try:
         Leader(config, front, inbox).serve()
     except StartupError as error:
         front.send(StartupFailed(str(error)))
-        return 2
+        status = 2
+    except RankLostError as error:
+        log.error("the server ends: %s", error)
+        status = 1
     finally:
         front.close()
-    return 0
+    if status:
+        logging.shutdown()
+        os._exit(status)  # rank 0 may be stuck in a collective for good: a normal exit would wait for its thread
+    return status
 
 
 def _watch_front(inbox: "queue.SimpleQueue[object]") -> NoReturn:
@@ -93,90 +92,56 @@ class Leader:
         self._front = front
         self._inbox = inbox
         self._instance = InstanceId(uuid.uuid4().hex[:16])
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         self._source = locate_model(config.model)
-        self._device = resolve_device(config.device)
         self._fingerprint = fingerprint(self._source)
-        self._executor = Executor(*self._load_model(), eos_token_ids=self._source.config.eos_token_ids)
-        self._layout = _layout(self._executor.pool)
         self._keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
         self._timing = Timing(heartbeat_interval_s=config.heartbeat_interval_s, peer_timeout_s=config.peer_timeout_s)
+        self._ranks = Ranks(config, self._source, self._keys, inbox.put)
+        self._ready: list[RankReady] = []
 
     def serve(self) -> None:
         """Run until stopped."""
-        match self._config:
-            case DecodeConfig():
-                self._serve_decode(self._config)
-            case PrefillConfig():
-                self._serve_prefill(self._config)
+        try:
+            self._ready = self._await_ranks()
+            match self._config:
+                case DecodeConfig():
+                    self._serve_decode(self._config)
+                case PrefillConfig():
+                    self._serve_prefill(self._config)
+        finally:
+            self._ranks.close()
 
-    def _load_model(self) -> tuple[ModelRunner, KvPool]:
-        config, source = self._config, self._source
-        dtype = resolve_dtype(config.dtype, source.config, self._device)
-        started = time.monotonic()
-        check_weights_fit(ModelRunner.weight_bytes(source, dtype), self._device)
-        log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
-        runner = ModelRunner.load(source, device=self._device, dtype=dtype)
-        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
-        useful = source.config.context_length * (
-            config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
-        )
-        pages = pool_pages(
-            config,
-            token_bytes=runner.kv_token_bytes,
-            most_useful_tokens=useful,
-            free_bytes=free_memory_bytes(self._device) - self._step_bytes(),
-        )
-        pool = runner.make_pool(pages, config.page_size)
-        log.info(
-            "KV pool: %d tokens in %d pages of %d, %.2f GiB",
-            pages * config.page_size,
-            pages,
-            config.page_size,
-            pool.size_bytes / GIB,
-        )
-        if isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda":
-            started = time.monotonic()
-            context = min(source.config.context_length, pages * config.page_size)
-            runner.capture_graphs(pool, max_batch=config.max_running_requests, max_context=context)
-            log.info(
-                "CUDA graphs for batches up to %d in %.1f s", config.max_running_requests, time.monotonic() - started
-            )
-        return runner, pool
+    def _await_ranks(self) -> list[RankReady]:
+        """All ranks, loaded. Nothing but their reports and a Stop can come before the front knows that we serve."""
+        ready: dict[int, RankReady] = {}
+        while len(ready) < self._config.world_size:
+            match self._inbox.get():
+                case RankReady() as report:
+                    ready[report.rank] = report
+                case RankFailed(rank=rank, reason=reason):
+                    raise StartupError(reason if self._config.world_size == 1 else f"rank {rank}: {reason}")
+                case Stop():
+                    raise StartupError("stopped before all ranks were ready")
+        return [ready[rank] for rank in sorted(ready)]
 
-    def _step_bytes(self) -> int:
-        """Device memory that a step needs beside weights and KV: activations, logits and, on decode, its graphs."""
-        if self._device.type != "cuda":
-            return 0
-        config, vocab_size = self._config, self._source.config.vocab_size
-        rows = config.max_running_requests if isinstance(config, DecodeConfig) else config.chunk_size
-        return STEP_BYTES + rows * vocab_size * 4 * 2
+    @property
+    def _places(self) -> tuple[Rank, ...]:
+        return tuple(report.place for report in self._ready)
 
     def _serve_decode(self, config: DecodeConfig) -> None:
-        pool = self._executor.pool
-        receiver = ReceiveEngine(config.public_host)
-        receiver.register(pool.base_address, pool.size_bytes)
-        nvlink = open_nvlink_receiver(
-            config.transport,
-            config.public_host,
-            pool.base_address,
-            pool.size_bytes,
-            on_gpu=self._device.type == "cuda",
-        )
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             instance=self._instance,
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
-            ranks=(self._rank(receiver.session, nvlink.session if nvlink is not None else None),),
+            ranks=self._places,
         )
         limits = DecodeLimits(
             page_size=config.page_size,
             max_running_requests=config.max_running_requests,
             max_queued_requests=config.max_queued_requests,
             growth_tokens=config.growth_tokens,
-            retract_pages=int(config.retract_memory_gib * GIB) // self._layout.page_bytes,
+            retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
             queue_timeout_s=config.queue_timeout_s,
             prefill_wait_s=config.prefill_wait_s,
             prefill_timeout_s=config.prefill_timeout_s,
@@ -184,8 +149,10 @@ class Leader:
             quarantine_s=config.quarantine_s,
             verify_kv=config.verify_kv,
             prefix_cache=config.prefix_cache,
+            stages=config.pp,
+            look_ahead=looks_ahead(config),
         )
-        scheduler = DecodeScheduler(limits, PageAllocator(pool.num_pages), self._source.config.eos_token_ids)
+        scheduler = DecodeScheduler(limits, PageAllocator(self._num_pages), self._source.config.eos_token_ids)
         control = DecodeControl(
             hello,
             check=lambda welcome: check_pair(hello, welcome),
@@ -195,27 +162,31 @@ class Leader:
             timing=self._timing,
         )
         loop = DecodeLoop(
-            scheduler, self._front, self._inbox, executor=self._executor, control=control, verify_kv=config.verify_kv
+            scheduler,
+            self._front,
+            self._inbox,
+            ranks=self._ranks,
+            world_size=config.world_size,
+            control=control,
+            verify_kv=config.verify_kv,
         )
-        log.info("KV arrives at %s (tcp)%s", receiver.session, f", {nvlink.session} (nvlink)" if nvlink else "")
+        for rank in hello.ranks:
+            sessions = ", ".join(f"{session} ({transport})" for transport, session in _sessions(rank).items())
+            log.info("KV of rank %d arrives at %s", rank.rank, sessions)
         for endpoint in config.prefill:
             control.connect(endpoint)
         try:
             self._run(loop, control)
         finally:
             control.close()
-            receiver.close()
-            if nvlink is not None:
-                nvlink.close()
 
     def _serve_prefill(self, config: PrefillConfig) -> None:
-        pool = self._executor.pool
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             instance=self._instance,
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
-            ranks=(self._rank(None),),
+            ranks=self._places,
         )
         limits = PrefillLimits(
             page_size=config.page_size,
@@ -225,16 +196,14 @@ class Leader:
             vocab_size=self._source.config.vocab_size,
             observe_timeout_s=config.observe_timeout_s,
             prefix_cache=config.prefix_cache,
+            steps_in_flight=config.pp + 1,
         )
-        scheduler = PrefillScheduler(limits, PageAllocator(pool.num_pages))
+        scheduler = PrefillScheduler(limits, PageAllocator(self._num_pages))
         control = PrefillControl(
             config.host,
             config.bootstrap_port,
             welcome,
-            check=lambda hello: (
-                check_pair(hello, welcome)
-                or describe_transport_mismatch(config.transport, welcome.ranks[0], hello.ranks[0])
-            ),
+            check=lambda hello: check_pair(hello, welcome) or _describe_transports(config, welcome, hello),
             on_event=self._inbox.put,
             load=lambda: loop.load,
             keys=self._keys,
@@ -244,18 +213,16 @@ class Leader:
             scheduler,
             self._front,
             self._inbox,
-            executor=self._executor,
+            ranks=self._ranks,
+            world_size=config.world_size,
             control=control,
-            layout=self._layout,
-            send_window=config.send_window,
-            transport=config.transport,
+            welcome=welcome,
         )
         log.info("control port %s:%d", config.host, control.port)
         try:
             self._run(loop, control)
         finally:
             control.close()
-            loop.close()
 
     def _run(self, loop: DecodeLoop | PrefillLoop, control: Control) -> None:
         def status() -> Status:
@@ -271,17 +238,17 @@ class Leader:
                     for peer in control.peers()
                 ),
                 states=dict(snapshot.states),
-                loop_age_s=time.monotonic() - loop.turned_at,
+                loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
             )
 
         control.start()
         self._front.start_status(status)
-        self._front.send(self._ready())
+        self._front.send(self._introduction())
         loop.run()
 
-    def _ready(self) -> Ready:
-        model, pool = self._source.config, self._executor.pool
+    def _introduction(self) -> Ready:
+        model, first = self._source.config, self._ready[0]
         return Ready(
             model=ModelInfo(
                 name=self._source.name,
@@ -291,32 +258,50 @@ class Leader:
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
                 fingerprint=self._fingerprint,
-                dtype=pool.dtype_name,
-                device=str(self._device),
+                dtype=first.dtype,
+                device=first.device,
             ),
             instance=self._instance,
-            page_size=pool.page_size,
-            num_pages=pool.num_pages,
-            max_total_tokens=min(model.context_length, pool.num_pages * pool.page_size),
+            page_size=self._config.page_size,
+            num_pages=self._num_pages,
+            max_total_tokens=min(model.context_length, self._num_pages * self._config.page_size),
+            ranks=tuple(_rank_info(report) for report in self._ready),
         )
 
-    def _rank(self, session: str | None, nvlink_session: str | None = None) -> Rank:
-        pool = self._executor.pool
-        pools = (Pool(self._layout, pool.base_address, pool.size_bytes),)
-        return Rank(0, session, pools, machine_id(), nvlink_session)
+    @property
+    def _num_pages(self) -> int:
+        return self._ready[0].num_pages
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of one page, on the rank that has most of it."""
+        return max(sum(pool.layout.page_bytes for pool in place.pools) for place in self._places)
 
 
-def _layout(pool: KvPool) -> KvLayout:
-    token_bytes = pool.head_token_bytes
-    return KvLayout(
-        planes=(Plane("k", token_bytes), Plane("v", token_bytes)),
-        layer_start=0,
-        layer_end=pool.num_layers,
-        head_start=0,
-        head_end=pool.num_heads,
-        page_size=pool.page_size,
-        num_pages=pool.num_pages,
-        dtype=pool.dtype_name,
+def _describe_transports(config: PrefillConfig, welcome: Welcome, hello: Hello) -> str | None:
+    """The first pair of ranks that the configured transport cannot connect."""
+    for ours in welcome.ranks:
+        for theirs in hello.ranks:
+            problem = describe_transport_mismatch(config.transport, ours, theirs)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _sessions(rank: Rank) -> dict[str, str]:
+    """Where a decode rank receives, by transport."""
+    sessions = {"rdma": rank.rdma_session, "nvlink": rank.nvlink_session, "tcp": rank.session}
+    return {transport: session for transport, session in sessions.items() if session is not None}
+
+
+def _rank_info(report: RankReady) -> RankInfo:
+    layout = report.place.pools[0].layout
+    return RankInfo(
+        rank=report.rank,
+        device=report.device,
+        layers=(layout.layer_start, layout.layer_end),
+        kv_heads=(layout.head_start, layout.head_end),
+        transports=tuple(_sessions(report.place)),
     )
 
 

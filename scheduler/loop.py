@@ -1,10 +1,11 @@
-"""The engine loop: takes what happened, lets the scheduler decide, carries it out, runs a step. One thread.
+"""The engine loop: takes what happened, lets the scheduler decide, tells the ranks what to do. One thread.
 
-Everything slow or blocking is elsewhere: sockets on the control and front threads, writes on the sender threads. They
-put events into the inbox; this thread is the only one that touches the scheduler, the allocators and the model.
+Everything slow or blocking is elsewhere: sockets on the control and front threads, the model on the ranks. They put
+events into the inbox; this thread is the only one that touches the scheduler and the allocators.
 """
 
 import abc
+import collections
 import dataclasses
 import logging
 import queue
@@ -19,6 +20,8 @@ from .effects import Effect, SendToFront
 from .front import Stop, ToFront
 from .front_link import FrontLink
 from .prefill import PrefillScheduler
+from .rank_messages import RankFailed, RunStep, StepDone
+from .ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +45,16 @@ class Snapshot:
 class EngineLoop(abc.ABC, Generic[SchedulerT]):
     """What the two roles share. `run()` returns when a Stop has been carried out."""
 
-    def __init__(self, scheduler: SchedulerT, front: FrontLink, inbox: "queue.SimpleQueue[object]") -> None:
+    def __init__(
+        self, scheduler: SchedulerT, front: FrontLink, inbox: "queue.SimpleQueue[object]", ranks: Ranks, world_size: int
+    ) -> None:
         self.scheduler: SchedulerT = scheduler
+        self._ranks = ranks
+        self._world_size = world_size
+        self._given: collections.deque[float] = collections.deque()
+        """When each step under way was given."""
+        self._lost: str | None = None
+        self._step_seconds = 0.0
         self.turned_at = time.monotonic()
         self.snapshot = Snapshot({}, {}, {})
         self.load = Load()
@@ -57,20 +68,31 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._leak: str | None = None
 
     def run(self) -> None:
-        wait_s = 0.0
+        """Raises RankLostError, after everybody has been answered, when a rank is lost."""
         while not self._stopped():
-            self._handle_events(wait_s)
-            worked = self._turn()
-            self._publish(force=not worked)
-            wait_s = 0.0 if worked else IDLE_WAIT_S
+            self._handle_events(IDLE_WAIT_S)
+            if self._lost is not None:
+                self._give_up(f"the server lost a rank: {self._lost}", time.monotonic())
+                self._carry_out()
+                raise RankLostError(self._lost)
+            self._turn()
+            self._publish(force=not self._given)
             self.turned_at = time.monotonic()
+
+    def stalled_s(self) -> float:
+        """How long nothing has moved: the loop has not turned, or a step has been under way. Called from any thread."""
+        try:
+            oldest = min(self._given[0], self.turned_at)
+        except IndexError:
+            oldest = self.turned_at
+        return time.monotonic() - oldest
 
     def problems(self) -> list[str]:
         """What makes this server unhealthy, in words. Called from another thread."""
         found = [self._leak] if self._leak is not None else []
         if self._failed_steps >= FAILED_STEPS_UNTIL_UNHEALTHY:
             found.append(f"the last {self._failed_steps} model steps failed")
-        return found
+        return found + self._ranks.problems()
 
     @abc.abstractmethod
     def _handle(self, event: object, now: float) -> None:
@@ -81,32 +103,37 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         """Carry out one effect that is not for the front."""
 
     @abc.abstractmethod
-    def _step(self, now: float) -> bool:
-        """Run one model step if there is one to run."""
+    def _next_step(self, now: float) -> RunStep | None:
+        """The next step for the ranks, if there is one to give."""
+
+    @abc.abstractmethod
+    def _step_done(self, done: StepDone, now: float) -> None:
+        """Tell the scheduler how a step has ended."""
 
     @abc.abstractmethod
     def _gauges(self) -> dict[str, float]:
         """Numbers of this role for the snapshot."""
 
     @abc.abstractmethod
-    def _give_up(self, now: float) -> None:
-        """The drain deadline has passed: end every request."""
+    def _give_up(self, reason: str, now: float) -> None:
+        """End every request with this answer."""
 
     @abc.abstractmethod
     def _answered(self) -> bool:
         """Every client and peer has its terminal answer."""
 
-    def _turn(self) -> bool:
+    def _turn(self) -> None:
         now = time.monotonic()
         self.scheduler.advance(now)
         self._carry_out()
-        worked = self._step(now)
-        self._carry_out()
-        if worked:
+        while (step := self._next_step(now)) is not None:
+            self._carry_out()  # pages that were retracted are saved before somebody else writes them
+            self._given.append(now)
+            self._ranks.tell(step)
             self._checked_idle = False
-        elif not self._checked_idle and self.scheduler.idle:
+        self._carry_out()
+        if not self._checked_idle and self.scheduler.idle:
             self._check_idle()
-        return worked
 
     def _handle_events(self, wait_s: float) -> None:
         """Everything in the inbox; waits up to `wait_s` for the first. One bad event does not stop the others."""
@@ -114,10 +141,16 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while True:
                 try:
-                    if isinstance(event, Stop):
-                        self._begin_stop(event.drain_s)
-                    else:
-                        self._handle(event, time.monotonic())
+                    match event:
+                        case Stop(drain_s=drain_s):
+                            self._begin_stop(drain_s)
+                        case RankFailed(rank=rank, reason=reason):
+                            log.error("rank %d: %s", rank, reason)
+                            self._lost = self._lost or reason
+                        case StepDone():
+                            self._take_step(event, time.monotonic())
+                        case _:
+                            self._handle(event, time.monotonic())
                 except Exception:
                     log.exception("event %s", type(event).__name__)
                     self.scheduler.counters["event_errors"] += 1
@@ -145,15 +178,15 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             return False
         now = time.monotonic()
         if now >= self._stop_at:
-            self._give_up(now)
+            self._give_up("the server was shut down before the request was done", now)
             self._carry_out()
             return True
         return self._answered()
 
-    def _step_failed(self, error: Exception) -> str:
-        self._failed_steps += 1
-        log.exception("model step failed")
-        return f"{type(error).__name__}: {error}"
+    def _take_step(self, done: StepDone, now: float) -> None:
+        self._step_seconds = now - self._given.popleft()
+        self._failed_steps = 0 if done.error is None else self._failed_steps + 1
+        self._step_done(done, now)
 
     def _check_idle(self) -> None:
         """With nothing to do, every page must be home."""
@@ -173,7 +206,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             pages = self.scheduler.pages
             gauges = {"kv_pages": pages.num_pages, "kv_pages_held": pages.held, "kv_pages_available": pages.available}
             self.snapshot = Snapshot(
-                gauges={**gauges, **self._gauges()},
+                gauges={**gauges, "last_step_seconds": self._step_seconds, **self._gauges()},
                 counters=dict(self.scheduler.counters),
                 states=self.scheduler.state_counts(),
             )

@@ -17,6 +17,7 @@ from ..configs.errors import ServerError
 from ..configs.sampling import TokenLogprob
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
+from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
 from ..transfer.messages import (
     Abort,
     AbortAck,
@@ -28,11 +29,11 @@ from ..transfer.messages import (
     TransferFailed,
 )
 from .counters import PREFILL_COUNTERS
-from .effects import CancelChunks, Effect, SendChunk, SendToFront, SendToPeer
+from .effects import CancelChunks, Effect, SendToFront, SendToPeer
 from .front import ToFront
 from .lifecycle import TransferState
 from .observers import Observers, Outcome, TransferSummary
-from .transfer import ChunkOutcome, PrefillRow, Transfer, TransferRef
+from .transfer import PageSpace, PrefillRow, PrefillStep, Transfer, TransferRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class PrefillLimits:
     vocab_size: int
     observe_timeout_s: float
     prefix_cache: bool = True
+    steps_in_flight: int = 2
+    """Steps given to the ranks at once: one that computes, and more so that no stage waits for the next."""
 
 
 MAX_SAMPLES = 256
@@ -63,20 +66,23 @@ class PrefillScheduler:
         self.transfers: dict[TransferRef, Transfer] = {}
         self._waiting: collections.deque[Transfer] = collections.deque()
         self._computing: list[Transfer] = []
-        self._destination_pools: dict[InstanceId, tuple[int, int]] = {}
+        self._steps: collections.deque[PrefillStep] = collections.deque()
+        """Under way, oldest first."""
+        self._orders = 0
+        self._spaces: dict[InstanceId, tuple[PageSpace, ...]] = {}
         self._observers = Observers(limits.observe_timeout_s)
         self._effects: list[Effect] = []
         self._accepting = True
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, num_pages: int, page_size: int) -> None:
-        """A decode server paired; this is the size of its pool."""
-        self._destination_pools[instance] = (num_pages, page_size)
+    def peer_up(self, instance: InstanceId, spaces: Sequence[PageSpace]) -> None:
+        """A decode server paired; these are the index spaces of its pools."""
+        self._spaces[instance] = tuple(spaces)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """Nobody waits for its transfers any more."""
-        self._destination_pools.pop(instance, None)
+        self._spaces.pop(instance, None)
         for transfer in [t for t in self.transfers.values() if t.instance == instance]:
             self._close(transfer, f"prefill lost the decode server: {reason}", now)
 
@@ -85,10 +91,10 @@ class PrefillScheduler:
         instance: InstanceId,
         destination: KvDestination,
         prompt: Sequence[int],
-        indices: Sequence[int],
+        indices: list[list[int]],
         now: float,
     ) -> None:
-        """Queue a transfer, or answer at once why not."""
+        """Queue a transfer, or answer at once why not. `indices` are destinations, for each index space of the pair."""
         transfer = Transfer(instance, destination, prompt, indices, now)
         if transfer.ref in self.transfers:
             self.counters["stale_messages"] += 1
@@ -145,27 +151,35 @@ class PrefillScheduler:
         while self._waiting and self._start(self._waiting[0], now):
             self._waiting.popleft()
 
-    def next_step(self) -> list[PrefillRow]:
-        """The slices of the next step: oldest first, at most `chunk_size` tokens; empty when there is nothing to do.
+    def next_step(self) -> PrefillStep | None:
+        """The slices of the next step: oldest first, at most `chunk_size` tokens; None when there is nothing to do, or
+        enough is under way.
 
         A slice that does not end its prompt ends on a page border, so no page is sent twice.
         """
         rows: list[PrefillRow] = []
-        budget = self.limits.chunk_size
+        budget = self.limits.chunk_size if len(self._steps) < self.limits.steps_in_flight else 0
         for transfer in self._computing:
-            start, end = transfer.computed, min(transfer.prompt_tokens, transfer.computed + budget)
+            start, end = transfer.given, min(transfer.prompt_tokens, transfer.given + budget)
+            if start == transfer.prompt_tokens:
+                continue
             if end < transfer.prompt_tokens:
                 end -= end % self.limits.page_size
             if end <= start:
                 break
             assert transfer.grant is not None, f"{transfer.ref} computes without pages"
             rows.append(PrefillRow(transfer, start, end, transfer.grant.pages, end == transfer.prompt_tokens))
+            transfer.given = end
             budget -= end - start
-        return rows
+        if not rows:
+            return None
+        self._orders += 1
+        self._steps.append(PrefillStep(self._orders, rows))
+        return self._steps[-1]
 
     def step_done(
         self,
-        rows: list[PrefillRow],
+        order: int,
         first_tokens: Sequence[tuple[TokenLogprob, ...]],
         input_logprobs: Sequence[tuple[TokenLogprob, ...]],
         now: float,
@@ -176,7 +190,7 @@ class PrefillScheduler:
         that the slice yields.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs in zip(rows, first_tokens, input_logprobs, strict=True):
+        for row, tokens, logprobs in zip(self._take_step(order), first_tokens, input_logprobs, strict=True):
             transfer = row.transfer
             if transfer.state is not TransferState.COMPUTING:
                 continue
@@ -191,33 +205,34 @@ class PrefillScheduler:
                 transfer.life.to(TransferState.SENDING, now)
                 self._finish_if_sent(transfer, now)
 
-    def step_failed(self, rows: list[PrefillRow], reason: str, now: float) -> None:
+    def step_failed(self, order: int, reason: str, now: float) -> None:
         """The model could not run this step: its transfers fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in rows:
-            self._close(row.transfer, f"the prefill step failed: {reason}", now)
+        for row in self._take_step(order):
+            if row.transfer.state is TransferState.COMPUTING:
+                self._close(row.transfer, f"the prefill step failed: {reason}", now)
 
-    def chunk_sent(self, ref: TransferRef, token_start: int, token_end: int, outcome: ChunkOutcome, now: float) -> None:
-        """A chunk that was handed out has ended, one way or the other."""
-        transfer = self.transfers.get(ref)
+    def chunk_written(self, written: ChunkWritten, now: float) -> None:
+        """A chunk that was handed out has ended on all ranks, one way or the other."""
+        transfer = self.transfers.get((written.instance, written.key))
         if transfer is None:
             self.counters["stale_messages"] += 1
             return
         transfer.sending -= 1
-        transfer.late_writes |= outcome.late_writes
-        transfer.writes += outcome.writes
-        transfer.bytes_written += outcome.bytes_written
-        self.counters["transfer_writes"] += outcome.writes
-        self.counters["transfer_bytes"] += outcome.bytes_written
+        transfer.late_writes |= written.late_writes
+        transfer.writes += written.writes
+        transfer.bytes_written += written.bytes_written
+        self.counters["transfer_writes"] += written.writes
+        self.counters["transfer_bytes"] += written.bytes_written
         if transfer.state is TransferState.CLOSING:
             self._conclude_if_drained(transfer, now)
-        elif outcome.ok:
+        elif written.ok:
             transfer.chunks += 1
             self.counters["chunks"] += 1
-            self._tell(transfer, ChunkArrived(transfer.key, token_start, token_end, outcome.checksum))
+            self._tell(transfer, ChunkArrived(transfer.key, written.token_start, written.token_end, written.checksums))
             self._finish_if_sent(transfer, now)
         else:
-            self._close(transfer, outcome.reason, now)
+            self._close(transfer, written.reason, now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -228,7 +243,7 @@ class PrefillScheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.transfers and not len(self._observers)
+        return not (self.transfers or self._steps or len(self._observers))
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
@@ -250,6 +265,11 @@ class PrefillScheduler:
         self.pages.check_integrity(idle=not self.transfers)
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _take_step(self, order: int) -> list[PrefillRow]:
+        step = self._steps.popleft()
+        assert step.order == order, f"step {order} has ended before step {step.order}"
+        return step.rows
 
     def _refusal(self, transfer: Transfer) -> tuple[str, bool] | None:
         """Why this transfer cannot be taken and whether another try may help; everything in it came from a peer."""
@@ -279,19 +299,25 @@ class PrefillScheduler:
         if not 0 <= destination.prefix_tokens <= transfer.prompt_tokens:
             return f"prefix_tokens {destination.prefix_tokens} is outside [0, {transfer.prompt_tokens}]", False
         tokens = transfer.prompt_tokens - destination.prefix_tokens
-        if instance not in self._destination_pools:
+        if instance not in self._spaces:
             return "the decode server is not paired", True
-        num_pages, page_size = self._destination_pools[instance]
-        if destination.granularity == "page":
-            if destination.prefix_tokens % page_size:
-                return f"prefix_tokens {destination.prefix_tokens} is no multiple of the page size {page_size}", False
-            limit, needed = num_pages, -(-tokens // page_size)
-        else:
-            limit, needed = num_pages * page_size, tokens
-        if len(transfer.indices) < needed:
-            return f"{len(transfer.indices)} destination indices for {needed} {destination.granularity}s", False
-        if len(transfer.indices) and (min(transfer.indices) < 0 or max(transfer.indices) >= limit):
-            return f"destination indices are outside [0, {limit})", False
+        spaces = self._spaces[instance]
+        if len(transfer.indices) != len(spaces):
+            return f"destination indices for {len(transfer.indices)} of {len(spaces)} index spaces", False
+        for space, indices in zip(spaces, transfer.indices, strict=True):
+            if destination.granularity == "page":
+                if destination.prefix_tokens % space.page_size:
+                    return (
+                        f"prefix_tokens {destination.prefix_tokens} is no multiple of the page size {space.page_size}",
+                        False,
+                    )
+                limit, needed = space.num_pages, -(-tokens // space.page_size)
+            else:
+                limit, needed = space.num_pages * space.page_size, tokens
+            if len(indices) < needed:
+                return f"{len(indices)} destination indices for {needed} {destination.granularity}s", False
+            if len(indices) and (min(indices) < 0 or max(indices) >= limit):
+                return f"destination indices are outside [0, {limit})", False
         return None
 
     def _start(self, transfer: Transfer, now: float) -> bool:
@@ -306,7 +332,7 @@ class PrefillScheduler:
         if grant is None:
             return False
         transfer.grant = grant
-        transfer.cached = transfer.computed = len(prefix) * self.limits.page_size
+        transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
         self.counters["prefix_tokens_reused"] += transfer.cached
         transfer.life.to(TransferState.COMPUTING, now)
         self._computing.append(transfer)
@@ -322,13 +348,13 @@ class PrefillScheduler:
             return
         transfer.sending += 1
         self._effects.append(
-            SendChunk(
+            ChunkWrite(
                 instance=transfer.instance,
                 key=transfer.key,
                 token_start=start,
                 token_end=end,
-                source_pages=tuple(grant.pages),
-                destination_indices=transfer.indices,
+                source_pages=grant.pages,
+                indices=transfer.indices,
                 granularity=destination.granularity,
                 prefix_tokens=destination.prefix_tokens,
                 verify=destination.verify,

@@ -103,6 +103,10 @@ class Request:
         self.grant: PageGrant | None = None
         self.done: PrefillDone | None = None
         self.output_ids: list[int] = []
+        self.in_flight = 0
+        """Steps under way: tokens of its output that exist and are not known here yet."""
+        self.last_step = 0
+        """The order of its latest step."""
         self.saved_pages = 0
         """Pages of its KV that are in host memory while it is RETRACTED; 0 when they have to be computed anew."""
 
@@ -123,6 +127,11 @@ class Request:
     def kv_tokens(self) -> int:
         """KV rows that exist: of every token but the newest, which the next step feeds."""
         return self.prompt_tokens + max(0, len(self.output_ids) - 1)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether another step can be of use: the tokens under way do not reach its `max_new_tokens`."""
+        return len(self.output_ids) + self.in_flight < self.sampling.max_new_tokens
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Whether the newest output token ends the request, and why."""

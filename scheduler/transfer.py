@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,16 +18,11 @@ TransferRef = tuple[InstanceId, TransferKey]
 """Keys are minted by each decode instance on its own."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkOutcome:
-    """How the writes of one chunk ended."""
+class PageSpace(NamedTuple):
+    """Pages that decode names in its destinations."""
 
-    ok: bool
-    reason: str = ""
-    late_writes: bool = False
-    writes: int = 0
-    bytes_written: int = 0
-    checksum: int | None = None
+    num_pages: int
+    page_size: int
 
 
 class Transfer:
@@ -37,7 +33,7 @@ class Transfer:
         instance: InstanceId,
         destination: KvDestination,
         prompt: Sequence[int],
-        indices: Sequence[int],
+        indices: list[list[int]],
         now: float,
     ) -> None:
         self.instance = instance
@@ -49,6 +45,8 @@ class Transfer:
         self.grant: PageGrant | None = None
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache."""
+        self.given = 0
+        """Tokens [0, given) are computed or in a step under way."""
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
         self.sending = 0
@@ -98,3 +96,11 @@ class PrefillRow:
         wanted = self.transfer.destination
         seed = wanted.sampling.seed
         return [msgspec.structs.replace(wanted.sampling, seed=seed + index) for index in range(wanted.samples)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """A batch that is under way. Steps end in the order in which they were given."""
+
+    order: int
+    rows: list[PrefillRow]

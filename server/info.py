@@ -91,8 +91,8 @@ class ServerInfo:
             "served_model_name": self.model_name,
             "model_path": ready.model.path if ready else config.model,
             "disaggregation_mode": config.role,
-            "tp_size": 1,
-            "pp_size": 1,
+            "tp_size": config.tp,
+            "pp_size": config.pp,
             "dp_size": 1,
             "config": self._public_config(),
             "peers": self._peers(),
@@ -104,6 +104,7 @@ class ServerInfo:
             info["disaggregation_bootstrap_port"] = config.bootstrap_port
         if ready is not None:
             info["instance"] = ready.instance
+            info["ranks"] = list(ready.ranks)
             info["max_total_num_tokens"] = ready.num_pages * ready.page_size
             info["pool"] = {
                 "page_size": ready.page_size,

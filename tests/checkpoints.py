@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -158,3 +159,103 @@ def reference_greedy(model: Any, token_ids: list[int], new_tokens: int) -> list[
     )
     tokens: list[int] = out[0, len(token_ids) :].tolist()
     return tokens
+
+
+DsaArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+
+
+def make_dsa_checkpoint(
+    directory: Path,
+    architecture: DsaArchitecture = "deepseek_v32",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write a sparse model of 4 layers, the first of them dense, that attends to 16 tokens; `overrides` are fields of
+    its config. With 16 indexer heads scores do not tie: with 4, one in ten is exactly 0.
+    """
+    config_class, model_class = {
+        "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
+        "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
+    }[architecture]
+    groups = 2 if architecture == "deepseek_v32" else 1
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 20,
+        "index_topk": 16,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": groups,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "bos_token_id": 256,
+        "eos_token_id": EOS_ID,
+        "dtype": dtype,
+    }
+    model = model_class(config_class(**(fields | overrides)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("inv_freq"):
+                continue
+            values = torch.randn(tensor.shape, generator=generator)
+            if name.endswith(("norm.weight", "layernorm.weight")):
+                values = 1 + 0.1 * values
+            elif name.endswith("bias"):
+                values = 0.1 * values
+            elif "embed_tokens" not in name:
+                values = values / tensor.shape[-1] ** 0.5
+            tensor.copy_(values)
+    model.to(dtype).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+# What DeepSeek's own checkpoints keep in more than 8 bits, besides whatever is no matrix.
+_NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+
+
+def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add a layer that predicts
+    further tokens. Returns what the tensors of the model are worth now, worked out block by block.
+    """
+    path = directory / "model.safetensors"
+    stored, worth = {}, {}
+    for name, tensor in load_file(path).items():
+        stored[name] = worth[name] = tensor
+        if tensor.ndim != 2 or name.endswith(_NOT_BLOCK_SCALED):
+            continue
+        fp8, value = torch.empty_like(tensor, dtype=torch.float8_e4m3fn), torch.empty_like(tensor)
+        scales = torch.empty(-(-tensor.shape[0] // block[0]), -(-tensor.shape[1] // block[1]))
+        for row in range(scales.shape[0]):
+            for column in range(scales.shape[1]):
+                rows = slice(row * block[0], (row + 1) * block[0])
+                columns = slice(column * block[1], (column + 1) * block[1])
+                scale = tensor[rows, columns].abs().max() / 448
+                scales[row, column] = scale
+                fp8[rows, columns] = (tensor[rows, columns] / scale).to(torch.float8_e4m3fn)
+                value[rows, columns] = fp8[rows, columns].float() * scale
+        stored[name], stored[f"{name}_scale_inv"], worth[name] = fp8, scales, value
+    config = json.loads((directory / "config.json").read_text())
+    stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
+    save_file(stored, path, metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return worth

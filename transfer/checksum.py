@@ -1,22 +1,47 @@
-"""The checksum both sides of a transfer compute over the same tokens (`--verify-kv`)."""
+"""The checksum both sides of a transfer compute over the same tokens (`--verify-kv`).
 
-import numpy as np
+Each (layer, plane, head) has its own XXH3-64 over the bytes of the chunk's tokens in order, with a seed that says which
+layer, plane and head of the model it is. A rank's checksum is the sum of them modulo 2^64. It depends neither on page
+sizes nor on who wrote which part: prefill ranks add up what each of them has written to a decode rank.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
 import torch
 import xxhash
-from numpy.typing import NDArray
+
+from .layout import KvLayout
+
+MODULUS: Final = 1 << 64
 
 
-def checksum(data: torch.Tensor | NDArray[np.generic]) -> int:
-    """XXH3-64 of the bytes of `data`, as an unsigned integer.
+def block_sum(rows: torch.Tensor, layout: KvLayout, layers: range | None = None, heads: range | None = None) -> int:
+    """The sum over these global layers and heads of a pool (default: all it has).
 
-    `data` is a contiguous host tensor or array, such as `KvPool.read_tokens` returns: its order does not depend on page
-    sizes, so equal tokens give equal sums on both sides. Raises ValueError for anything that would have to be copied.
+    `rows` is a contiguous host tensor `[layer, plane, head, token, dim]` of everything `layout` holds, such as
+    `KvPool.read_tokens` returns. Raises ValueError for another shape, or for a tensor that would have to be copied.
     """
-    if isinstance(data, torch.Tensor):
-        if data.device.type != "cpu" or not data.is_contiguous():
-            raise ValueError(f"checksum needs a contiguous host tensor, got {data.device}, strides {data.stride()}")
-        # Through uint8, because numpy has no bfloat16.
-        return xxhash.xxh3_64_intdigest(data.detach().reshape(-1).view(torch.uint8).numpy().data)
-    if not data.flags.c_contiguous:
-        raise ValueError(f"checksum needs a contiguous array, got strides {data.strides}")
-    return xxhash.xxh3_64_intdigest(data.reshape(-1).view(np.uint8).data)
+    if rows.device.type != "cpu" or not rows.is_contiguous():
+        raise ValueError(f"checksum needs a contiguous host tensor, got {rows.device}, strides {rows.stride()}")
+    held = (layout.num_layers, len(layout.planes), layout.num_heads)
+    if rows.ndim != 5 or rows.shape[:3] != held:
+        raise ValueError(f"checksum needs [layer, plane, head] = {list(held)}, got shape {list(rows.shape)}")
+    blocks = rows.detach().flatten(3).view(torch.uint8).numpy()  # uint8: numpy has no bfloat16
+    return add_sums(
+        xxhash.xxh3_64_intdigest(
+            blocks[layer - layout.layer_start, plane, head - layout.head_start].data, _seed(name, layer, head)
+        )
+        for layer in (layout.layers if layers is None else layers)
+        for plane, name in enumerate(layout.kind)
+        for head in (layout.heads if heads is None else heads)
+    )
+
+
+def add_sums(sums: Iterable[int]) -> int:
+    """The checksum of several blocks together."""
+    return sum(sums) % MODULUS
+
+
+def _seed(plane: str, layer: int, head: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{plane}/{layer}/{head}".encode())

@@ -3,8 +3,8 @@
 The roles are apart because of how engines fail. A send engine whose peer hangs, restarts or overflows stays broken,
 and writes it reported as failed may still run later, reading source memory that has a new owner by then. The cure for
 all of it is to destroy that engine and make a new one, which takes a millisecond; so each peer has its own, and it
-registers nothing. The receive engine's port is the published address and its registrations are the pools: it lives as
-long as the process.
+registers nothing, except over RDMA, where the source memory has to be registered too. The receive engine's port is the
+published address and its registrations are the pools: it lives as long as the process.
 
 Engines do not survive fork: create them in the process that uses them.
 """
@@ -12,6 +12,7 @@ Engines do not survive fork: create them in the process that uses them.
 import enum
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Final, NewType
 
 from ..configs.errors import StartupError
@@ -19,6 +20,7 @@ from ..configs.schema import LOOPBACK_HOSTS
 from .mooncake_library import MooncakeEngine, Transport, create_engine
 from .mooncake_sockets import (
     PeerUnreachableError,
+    Region,
     confine_to_loopback,
     cut_connections,
     describe_engine,
@@ -49,16 +51,23 @@ class ReceiveEngine:
     the ports are confined to this machine; elsewhere they belong on a private network. Register pools, nothing else.
     """
 
-    def __init__(self, host: str, *, transport: Transport = "tcp") -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        transport: Transport = "tcp",
+        devices: Sequence[str] = (),
+        gid_index: int | None = None,
+    ) -> None:
         if ":" in host or host in ("", "0.0.0.0", "*"):
             raise StartupError(
                 f"peers cannot send KV to host {host!r}: set advertise_host to the IPv4 address or name of this machine"
             )
-        self._engine: MooncakeEngine | None = create_engine(host, transport)
+        self._engine: MooncakeEngine | None = create_engine(host, transport, devices=devices, gid_index=gid_index)
         self._port = self._engine.get_rpc_port()
         self.session = f"{host}:{self._port}"
         self.confined = False
-        if host in LOOPBACK_HOSTS or host.startswith("127."):
+        if _is_loopback(host):
             try:
                 _confine(self._port)
                 self.confined = True
@@ -68,10 +77,7 @@ class ReceiveEngine:
     def register(self, address: int, size_bytes: int) -> None:
         """Open [address, address + size_bytes) to writes. The caller keeps the memory alive until close()."""
         assert self._engine is not None, "register on a closed engine"
-        status = self._engine.register_memory(address, size_bytes)
-        if status != 0:
-            reason = "it overlaps a registered region" if status == -7 else f"status {status}"
-            raise StartupError(f"Mooncake cannot register {size_bytes} bytes at {address:#x}: {reason}")
+        _register(self._engine, address, size_bytes)
 
     def close(self) -> None:
         """Stop receiving. Afterwards nobody writes the registered memory. May be called twice."""
@@ -85,10 +91,24 @@ class SendEngine:
 
     Opening it asks the peer for a sign of life and for the region that the writes will go to, so that a peer that is
     dead, hung or another process than expected is noticed within PREFLIGHT_TIMEOUT_S and before anything is written.
-    Raises PeerUnreachableError.
+    Raises PeerUnreachableError, and StartupError where Mooncake cannot make such an engine.
+
+    Over RDMA, `sources` is the memory that writes are read from, and `host` how the peer reaches us: it calls back to
+    learn our HCA's address. Over other transports nothing is registered and no peer calls a sender back.
     """
 
-    def __init__(self, session: str, address: int, size_bytes: int, *, transport: Transport = "tcp") -> None:
+    def __init__(
+        self,
+        session: str,
+        address: int,
+        size_bytes: int,
+        *,
+        transport: Transport = "tcp",
+        host: str = "127.0.0.1",
+        devices: Sequence[str] = (),
+        gid_index: int | None = None,
+        sources: Sequence[Region] = (),
+    ) -> None:
         self.session = session
         description = describe_engine(session, PREFLIGHT_TIMEOUT_S)
         if not description.holds(address, size_bytes):
@@ -96,15 +116,25 @@ class SendEngine:
                 f"decode {session} has not registered the pool it announced ({size_bytes} bytes at {address:#x}): "
                 "it is probably a new process at an old address"
             )
-        # The name is advertised to nobody: peers do not call a sender back.
-        self._engine: MooncakeEngine | None = create_engine("127.0.0.1", transport)
+        rdma = transport == "rdma"
+        self._engine: MooncakeEngine | None = create_engine(
+            host if rdma else "127.0.0.1", transport, devices=devices, gid_index=gid_index
+        )
         self._port = self._engine.get_rpc_port()
         self._in_flight: set[WriteId] = set()
         self._connected = False
-        try:
-            _confine(self._port)
-        except (OSError, PeerUnreachableError) as error:
-            log.debug("listeners of a send engine stay open, with nothing registered: %s", error)
+        if not rdma or _is_loopback(host):
+            try:
+                _confine(self._port)
+            except (OSError, PeerUnreachableError) as error:
+                log.debug("listeners of a send engine stay open: %s", error)
+        if rdma:
+            try:
+                for region in sources:
+                    _register(self._engine, region.addr, region.length)
+            except StartupError:
+                self.destroy()
+                raise
 
     def submit(self, source: int, destination: int, size_bytes: int) -> WriteId | None:
         """Start copying from our address `source` to the peer's address `destination`; None when the peer is gone.
@@ -148,6 +178,17 @@ class SendEngine:
             wake_listener(self._port)
             self._engine = None
             self._in_flight.clear()
+
+
+def _register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:
+    status = engine.register_memory(address, size_bytes)
+    if status != 0:
+        reason = "it overlaps a registered region" if status == -7 else f"status {status}"
+        raise StartupError(f"Mooncake cannot register {size_bytes} bytes at {address:#x}: {reason}")
+
+
+def _is_loopback(host: str) -> bool:
+    return host in LOOPBACK_HOSTS or host.startswith("127.")
 
 
 def _confine(port: int) -> None:

@@ -28,6 +28,19 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
 
     @property
+    def layers(self) -> range:
+        return range(self.layer_start, self.layer_end)
+
+    @property
+    def heads(self) -> range:
+        return range(self.head_start, self.head_end)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The names of the planes: pools of two servers belong together when these are equal."""
+        return tuple(plane.name for plane in self.planes)
+
+    @property
     def num_layers(self) -> int:
         return self.layer_end - self.layer_start
 
@@ -60,22 +73,3 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens occupy."""
         return -(-tokens // self.page_size)
-
-
-def describe_mismatch(prefill: KvLayout, decode: KvLayout) -> str | None:
-    """One sentence naming both values when KV of `prefill` cannot be written into `decode`; None when it can."""
-    if prefill.planes != decode.planes:
-        return f"KV rows differ: prefill has {_planes(prefill)}, decode has {_planes(decode)}"
-    if prefill.dtype != decode.dtype:
-        return f"KV dtype differs: prefill has {prefill.dtype}, decode has {decode.dtype}"
-    ours, theirs = (prefill.layer_start, prefill.layer_end), (decode.layer_start, decode.layer_end)
-    if ours != theirs:
-        return f"layers differ: prefill holds {ours}, decode holds {theirs}"
-    ours, theirs = (prefill.head_start, prefill.head_end), (decode.head_start, decode.head_end)
-    if ours != theirs:
-        return f"KV heads differ: prefill holds {ours}, decode holds {theirs}"
-    return None
-
-
-def _planes(layout: KvLayout) -> str:
-    return " + ".join(f"{plane.name} of {plane.token_bytes} B" for plane in layout.planes)

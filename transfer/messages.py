@@ -7,6 +7,7 @@ each other at pairing. Large integer arrays (prompt, indices) travel as raw litt
 
 History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
+  2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort
@@ -24,7 +25,7 @@ import msgspec
 from ..configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from .layout import KvLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 InstanceId = NewType("InstanceId", str)
 """A uuid made at process start. A restarted server is a new instance."""
@@ -45,18 +46,24 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Pool(msgspec.Struct, array_like=True, frozen=True):
-    """A KV pool as its owner registered it: writes outside [base_address, base_address + size_bytes) are refused."""
+    """A KV pool as its owner registered it: writes outside [base_address, base_address + size_bytes) are refused.
+
+    Pools of the two sides belong together when they have the same planes. `space` says which of a KvDestination's index
+    arrays holds for this pool: pools of one space share their pages.
+    """
 
     layout: KvLayout
     base_address: int
     size_bytes: int
     memory: Literal["device", "host"] = "device"
+    space: int = 0
 
 
 class Rank(msgspec.Struct, array_like=True, frozen=True):
     """One rank of a server. `session` is where its receive engine listens (TCP); None where it receives nothing.
 
-    `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to.
+    `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to, and
+    `rdma_session` that of a third, where the rank has an HCA that works.
     """
 
     rank: int
@@ -64,6 +71,7 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     pools: tuple[Pool, ...]
     machine: str = ""
     nvlink_session: str | None = None
+    rdma_session: str | None = None
 
 
 class Hello(Message, frozen=True):
@@ -96,10 +104,11 @@ class Refused(Message, frozen=True):
 
 
 class KvDestination(Message, frozen=True):
-    """Compute this prompt and write its KV here. Frames: prompt ids (int32), then destination indices (int32).
+    """Compute this prompt and write its KV here. Frames, all int32: prompt ids, indices of space 0, indices of space 1.
 
-    Indices are pages of the decode pool or, with `granularity="token"`, one row per token. Tokens
-    [0, prefix_tokens) are already on decode; the indices start at token `prefix_tokens`.
+    Space 0 is decode's device pools, space 1 its host pools (empty when there are none): `Pool.space` says which pools
+    an array holds for. Indices are pages or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens)
+    are already on decode; the indices start at token `prefix_tokens`.
     `timeout_s` is what is left of the request's deadline when the message is sent. `samples` first tokens are drawn,
     the i-th with seed + i. The last `output_tokens` of the ids are output already: a request that lost its KV on decode
     is computed anew, and its "first" token is the next one.
@@ -120,12 +129,16 @@ class KvDestination(Message, frozen=True):
 
 
 class ChunkArrived(Message, frozen=True):
-    """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal."""
+    """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal.
+
+    `checksums` has one sum per decode rank, over all that the rank holds of these tokens (`checksum.py`); it is empty
+    unless decode asked for it.
+    """
 
     key: TransferKey
     token_start: int
     token_end: int
-    checksum: int | None = None
+    checksums: tuple[int, ...] = ()
 
 
 class PrefillDone(Message, frozen=True):

@@ -16,6 +16,7 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
@@ -23,9 +24,9 @@ from ..configs.errors import StartupError
 
 log = logging.getLogger(__name__)
 
-Transport = Literal["tcp", "nvlink"]
-"""How bytes travel: over sockets, or between GPU memory of one machine through CUDA IPC handles. Mooncake picks one
-transport per engine from its environment when the engine is initialised, so a process may have engines of both.
+Transport = Literal["tcp", "nvlink", "rdma"]
+"""How bytes travel: over sockets, between GPU memory of one machine through CUDA IPC handles, or between HCAs. Mooncake
+picks one transport per engine from its environment when the engine is initialised, so a process may have several.
 """
 
 PROGRESS_TIMEOUT_S: Final = 5
@@ -46,7 +47,9 @@ SETTINGS: Final = {
 TRANSPORT_SETTINGS: Final[dict[Transport, dict[str, str]]] = {
     "tcp": {"MC_FORCE_TCP": "1"},
     "nvlink": {"MC_INTRANODE_NVLINK": "1"},
+    "rdma": {"MC_FORCE_HCA": "1"},  # without it a machine whose HCA cannot be opened gets a TCP engine, silently
 }
+GID_INDEX_VARIABLE: Final = "MC_GID_INDEX"
 FORBIDDEN: Final = (
     "MC_LOG_DIR",  # aborts the process at import
     "MC_TCP_PROTO",  # framing 1 has no acknowledgement: "done" would not mean "in the peer's memory"
@@ -83,14 +86,28 @@ _lock = threading.Lock()
 _module: _EngineModule | None = None
 
 
-def create_engine(local_host: str, transport: Transport = "tcp") -> MooncakeEngine:
-    """A new, initialised engine. Must not be used across fork. Raises StartupError where there is no usable wheel."""
+def create_engine(
+    local_host: str, transport: Transport = "tcp", *, devices: Sequence[str] = (), gid_index: int | None = None
+) -> MooncakeEngine:
+    """A new, initialised engine. Must not be used across fork. Raises StartupError where there is no usable wheel.
+
+    `devices` are the HCAs an RDMA engine may use (default: all) and `gid_index` the entry of their GID tables, which
+    Mooncake reads once per process.
+    """
     with _lock:
-        engine = _load(transport).TransferEngine()
+        module = _load(transport)
+        if transport == "rdma" and gid_index is not None:
+            os.environ[GID_INDEX_VARIABLE] = str(gid_index)
+        engine = module.TransferEngine()
         # Its port is ignored and the protocol argument too; "P2PHANDSHAKE" means no metadata server.
-        status = engine.initialize(f"{local_host}:0", "P2PHANDSHAKE", transport, "")
+        status = engine.initialize(
+            f"{local_host}:0", "P2PHANDSHAKE", transport, ",".join(devices) if transport == "rdma" else ""
+        )
     if status != 0:
-        raise StartupError(f"Mooncake could not start a {transport} engine on host {local_host} (status {status})")
+        named = f" with {', '.join(devices)}" if transport == "rdma" and devices else ""
+        raise StartupError(
+            f"Mooncake could not start an engine for {transport}{named} on host {local_host} (status {status})"
+        )
     return engine
 
 

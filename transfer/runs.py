@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..configs.errors import PdserveError
 from .layout import KvLayout
+from .links import Link
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -77,8 +78,9 @@ def expand_runs(
     destination_pages: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
+    link: Link | None = None,
 ) -> Runs:
-    """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold.
+    """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold, or those of `link`.
 
     Both page lists cover the sequence from token 0; entries before the page of `token_start` are not looked at. With
     equal page sizes a partly filled last page is copied whole: its tail holds no tokens on either side yet, and both
@@ -103,7 +105,7 @@ def expand_runs(
         destination_slot,
         tokens,
     )
-    return _copies(source, destination, segments, (source_slot == 0) & same_pages)
+    return _copies(_Cells(source, destination, link), segments, (source_slot == 0) & same_pages)
 
 
 def expand_token_runs(
@@ -113,6 +115,7 @@ def expand_token_runs(
     destination_tokens: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
+    link: Link | None = None,
 ) -> Runs:
     """Like expand_runs, with the destination given as one row of the pool per token (granularity "token").
 
@@ -140,7 +143,7 @@ def expand_token_runs(
         destination_slot,
         tokens,
     )
-    return _copies(source, destination, segments, whole)
+    return _copies(_Cells(source, destination, link), segments, whole)
 
 
 def check_bounds(runs: Runs, source_pool_bytes: int, destination_pool_bytes: int) -> None:
@@ -162,22 +165,39 @@ def check_bounds(runs: Runs, source_pool_bytes: int, destination_pool_bytes: int
             )
 
 
-def _copies(source: KvLayout, destination: KvLayout, segments: _Segments, whole: Bools) -> Runs:
+class _Cells:
+    """The global layers and heads to copy, and the layouts of both sides."""
+
+    def __init__(self, source: KvLayout, destination: KvLayout, link: Link | None) -> None:
+        if source.planes != destination.planes:
+            raise PlanError(f"planes differ: source has {source.planes}, destination has {destination.planes}")
+        self.source = source
+        self.destination = destination
+        self.layers = _shared(source.layers, destination.layers)
+        self.heads = _shared(source.heads, destination.heads)
+        if link is not None:
+            self.layers = _shared(self.layers, link.layers)
+            self.heads = _shared(self.heads, link.heads)
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether these are all heads of both sides, so that layer follows layer without a gap."""
+        return self.source.heads == self.heads == self.destination.heads
+
+
+def _copies(cells: _Cells, segments: _Segments, whole: Bools) -> Runs:
     """Turn segments into copies; `whole` marks those that are copied as whole pages (equal page sizes only)."""
-    if source.planes != destination.planes:
-        raise PlanError(f"planes differ: source has {source.planes}, destination has {destination.planes}")
-    pages = _copy_pages(source, destination, segments.select(whole))
-    rows = _copy_rows(source, destination, segments.select(~whole))
+    if not (len(cells.layers) and len(cells.heads)):
+        return Runs(_EMPTY, _EMPTY, _EMPTY)
+    pages = _copy_pages(cells, segments.select(whole))
+    rows = _copy_rows(cells, segments.select(~whole))
     return _merge(*(np.concatenate(columns) for columns in zip(pages, rows, strict=True)))
 
 
-def _copy_pages(source: KvLayout, destination: KvLayout, segments: _Segments) -> tuple[Int64s, Int64s, Int64s]:
-    """Whole pages of equal size: one block per page, or per (page, layer, plane) where the sides hold other heads."""
-    layers, heads = _shared(source, destination)
-    same_heads = (source.head_start, source.head_end) == (destination.head_start, destination.head_end)
-    if not (len(layers) and len(heads)):
-        return _EMPTY, _EMPTY, _EMPTY
-    if same_heads:
+def _copy_pages(cells: _Cells, segments: _Segments) -> tuple[Int64s, Int64s, Int64s]:
+    """Whole pages of equal size: one block per page, or per (page, layer, plane) where only some heads are copied."""
+    source, destination, layers, heads = cells.source, cells.destination, cells.layers, cells.heads
+    if cells.whole_layers:
         from_base = np.array([(layers[0] - source.layer_start) * source.layer_bytes], dtype=np.int64)
         to_base = np.array([(layers[0] - destination.layer_start) * destination.layer_bytes], dtype=np.int64)
         size = np.array([len(layers) * source.layer_bytes], dtype=np.int64)
@@ -191,9 +211,9 @@ def _copy_pages(source: KvLayout, destination: KvLayout, segments: _Segments) ->
     return from_offset.ravel(), to_offset.ravel(), np.tile(size, len(segments.tokens))
 
 
-def _copy_rows(source: KvLayout, destination: KvLayout, segments: _Segments) -> tuple[Int64s, Int64s, Int64s]:
+def _copy_rows(cells: _Cells, segments: _Segments) -> tuple[Int64s, Int64s, Int64s]:
     """Parts of pages: one block per (segment, layer, plane, head)."""
-    layers, heads = _shared(source, destination)
+    source, destination, layers, heads = cells.source, cells.destination, cells.layers, cells.heads
     plane_bytes = np.array([plane.token_bytes for plane in source.planes], dtype=np.int64)
     token_bytes = np.tile(np.repeat(plane_bytes, len(heads)), len(layers))
     from_offset = (
@@ -218,11 +238,9 @@ def _block_offsets(layout: KvLayout, layers: range, heads: range) -> Int64s:
     return (layer[:, None, None] + plane[None, :, None] + head_bytes[None, :, None] * head[None, None, :]).ravel()
 
 
-def _shared(source: KvLayout, destination: KvLayout) -> tuple[range, range]:
-    """Global layers and heads that both sides hold."""
-    layers = range(max(source.layer_start, destination.layer_start), min(source.layer_end, destination.layer_end))
-    heads = range(max(source.head_start, destination.head_start), min(source.head_end, destination.head_end))
-    return layers, heads
+def _shared(left: range, right: range) -> range:
+    """What two contiguous ranges have in common."""
+    return range(max(left.start, right.start), min(left.stop, right.stop))
 
 
 def _merge(source: Int64s, destination: Int64s, length: Int64s) -> Runs:

@@ -14,14 +14,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..configs.errors import StartupError
 from .engine import SendEngine, WriteId, WriteState
 from .messages import Pool, TransferKey
 from .mooncake_library import Transport
-from .mooncake_sockets import PeerUnreachableError
+from .mooncake_sockets import PeerUnreachableError, Region
 from .runs import Runs, check_bounds
 
 log = logging.getLogger(__name__)
@@ -37,18 +38,38 @@ NAP_MIN_S: Final = 0.0002
 NAP_MAX_S: Final = 0.002
 
 
+@dataclass(frozen=True, slots=True)
+class PoolPair:
+    """The memory that offsets of copies count from: ours, and a pool of the peer."""
+
+    source_base: int
+    source_bytes: int
+    destination: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaSender:
+    """What a sender over RDMA needs besides a session: how the peer reaches us, and our HCAs."""
+
+    host: str
+    devices: tuple[str, ...]
+    gid_index: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SendJob:
     """Copies of one transfer that belong together, such as a chunk.
 
     `ready` is called on the sender's thread before the first byte is read, and may wait (for a CUDA event, say).
     `timeout_s` bounds the whole job from when it starts; without it a job may take as long as it makes progress.
+    `pools` says where the copies are, if not in the pools the sender was made for; then it is one of its `more_pools`.
     """
 
     key: TransferKey
     runs: Runs
     ready: Callable[[], None] | None = None
     timeout_s: float | None = None
+    pools: PoolPair | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +108,9 @@ class _SendError(Exception):
 
 
 class PeerSender:
-    """Writes from one source pool into one pool of one peer instance. A peer that restarts needs a new PeerSender.
+    """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
+    `more_pools` are further pools that the peer has registered at this session; `rdma` is for that transport only.
     `on_result` runs on the sender's thread; it should hand the result over and return. Owns a thread and, from the
     first job on, a SendEngine; close() ends both.
     """
@@ -103,16 +125,18 @@ class PeerSender:
         window: int,
         on_result: Callable[[SendResult], None],
         transport: Transport = "tcp",
+        more_pools: Sequence[PoolPair] = (),
+        rdma: RdmaSender | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
         self.session = session
-        self._destination = destination
-        self._source_base = source_base
-        self._source_bytes = source_bytes
+        self._pools = PoolPair(source_base, source_bytes, destination)
+        self._sources = {Region(pair.source_base, pair.source_bytes) for pair in (self._pools, *more_pools)}
         self._window = window
         self._on_result = on_result
         self._transport = transport
+        self._rdma = rdma or RdmaSender("127.0.0.1", ())
         self._engine: SendEngine | None = None
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
@@ -126,7 +150,8 @@ class PeerSender:
 
     def submit(self, job: SendJob) -> None:
         """Queue a job. Raises PlanError, and queues nothing, when a copy leaves either pool."""
-        check_bounds(job.runs, self._source_bytes, self._destination.size_bytes)
+        pools = job.pools or self._pools
+        check_bounds(job.runs, pools.source_bytes, pools.destination.size_bytes)
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the sender to {self.session} is closed")
@@ -143,11 +168,11 @@ class PeerSender:
         True: at least one result of this transfer is still to come. False: all have been given to `on_result`, or the
         last one is being given right now. Jobs submitted later are not affected.
         """
-        with self._changed:
-            found = [pending for pending in self._unreported if pending.job.key == key]
-            for pending in found:
-                pending.cancelled = True
-            return bool(found)
+        return self._cancel(lambda job: job.key == key)
+
+    def cancel_job(self, job: SendJob) -> bool:
+        """Stop one job, as cancel() does all of a transfer."""
+        return self._cancel(lambda other: other is job)
 
     def stalled_s(self) -> float:
         """How long there has been work without progress; 0 when there is no work."""
@@ -168,6 +193,13 @@ class PeerSender:
             self._thread.join()
         atexit.unregister(self.close)
 
+    def _cancel(self, wanted: Callable[[SendJob], bool]) -> bool:
+        with self._changed:
+            found = [pending for pending in self._unreported if wanted(pending.job)]
+            for pending in found:
+                pending.cancelled = True
+            return bool(found)
+
     def _work(self) -> None:
         while (pending := self._take()) is not None:
             self._progress_at = started = time.monotonic()
@@ -178,7 +210,7 @@ class PeerSender:
                 self._send(pending, started)
             except _SendError as failure:
                 reason, late_writes = str(failure), failure.late_writes
-            except PeerUnreachableError as error:
+            except (PeerUnreachableError, StartupError) as error:  # the latter: no RDMA engine for our own memory
                 reason, unreachable = str(error), True
             except Exception as error:
                 log.exception("sending to %s", self.session)
@@ -222,18 +254,12 @@ class PeerSender:
                 raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
         if not len(job.runs) or pending.cancelled:
             return
-        if self._engine is None:
-            self._engine = SendEngine(
-                self.session,
-                self._destination.base_address,
-                self._destination.size_bytes,
-                transport=self._transport,
-            )
-        engine = self._engine
+        engine = self._open_engine()
+        pools = job.pools or self._pools
         pieces = job.runs.split(MAX_WRITE_BYTES)
         waiting = zip(
-            (pieces.source + self._source_base).tolist(),
-            (pieces.destination + self._destination.base_address).tolist(),
+            (pieces.source + pools.source_base).tolist(),
+            (pieces.destination + pools.destination.base_address).tolist(),
             pieces.length.tolist(),
             strict=True,
         )
@@ -318,6 +344,20 @@ class PeerSender:
             self._on_result(result)
         except Exception:
             log.exception("on_result of the sender to %s", self.session)
+
+    def _open_engine(self) -> SendEngine:
+        if self._engine is None:
+            self._engine = SendEngine(
+                self.session,
+                self._pools.destination.base_address,
+                self._pools.destination.size_bytes,
+                transport=self._transport,
+                host=self._rdma.host,
+                devices=self._rdma.devices,
+                gid_index=self._rdma.gid_index,
+                sources=sorted(self._sources, key=lambda region: region.addr),
+            )
+        return self._engine
 
     def _drop_engine(self) -> None:
         if self._engine is not None:

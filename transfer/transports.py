@@ -1,22 +1,96 @@
-"""Which transport a pair uses: TCP everywhere, CUDA IPC ("nvlink") between GPU memory of one machine."""
+"""Which transport a pair uses: RDMA between HCAs, CUDA IPC ("nvlink") between GPUs of one machine, TCP everywhere.
+
+The choice is made for each (prefill rank, decode rank, pool). `auto` takes RDMA where both ranks have an HCA, else
+nvlink where both pools are on GPUs of one machine, else TCP. Host memory never goes over nvlink.
+
+RDMA has not been run on hardware by this project: tests see what Mooncake is told, not what an HCA makes of it.
+"""
 
 import hashlib
+import logging
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ..configs.errors import StartupError
-from ..configs.schema import TransportSetting
+from ..configs.schema import ServerConfig, TransportSetting
 from .engine import ReceiveEngine
-from .messages import Rank
+from .infiniband import SYSFS, devices_for_rank
+from .messages import Pool, Rank
 from .mooncake_library import Transport
+from .mooncake_sockets import Region
+
+log = logging.getLogger(__name__)
 
 
 class KvRoute(NamedTuple):
-    """How to reach a decode rank."""
+    """How to reach a pool of a decode rank."""
 
     transport: Transport
     session: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTransport:
+    """What this rank may use: the setting, the address peers reach it at, and its HCAs (none: no RDMA)."""
+
+    setting: TransportSetting
+    host: str
+    rdma_devices: tuple[str, ...] = ()
+    gid_index: int | None = None
+
+
+def resolve_transport(config: ServerConfig, local_rank: int, *, sysfs: Path = SYSFS) -> LocalTransport:
+    """The settings of the rank on GPU `local_rank` of this machine, with its HCAs.
+
+    Raises StartupError when `ib_device` names what the machine does not have, and when there is no HCA for `rdma`.
+    """
+    if config.transport not in ("auto", "rdma"):
+        return LocalTransport(config.transport, config.public_host)
+    devices = devices_for_rank(config.ib_device, local_rank, sysfs=sysfs)
+    if config.transport == "rdma" and not devices:
+        raise StartupError(
+            "transport rdma needs an InfiniBand or RoCE device with an active port; this machine has none: use "
+            "--transport auto"
+        )
+    return LocalTransport(config.transport, config.public_host, devices, config.ib_gid_index)
+
+
+def drop_unusable_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport:
+    """The same without RDMA where an RDMA engine cannot be started or cannot register this memory.
+
+    GPU memory, for one, needs a kernel module. Costs a registration; raises StartupError when the setting is `rdma`.
+    """
+    if not local.rdma_devices:
+        return local
+    engine = open_receiver("rdma", local, memory)
+    if engine is None:
+        return replace(local, rdma_devices=())
+    engine.close()
+    return local
+
+
+def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[Region]) -> ReceiveEngine | None:
+    """A receive engine with this memory registered.
+
+    Where that cannot be had it is a StartupError if it is what the setting asks for, else None: a Mooncake wheel
+    without CUDA IPC, or an HCA that cannot reach GPU memory, leaves the other transports.
+    """
+    receiver: ReceiveEngine | None = None
+    try:
+        receiver = ReceiveEngine(local.host, transport=transport, devices=local.rdma_devices, gid_index=local.gid_index)
+        for region in memory:
+            receiver.register(region.addr, region.length)
+    except StartupError as error:
+        if receiver is not None:
+            receiver.close()
+        if transport in (local.setting, "tcp"):
+            raise
+        log.warning("KV does not travel over %s here: %s", transport, error)
+        return None
+    return receiver
 
 
 def machine_id() -> str:
@@ -26,42 +100,24 @@ def machine_id() -> str:
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
-def open_nvlink_receiver(
-    setting: TransportSetting, host: str, address: int, size_bytes: int, *, on_gpu: bool
-) -> ReceiveEngine | None:
-    """A second receive engine for writes between GPUs of this machine; None where there is no use for it.
-
-    With `auto` a Mooncake wheel without CUDA IPC is fine; with `nvlink` it is a StartupError, as is a pool on the CPU.
-    """
-    if setting == "tcp" or (setting == "auto" and not on_gpu):
-        return None
-    if not on_gpu:
-        raise StartupError("transport nvlink moves KV between GPUs; the KV pool is in host memory: use --transport tcp")
-    try:
-        receiver = ReceiveEngine(host, transport="nvlink")
-        receiver.register(address, size_bytes)
-    except StartupError:
-        if setting == "nvlink":
-            raise
-        return None
-    return receiver
-
-
-def choose_route(setting: TransportSetting, destination: Rank, *, on_gpu: bool) -> KvRoute:
-    """How prefill writes to this decode rank; `on_gpu` says where its own pool is."""
+def choose_route(local: LocalTransport, destination: Rank, pool: Pool, *, on_gpu: bool) -> KvRoute:
+    """How this prefill rank writes into a pool of that decode rank; `on_gpu` says where its own pool is."""
     assert destination.session is not None, "decode announced no session; pairing should have refused it"
-    same_machine = destination.machine == machine_id()
-    if setting != "tcp" and on_gpu and same_machine and destination.nvlink_session is not None:
+    if local.setting in ("auto", "rdma") and local.rdma_devices and destination.rdma_session is not None:
+        return KvRoute("rdma", destination.rdma_session)
+    between_gpus = on_gpu and pool.memory == "device" and destination.machine == machine_id()
+    if local.setting in ("auto", "nvlink") and between_gpus and destination.nvlink_session is not None:
         return KvRoute("nvlink", destination.nvlink_session)
     return KvRoute("tcp", destination.session)
 
 
 def describe_transport_mismatch(setting: TransportSetting, prefill: Rank, decode: Rank) -> str | None:
-    """One sentence when prefill is told to use nvlink only and this decode server cannot be reached that way."""
-    if setting != "nvlink":
-        return None
-    if prefill.machine != decode.machine:
-        return "prefill is set to transport nvlink and decode is on another machine"
-    if decode.nvlink_session is None:
-        return "prefill is set to transport nvlink and decode receives over tcp only"
+    """One sentence when prefill is told to use one transport only and this decode rank cannot be reached that way."""
+    ranks = f"prefill rank {prefill.rank} is set to transport {setting} and decode rank {decode.rank}"
+    if setting == "rdma" and decode.rdma_session is None:
+        return f"{ranks} has no RDMA session: its machine has no active HCA, or its own transport is another"
+    if setting == "nvlink" and prefill.machine != decode.machine:
+        return f"{ranks} is on another machine"
+    if setting == "nvlink" and decode.nvlink_session is None:
+        return f"{ranks} has no nvlink session: its pool is not on a GPU, or its own transport is another"
     return None

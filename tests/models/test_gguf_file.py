@@ -14,7 +14,10 @@ from pdserve.configs.errors import StartupError
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.gguf_file import GgufFile
+from pdserve.models.parameters import DecoderParameters
 from pdserve.models.runner import ModelRunner
+from pdserve.models.sharding import Shard
+from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_checkpoint, reference_logits
 
 GGUF_NAMES = {
@@ -110,7 +113,8 @@ def test_logits_equal_transformers_with_the_same_weights(
     assert source.config.dtype == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
     runner = ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32)
     token_ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] * 4
-    logits = runner.forward(runner.make_pool(8, 16), [SequenceSlice(token_ids, 0, [3, 1, 0, 7])])
+    logits = runner.forward(runner.make_cache(8, 16), [SequenceSlice(token_ids, 0, [3, 1, 0, 7])])
+    assert logits is not None
     torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
 
 
@@ -134,7 +138,8 @@ def test_rope_scaling_of_a_gguf_file(tmp_path: Path) -> None:
         options = {"factors": factors} if name == "llama3" else {"linear": 4.0}
         reference = convert(directory, path, gguf.GGMLQuantizationType.F32, **options)
         runner = ModelRunner.load(locate_model(str(path)), device=torch.device("cpu"), dtype=torch.float32)
-        logits = runner.forward(runner.make_pool(13, 16), [SequenceSlice(token_ids, 0, range(13))])
+        logits = runner.forward(runner.make_cache(13, 16), [SequenceSlice(token_ids, 0, range(13))])
+        assert logits is not None
         torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
 
 
@@ -180,3 +185,22 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(StartupError, match="architecture mamba is not supported; supported are LlamaForCausalLM"):
         locate_model(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_ranks_read_their_rows_and_columns(kind: str, tmp_path: Path) -> None:
+    """Of Llama's permuted q and k, their biases, and matrices whose columns are shared."""
+    make_checkpoint(tmp_path / "hf", "llama", attention_bias=True, vocab_size=321)
+    reference = convert(tmp_path / "hf", tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    source = locate_model(str(tmp_path / "model.gguf"))
+    expected = {name: value.detach() for name, value in reference.named_parameters()}
+    for rank in range(4):
+        shard = Shard.of(rank, tp_size=2, stages=2)
+        parameters = DecoderParameters.allocate(source.config, shard, device=torch.device("cpu"), dtype=torch.float32)
+        slots = parameters.slots()
+        for slot in slots.values():
+            slot.target.fill_(torch.nan)
+        load_weights(source, slots, DecoderParameters.names(source.config))
+        for name, slot in slots.items():
+            part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
+            assert slot.target.equal(expected[name][part]), name

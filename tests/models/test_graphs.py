@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.memory.kv_pool import KvPool
-from pdserve.models.batch import ForwardBatch, SequenceSlice
+from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.decoder import Decoder
 from pdserve.models.graphs import DecodeGraphs, graph_batch_sizes
 from pdserve.models.parameters import DecoderParameters
+from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
 
@@ -39,23 +39,15 @@ class Setup:
         load_weights(source, parameters.slots())
         self.reference: Any = load_reference(directory)
         self.decoder = Decoder(parameters)
-        self.pool = KvPool(
-            num_pages=NUM_PAGES,
-            num_layers=source.config.num_layers,
-            num_heads=source.config.num_kv_heads,
-            page_size=PAGE_SIZE,
-            head_dim=source.config.head_dim,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.graphs = DecodeGraphs(self.decoder, self.pool, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
+        self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
+        (self.pool,) = self.cache.pools
+        self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
+        self._without_graphs = ModelRunner(self.decoder, device=device, dtype=torch.float32)
 
-    @torch.inference_mode()
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
-        batch = ForwardBatch.build(
-            slices, page_size=PAGE_SIZE, num_kv_heads=self.pool.num_heads, device=self.pool.data.device
-        )
-        return self.decoder.forward(batch, self.pool)
+        logits = self._without_graphs.forward(self.cache, slices)
+        assert logits is not None
+        return logits
 
     def prefill(self, lengths: list[int], room: int) -> tuple[list[list[int]], list[list[int]]]:
         """Random prompts, their KV in scattered pages with room for more; everything else in the pool is poison."""

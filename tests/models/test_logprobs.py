@@ -3,12 +3,12 @@
 import torch
 
 from pdserve.configs.sampling import TokenLogprob
-from pdserve.models.copies import read_back
+from pdserve.models.copies import ReadBack
 from pdserve.models.logprobs import entries, score
 
 
 def scored(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[TokenLogprob]:
-    return entries(read_back(score(logits, torch.tensor(tokens), max(tops)).tensors), tops)
+    return entries(ReadBack(score(logits, torch.tensor(tokens), max(tops)).tensors)(), tops)
 
 
 def test_values_are_those_of_log_softmax() -> None:

@@ -33,13 +33,15 @@ def reference() -> Any:
 
 
 def greedy(runner: ModelRunner, prompt_ids: list[int], new_tokens: int, chunk: int = 16) -> list[int]:
-    pool = runner.make_pool(16, 16)
+    cache = runner.make_cache(16, 16)
     pages = list(range(15, -1, -1))
     for start in range(0, len(prompt_ids), chunk):
-        logits = runner.forward(pool, [SequenceSlice(prompt_ids[start : start + chunk], start, pages)])
+        logits = runner.forward(cache, [SequenceSlice(prompt_ids[start : start + chunk], start, pages)])
+    assert logits is not None
     out = [int(logits[0].argmax())]
     while len(out) < new_tokens:
-        logits = runner.forward(pool, [SequenceSlice(out[-1:], len(prompt_ids) + len(out) - 1, pages)])
+        logits = runner.forward(cache, [SequenceSlice(out[-1:], len(prompt_ids) + len(out) - 1, pages)])
+        assert logits is not None
         out.append(int(logits[0].argmax()))
     return out
 
@@ -47,7 +49,8 @@ def greedy(runner: ModelRunner, prompt_ids: list[int], new_tokens: int, chunk: i
 def test_greedy_tokens_and_logits_equal_transformers(runner: ModelRunner, tokenizer: Tokenizer, reference: Any) -> None:
     prompt_ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Name three primary colors."}]))
     assert greedy(runner, prompt_ids, 20) == reference_greedy(reference, prompt_ids, 20)
-    logits = runner.forward(runner.make_pool(4, 16), [SequenceSlice(prompt_ids, 0, range(4))])
+    logits = runner.forward(runner.make_cache(4, 16), [SequenceSlice(prompt_ids, 0, range(4))])
+    assert logits is not None
     torch.testing.assert_close(logits[0], reference_logits(reference, prompt_ids)[-1], rtol=0, atol=3e-4)
 
 

@@ -21,7 +21,7 @@ def load(source: ModelSource, dtype: torch.dtype = torch.float32) -> DecoderPara
     parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=dtype)
     slots = parameters.slots()
     for slot in slots.values():
-        slot.fill_(torch.nan)
+        slot.target.fill_(torch.nan)
     load_weights(source, slots)
     return parameters
 
@@ -36,8 +36,8 @@ def test_every_tensor_lands_in_its_slot(architecture: str, shard_size: str | Non
     slots = parameters.slots()
     assert slots.keys() == expected.keys()
     for name, slot in slots.items():
-        assert slot.equal(expected[name]), name
-    covered = sum(slot.numel() for slot in slots.values())
+        assert slot.target.equal(expected[name]), name
+    covered = sum(slot.target.numel() for slot in slots.values())
     assert covered == sum(parameter.numel() for parameter in expected.values())
 
 
@@ -47,7 +47,7 @@ def test_a_16_bit_checkpoint_is_converted_on_the_way(tmp_path: Path) -> None:
     assert source.config.dtype == "bfloat16"
     stored = load_file(tmp_path / "model.safetensors")
     for name, slot in load(source).slots().items():
-        assert slot.equal(stored[name].float()), name
+        assert slot.target.equal(stored[name].float()), name
 
 
 def test_a_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.models.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from pdserve.scheduler import executor as executor_module
-from pdserve.scheduler.executor import Draw, Executor, StepResult, StepRow
+from pdserve.scheduler.executor import Executor
+from pdserve.scheduler.step import Draw, StepResult, StepRow
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy, reference_logits
 
 PAGE_SIZE = 8
@@ -36,7 +37,9 @@ class Tiny:
         return StepRow(prompt[start:end], start, prompt_ids=prompt, **fields)
 
     def run(self, *rows: StepRow) -> list[StepResult]:
-        return self.executor.run(rows)
+        results = self.executor.start(rows).finish()
+        assert results is not None
+        return results
 
     def logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
         """transformers' log-softmax after every token."""
@@ -56,9 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelRunne
 @pytest.fixture
 def tiny(model: tuple[ModelRunner, Any]) -> Tiny:
     runner, reference = model
-    pool = runner.make_pool(NUM_PAGES, PAGE_SIZE)
-    pool.data.fill_(50.0)  # whatever is read that was not written spoils the result
-    return Tiny(Executor(runner, pool, [EOS_ID]), reference, list(range(NUM_PAGES)))
+    cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
+    cache.pools[0].data.fill_(50.0)  # whatever is read that was not written spoils the result
+    return Tiny(Executor(runner, cache, [EOS_ID], look_ahead=True), reference, list(range(NUM_PAGES)))
 
 
 def check_prompt_logprobs(
@@ -239,14 +242,13 @@ def test_neither_eos_nor_stop_tokens_come_before_min_new_tokens(tiny: Tiny) -> N
 
 def test_a_step_without_draws_or_scores_gives_empty_results(tiny: Tiny) -> None:
     assert tiny.run(tiny.row(PROMPT, 0, 20), tiny.row(PROMPT, 0, 7)) == [StepResult((), ())] * 2
-    assert tiny.executor.kv_ready() is None
 
 
 @pytest.mark.gpu
 def test_a_step_on_cuda_gives_what_it_gives_on_the_cpu(tiny: Tiny, tmp_path: Any) -> None:
     directory = make_checkpoint(tmp_path, "llama")
     runner = ModelRunner.load(locate_model(str(directory)), device=torch.device("cuda", 0), dtype=torch.float32)
-    on_cuda = Tiny(Executor(runner, runner.make_pool(NUM_PAGES, PAGE_SIZE), [EOS_ID]), None, list(range(NUM_PAGES)))
+    on_cuda = Tiny(Executor(runner, runner.make_cache(NUM_PAGES, PAGE_SIZE), [EOS_ID]), None, list(range(NUM_PAGES)))
     rows = [
         tiny.row(PROMPT, draws=(Draw(GREEDY, 0), Draw(SamplingParams(top_p=0.9, seed=2), 0)), prompt_logprobs_from=0),
         tiny.row(PROMPT[:30], draws=(Draw(SamplingParams(top_k=9, seed=3), 0),), top_logprobs=3),
@@ -256,6 +258,3 @@ def test_a_step_on_cuda_gives_what_it_gives_on_the_cpu(tiny: Tiny, tmp_path: Any
         for one, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
             assert one.token == other.token
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-    ready = on_cuda.executor.kv_ready()
-    assert ready is not None
-    ready()

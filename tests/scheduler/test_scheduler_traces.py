@@ -5,11 +5,13 @@ import random
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.scheduler.world import ENDPOINTS, World
 
 WHICH = st.integers(0, 7)
+MODES = ((1, False), (1, True), (2, False), (3, False))
+"""Pipeline stages, and whether steps are given ahead."""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -17,6 +19,10 @@ class PairMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
+
+    @initialize(mode=st.sampled_from(MODES))
+    def begin(self, mode: tuple[int, bool]) -> None:
+        self.world = World(stages=mode[0], look_ahead=mode[1])
 
     @rule(
         length=st.integers(1, 22),
@@ -33,9 +39,13 @@ class PairMachine(RuleBasedStateMachine):
     def cancel(self, which: int, stopped: bool) -> None:
         self.world.cancel(which, stopped)
 
+    @rule()
+    def decode_turn(self) -> None:
+        self.world.decode_turn()
+
     @rule(eos=RARELY)
-    def decode_turn(self, eos: bool) -> None:
-        self.world.decode_turn(eos)
+    def rank_turn(self, eos: bool) -> None:
+        self.world.rank_turn(eos)
 
     @rule(which=WHICH)
     def prefill_turn(self, which: int) -> None:
@@ -90,10 +100,13 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 
 def live(seed: int, steps: int) -> World:
     """A long life: mostly work, now and then a disaster."""
-    draw, world = random.Random(seed), World()
+    draw = random.Random(seed)
+    stages, look_ahead = MODES[seed % len(MODES)]
+    world = World(stages=stages, look_ahead=look_ahead)
     actions = {
         "submit": 12,
         "decode_turn": 25,
+        "rank_turn": 30,
         "prefill_turn": 25,
         "end_write": 25,
         "deliver": 50,
@@ -115,7 +128,9 @@ def live(seed: int, steps: int) -> World:
                 samples = draw.choice([1, 1, 1, 2, 3])
                 world.submit(draw.randint(1, 22), draw.randrange(3), draw.randint(1, 24), samples, pinned, which % 2)
             case "decode_turn":
-                world.decode_turn(eos=draw.random() < 0.05)
+                world.decode_turn()
+            case "rank_turn":
+                world.rank_turn(eos=draw.random() < 0.05)
             case "prefill_turn":
                 world.prefill_turn(which)
             case "end_write":
@@ -146,7 +161,7 @@ def live(seed: int, steps: int) -> World:
 def test_long_lives_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(45):
+    for seed in range(60):
         seen.update(live(seed, steps=400).decode.counters)
     for event in (
         "requests_finished",

@@ -1,9 +1,10 @@
 """A decode server and prefill servers without torch, sockets or a clock: the real schedulers in a simulated world.
 
-The network is a pair of queues per server, a write is an entry in a list, and memory is a dictionary that says of which
-prefix each row holds the KV. Whatever happens, three things must hold, and `check()` and `finish()` see to it: every
-step finds the KV of all its tokens where it looks, pages under a write that may still land are never free, and in the
-end every pool is full and every client has exactly one answer.
+The network is a pair of queues per server, a write is an entry in a list, the ranks are a queue of orders that are
+carried out some time later, and memory is a dictionary that says of which prefix each row holds the KV. Whatever
+happens, three things must hold, and `check()` and `finish()` see to it: every step finds the KV of all its tokens where
+it looks, pages under a write that may still land are never free, and in the end every pool is full and every client has
+exactly one answer.
 """
 
 import collections
@@ -12,21 +13,22 @@ import itertools
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode import DecodeScheduler
+from pdserve.scheduler.decode import DecodeScheduler, DecodeStep
 from pdserve.scheduler.effects import (
     CancelChunks,
     CopyPage,
     DropPages,
     LoadPages,
+    PageEffect,
     SavePages,
-    SendChunk,
     SendToFront,
     SendToPeer,
 )
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.intake import DecodeLimits
 from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
-from pdserve.scheduler.transfer import ChunkOutcome
+from pdserve.scheduler.transfer import PageSpace, PrefillStep
+from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import (
     Abort,
     AbortAck,
@@ -57,7 +59,7 @@ Prefix = tuple[int, ...]
 class Write:
     """A chunk on its way into decode's pages; it may land until it has ended and `lands_until` has passed."""
 
-    chunk: SendChunk
+    chunk: ChunkWrite
     prompt: Prefix
     grant: PageGrant
     cancelled: bool = False
@@ -74,13 +76,14 @@ class Server:
     to_prefill: collections.deque[SendToPeer] = dataclasses.field(default_factory=collections.deque)
     to_decode: collections.deque[AnyMessage] = dataclasses.field(default_factory=collections.deque)
     writes: list[Write] = dataclasses.field(default_factory=list)
+    steps: collections.deque[PrefillStep] = dataclasses.field(default_factory=collections.deque)
     hung: bool = False
 
 
 class World:
     """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stages: int = 1, look_ahead: bool = False) -> None:
         self.now = 0.0
         self.names = itertools.count()
         limits = DecodeLimits(
@@ -94,10 +97,18 @@ class World:
             prefill_timeout_s=40,
             request_timeout_s=200,
             quarantine_s=QUARANTINE_S,
+            stages=stages,
+            look_ahead=look_ahead,
         )
         self.decode = DecodeScheduler(limits, PageAllocator(PAGES), [EOS])
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
+        self.orders: collections.deque[DecodeStep | PageEffect] = collections.deque()
+        """What the ranks of the decode server have been told and not done."""
+        self.drawn: list[int] = []
+        """Tokens of the last step they did."""
+        self.known: dict[str, Prefix] = {}
+        """All tokens of a sequence, as the ranks know them."""
         self.memory: dict[Row, Prefix] = {}
         self.saved: dict[str, list[dict[int, Prefix]]] = {}
         self.last_conversation: Prefix = ()
@@ -131,24 +142,61 @@ class World:
 
     # -- the servers work --------------------------------------------------------------------------------------
 
-    def decode_turn(self, eos: bool) -> None:
+    def decode_turn(self) -> None:
         self.decode.advance(self.now)
-        rows = self.decode.next_step(self.now)
         self.act()
-        for row in rows:
-            tokens = (*row.request.prompt_ids, *row.request.output_ids)
+        step = self.decode.next_step(self.now)
+        self.act()  # pages of retracted requests are saved before the step
+        if step is not None:
+            self.orders.append(step)
+
+    def rank_turn(self, eos: bool) -> None:
+        """The ranks carry out their next order, and report."""
+        if not self.orders:
+            return
+        match self.orders.popleft():
+            case DecodeStep() as step:
+                self._compute(step, eos)
+            case order:
+                self._move_pages(order)
+                self.decode.order_done(order.order)
+        self.act()
+
+    def _compute(self, step: DecodeStep, eos: bool) -> None:
+        drawn: list[int] = []
+        for row in step.rows:
+            rid = row.request.rid
+            if row.token is None:
+                assert row.follows is not None
+                tokens = (*self.known[rid], self.drawn[row.follows])
+            else:
+                tokens = (*row.request.prompt_ids, *row.request.output_ids)
+                assert row.token == tokens[-1]
             assert row.position == len(tokens) - 1
-            assert row.token == tokens[-1]
+            assert row.output_index == len(tokens) - len(row.request.prompt_ids)
             for position in range(row.position):
                 place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
-                assert self.memory[place] == tokens[: position + 1], f"{row.request.rid} reads wrong KV at {position}"
-            self.memory[row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE] = tokens
+                if row.request.rid in self.decode.requests:  # of one that has ended nobody looks at the result
+                    assert self.memory[place] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
+            if row.pages:
+                self.memory[row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE] = tokens
+            self.known[rid] = tokens
             self.last_conversation = tokens
-        if rows:
-            # Different samples of a prompt draw different tokens, so their KV must not mix.
-            drawn = [TokenLogprob(EOS if eos else 50 + row.request.sample, None) for row in rows]
-            self.decode.step_done(rows, drawn, self.now)
-        self.act()
+            drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
+        self.drawn = drawn
+        self.decode.step_done(step.order, [TokenLogprob(token, None) for token in drawn], self.now)
+
+    def _move_pages(self, order: PageEffect) -> None:
+        match order:
+            case CopyPage(source=source, destination=destination):
+                self._put_page(destination, self._page(source))
+            case SavePages(rid=rid, pages=pages):
+                self.saved[rid] = [self._page(page) for page in pages]
+            case LoadPages(rid=rid, pages=pages):
+                for page, rows in zip(pages, self.saved.pop(rid), strict=False):
+                    self._put_page(page, rows)
+            case DropPages(rid=rid):
+                del self.saved[rid]
 
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -182,7 +230,7 @@ class World:
         )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
         scheduler = PrefillScheduler(limits, PageAllocator(PREFILL_PAGES))
-        scheduler.peer_up(DECODE, num_pages=PAGES, page_size=PAGE_SIZE)
+        scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)])
         self.servers[instance] = Server(endpoint, instance, scheduler)
         self.decode.peer_up(instance, endpoint)
 
@@ -249,7 +297,9 @@ class World:
                     self._end_write(server, ok=True, late=False)
                 while server.to_decode:
                     self._deliver_up(server)
-            self.decode_turn(eos=True)
+            self.decode_turn()
+            while self.orders:
+                self.rank_turn(eos=True)
             self.check()
         assert self.decode.idle, self.decode.state_counts()
         assert self.decode.pages.available == PAGES
@@ -270,15 +320,8 @@ class World:
                         self.servers[instance].to_prefill.append(effect)
                 case SendToFront():
                     self._answer(effect)
-                case CopyPage(source=source, destination=destination):
-                    self._put_page(destination, self._page(source))
-                case SavePages(rid=rid, pages=pages):
-                    self.saved[rid] = [self._page(page) for page in pages]
-                case LoadPages(rid=rid, pages=pages):
-                    for page, rows in zip(pages, self.saved.pop(rid), strict=False):
-                        self._put_page(page, rows)
-                case DropPages(rid=rid):
-                    del self.saved[rid]
+                case CopyPage() | SavePages() | LoadPages() | DropPages():
+                    self.orders.append(effect)
         for server in self.servers.values():
             if not server.hung:
                 self._act_server(server)
@@ -288,7 +331,7 @@ class World:
             match effect:
                 case SendToPeer(message=message):
                     server.to_decode.append(message)
-                case SendChunk(instance=instance, key=key):
+                case ChunkWrite(instance=instance, key=key):
                     prompt = tuple(server.scheduler.transfers[instance, key].prompt)
                     server.writes.append(Write(effect, prompt, self._grant_of(key)))
                 case CancelChunks(key=key):
@@ -312,39 +355,54 @@ class World:
         return live[which % len(live)] if live else None
 
     def _turn(self, server: Server) -> None:
+        """Give a step if there is one, and do the oldest when two are under way or there is none to give."""
         server.scheduler.advance(self.now)
-        rows = server.scheduler.next_step()
-        assert sum(row.end - row.start for row in rows) <= 4
-        if rows:
-            tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in rows]
-            server.scheduler.step_done(rows, tokens, [()] * len(rows), self.now)
+        step = server.scheduler.next_step()
+        if step is not None:
+            assert sum(row.end - row.start for row in step.rows) <= 4
+            server.steps.append(step)
+        if server.steps and (step is None or len(server.steps) > 1):
+            done = server.steps.popleft()
+            tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
+            server.scheduler.step_done(done.order, tokens, [()] * len(done.rows), self.now)
         self.act()
 
     def _end_write(self, server: Server, ok: bool, late: bool) -> None:
         write = server.writes.pop(0)
         ok = ok and not write.cancelled
         self._land(write, intact=ok)
-        outcome = ChunkOutcome(ok, "" if ok else "injected", late_writes=late and not ok, writes=1, bytes_written=8)
-        if outcome.late_writes:
+        chunk = write.chunk
+        written = ChunkWritten(
+            instance=chunk.instance,
+            key=chunk.key,
+            token_start=chunk.token_start,
+            token_end=chunk.token_end,
+            ok=ok,
+            reason="" if ok else "injected",
+            late_writes=late and not ok,
+            writes=1,
+            bytes_written=8,
+            checksums=(),
+        )
+        if written.late_writes:
             write.lands_until = self.now + QUARANTINE_S
             self.ghosts.append(write)
-        chunk = write.chunk
-        server.scheduler.chunk_sent((chunk.instance, chunk.key), chunk.token_start, chunk.token_end, outcome, self.now)
+        server.scheduler.chunk_written(written, self.now)
         self.act()
 
     def _land(self, write: Write, *, intact: bool) -> None:
         """The bytes of a write arrive in decode's memory, or garbage does."""
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.destination_indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
+            page = chunk.indices[0][(position - chunk.prefix_tokens) // PAGE_SIZE]
             self.memory[page, position % PAGE_SIZE] = write.prompt[: position + 1] if intact else ()
 
     def _deliver_down(self, server: Server) -> None:
         effect = server.to_prefill.popleft()
         match effect.message:
             case KvDestination():
-                prompt, indices = effect.arrays
-                server.scheduler.receive(DECODE, effect.message, prompt, indices, self.now)
+                prompt, *indices = effect.arrays
+                server.scheduler.receive(DECODE, effect.message, prompt, [list(space) for space in indices], self.now)
             case Abort():
                 server.scheduler.abort(DECODE, effect.message, self.now)
             case message:
@@ -369,7 +427,7 @@ class World:
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)
-        server.scheduler.peer_up(DECODE, num_pages=PAGES, page_size=PAGE_SIZE)
+        server.scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)])
         self.act()
 
     def _grant_of(self, key: TransferKey) -> PageGrant:

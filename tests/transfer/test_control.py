@@ -73,7 +73,7 @@ LAYOUT = KvLayout((Plane("k", 128), Plane("v", 128)), 0, 4, 0, 2, 16, 100, "floa
 
 
 def ranks(layout: KvLayout = LAYOUT) -> tuple[Rank, ...]:
-    return (Rank(0, None, (Pool(layout, 1 << 20, layout.size_bytes),)),)
+    return (Rank(0, "127.0.0.1:1", (Pool(layout, 1 << 20, layout.size_bytes),)),)
 
 
 def hello(instance: str, *, version: int = PROTOCOL_VERSION, fingerprint: str = "fp") -> Hello:

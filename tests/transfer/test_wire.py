@@ -45,7 +45,7 @@ EVERY_MESSAGE: list[AnyMessage] = [
     HELLO,
     WELCOME,
     Refused("mismatch", "because"),
-    ChunkArrived(KEY, 0, 512, 2**64 - 1),
+    ChunkArrived(KEY, 0, 512, (2**64 - 1, 0)),
     PrefillDone(KEY, (TokenLogprob(5, -0.5, ((5, -0.5), (9, -1.0))),), 512, 1, 3, 4096, 0.1, 0.2, 0.3, 128),
     TransferFailed(KEY, "reason", True, True),
     Abort(KEY, "client left"),

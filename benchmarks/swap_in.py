@@ -1,0 +1,189 @@
+"""Swap-in on one GPU: plan and copy of one sparse layer, beside SGLang's kernel and what PCIe allows.
+
+    python benchmarks/swap_in.py [--row-bytes 1152 656] [--json results.json]
+
+Each step selects 2,048 tokens per request, of which the given share was not selected before and is not resident. A step
+is timed with events around one `plan_swap_in` and one `copy_misses`, while the GPU is kept busy ahead of them, as it is
+in a serving step: launches from Python do not count. `gather` is the time of a plain Triton gather of as many random
+rows, nothing planned. Before anything is timed, every selected row of several steps is compared with host memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from pdserve.kernels.slot_tables import SlotTables
+from pdserve.kernels.swap_in import SwapPlan, copy_misses, plan_swap_in
+
+DEVICE = torch.device("cuda", 0)
+TOP_K, HOT_ROWS, CONTEXT, PAGE_SIZE = 2048, 4096, 32768, 64
+WARM_UP_STEPS, STEPS = 6, 20
+SLACK_TOKENS = 2 * (WARM_UP_STEPS + STEPS)  # a request's context grows by one per step
+
+# Its kernel of August 2026 on this machine's kind of GPU (H200), rows of 1152 B, better of blocks of 960 and 1024; us.
+SGLANG_US = {
+    (1, 0): 28, (1, 2): 33, (1, 10): 50, (1, 25): 80,
+    (8, 0): 27, (8, 2): 34, (8, 10): 69, (8, 25): 123,
+    (32, 0): 45, (32, 2): 57, (32, 10): 171, (32, 25): 398,
+    (64, 0): 27, (64, 2): 87, (64, 10): 325, (64, 25): 792,
+}  # fmt: skip
+
+
+@triton.jit
+def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, BLOCK)
+    source = tl.load(sources + row).to(tl.int64)
+    tl.store(hot + row * WORDS + word, tl.load(host + source * WORDS + word, mask=word < WORDS), mask=word < WORDS)
+
+
+def timed_us(run: Callable[[], None]) -> float:
+    """GPU time of what `run` enqueues, its launches hidden behind other work."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # half a millisecond
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """Rows of 64 requests in pinned memory, contents random, and room for their hot buffers."""
+
+    host: torch.Tensor
+    host_pages: torch.Tensor
+    hot: torch.Tensor
+
+    @classmethod
+    def allocate(cls, requests: int, row_bytes: int) -> "Pools":
+        pages = requests * CONTEXT // PAGE_SIZE
+        host = torch.empty(pages, PAGE_SIZE, row_bytes, dtype=torch.uint8, pin_memory=True)
+        for part in host.split(4096):
+            part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=DEVICE))
+        order = torch.randperm(pages, device=DEVICE, dtype=torch.int32)
+        hot = torch.empty(requests * (HOT_ROWS + 1), row_bytes, dtype=torch.uint8, device=DEVICE)
+        return cls(host, order.view(requests, -1), hot)
+
+
+class Trace:
+    """Steps of a batch whose selections slide over a random order of the context: `share` percent new in each."""
+
+    def __init__(self, pools: Pools, batch: int, share: int) -> None:
+        self.pools, self.batch = pools, batch
+        self.misses = TOP_K * share // 100
+        self.tables = SlotTables.allocate(
+            groups=1, requests=batch, hot_rows=HOT_ROWS, max_context=CONTEXT, device=DEVICE
+        ).group(0)
+        self.plan = SwapPlan.allocate(batch, TOP_K, DEVICE)
+        self.requests = torch.randperm(batch, device=DEVICE, dtype=torch.int32)
+        self.pages = pools.host_pages[:batch]
+        first_length = CONTEXT - SLACK_TOKENS
+        for request in range(batch):
+            self.tables.admit(request, first_length)
+        steps = WARM_UP_STEPS + STEPS
+        orders = torch.rand(batch, first_length, device=DEVICE).argsort(dim=1).int()
+        window = torch.arange(steps, device=DEVICE)[:, None] * self.misses + torch.arange(TOP_K, device=DEVICE)
+        self.selections = orders[:, window % first_length].transpose(0, 1).contiguous()  # [steps, batch, TOP_K]
+        self.lengths = (first_length + 1 + torch.arange(steps, device=DEVICE, dtype=torch.int32))[:, None].repeat(
+            1, batch
+        )
+        self.step = 0
+
+    def run(self) -> None:
+        selected, lengths = self.selections[self.step], self.lengths[self.step]
+        plan_swap_in(self.plan, selected, self.requests, lengths, self.tables, self.pages, PAGE_SIZE)
+        copy_misses(self.plan, self.pools.host, self.pools.hot)
+        self.step += 1
+
+    def check(self) -> None:
+        """Every selected row of the step just run holds what host memory has, and the misses are the new tokens."""
+        counts = self.plan.miss_counts.tolist()
+        expected = TOP_K if self.step == 1 else self.misses
+        assert counts == [expected] * self.batch, counts
+        tokens = self.selections[self.step - 1].long()
+        pages = self.pages[self.requests.long()[:, None], tokens // PAGE_SIZE].cpu()
+        for row in range(self.batch):
+            held = self.pools.hot[self.plan.rows[row].long()].cpu()
+            assert held.equal(self.pools.host[pages[row].long(), (tokens[row] % PAGE_SIZE).cpu()])
+
+
+def gather_us(pools: Pools, rows: int) -> float:
+    words = pools.host.shape[2] // 4
+    host, hot = pools.host.view(-1).view(torch.int32), pools.hot.view(-1).view(torch.int32)
+    times = []
+    for _ in range(8):
+        sources = torch.randint(pools.host.shape[0] * PAGE_SIZE, (rows,), device=DEVICE, dtype=torch.int32)
+        block = triton.next_power_of_2(words)
+        times.append(timed_us(lambda: gather_rows[(rows,)](host, sources, hot, words, block, num_warps=1)))  # noqa: B023
+    return statistics.median(times[2:])
+
+
+def measure(pools: Pools, batch: int, share: int) -> dict[str, float]:
+    trace = Trace(pools, batch, share)
+    for _ in range(WARM_UP_STEPS):
+        trace.run()
+        if batch <= 8:
+            trace.check()
+    swap_us = statistics.median(timed_us(trace.run) for _ in range(STEPS))
+    if batch <= 8:
+        trace.check()
+    rows = trace.misses * batch
+    moved = rows * pools.host.shape[2]
+    result = {"batch": batch, "share": share, "swap_us": swap_us, "megabytes": moved / 1e6}
+    if rows:
+        result["gather_us"] = gather_us(pools, rows)
+        result["gb_per_s"] = moved / swap_us / 1e3
+        result["of_gather"] = result["gather_us"] / swap_us
+    return result
+
+
+def bulk_rate(pools: Pools) -> float:
+    """GB/s of one copy of the hot pool's size from pinned memory."""
+    source = pools.host.view(-1)[: pools.hot.numel()]
+    times = [timed_us(lambda: pools.hot.view(-1).copy_(source, non_blocking=True)) for _ in range(5)]
+    return pools.hot.numel() / statistics.median(times) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=[1152, 656])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--shares", type=int, nargs="+", default=[0, 2, 10, 25], help="percent of top-k that is new")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    results = []
+    print(f"{torch.cuda.get_device_name()}; top-k {TOP_K}, hot rows {HOT_ROWS}, context {CONTEXT}")
+    for row_bytes in args.row_bytes:
+        pools = Pools.allocate(max(args.batches), row_bytes)
+        rate = bulk_rate(pools)
+        print(f"\nrows of {row_bytes} B; bulk copy from pinned memory {rate:.1f} GB/s")
+        print("batch  new  swap-in us  SGLang us   PCIe us  gather us  of gather  GB/s      MB")
+        for batch in args.batches:
+            for share in args.shares:
+                result = {"row_bytes": row_bytes, **measure(pools, batch, share)}
+                sglang = SGLANG_US.get((batch, share)) if row_bytes == 1152 else None
+                floor = result["megabytes"] * 1e3 / rate
+                print(
+                    f"{batch:5d} {share:3d}% {result['swap_us']:11.1f} {sglang or '-':>10} {floor:9.1f} "
+                    f"{result.get('gather_us', 0):10.1f} {result.get('of_gather', 0):10.2f} "
+                    f"{result.get('gb_per_s', 0):5.1f} {result['megabytes']:7.2f}",
+                    flush=True,
+                )
+                results.append(result)
+        del pools
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

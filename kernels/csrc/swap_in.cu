@@ -1,0 +1,259 @@
+// Swap-in for sparse attention; kernels/swap_in.py says what it computes and holds it against torch.
+//
+// plan_swap_in: one block per batch row. Its cost follows TOP_K and one pass over the eviction order; hits are found
+// through the inverse table, so there is no hashing of what is resident. Constants: TOP_K, HOT_ROWS, PAGE_SIZE,
+// THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
+// copy_misses: as many blocks as the device holds at once; warps take misses in turn from all batch rows together.
+// Constants: ROW_BYTES, PAGE_SIZE, TOP_K.
+
+#ifdef HOT_ROWS
+
+constexpr int SLOTS = HOT_ROWS + 1;
+constexpr int WARPS = THREADS / 32;
+constexpr int SELECTED = (TOP_K + THREADS - 1) / THREADS;    // entries of top-k per thread, consecutive
+constexpr int ORDERED = (HOT_ROWS + THREADS - 1) / THREADS;  // entries of the eviction order per thread, consecutive
+constexpr int BUCKETS = 1 << BUCKET_BITS;
+constexpr int EMPTY = 0x7fffffff;
+static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps, and one warp scans the sums of all");
+static_assert(BUCKETS >= 2 * TOP_K && HOT_ROWS >= TOP_K && HOT_ROWS < 32768, "see check_geometry");
+
+// kernels/slot_tables.py adds up the same fields: plan_shared_bytes.
+struct Shared {
+    int first_of[BUCKETS];  // hash table of missing tokens: index of the first in top-k; later its rank among the misses
+    int tokens[TOP_K];
+    unsigned warp_sums[32];
+    short victims[TOP_K];  // the slot that takes the n-th miss
+    unsigned char used[SLOTS];
+};
+
+// The bucket of tokens[index], shared by its duplicates; keeps the smallest index.
+__device__ int insert(Shared& shared, int token, int index) {
+    unsigned bucket = (static_cast<unsigned>(token) * 2654435769u) >> (32 - BUCKET_BITS);
+    while (true) {
+        const int seen = atomicCAS(&shared.first_of[bucket], EMPTY, index);
+        if (seen == EMPTY) return bucket;
+        if (shared.tokens[seen] == token) {
+            atomicMin(&shared.first_of[bucket], index);
+            return bucket;
+        }
+        bucket = (bucket + 1) % BUCKETS;
+    }
+}
+
+__device__ unsigned inclusive_warp_scan(unsigned value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const unsigned lower = __shfl_up_sync(~0u, value, distance);
+        if (threadIdx.x % 32 >= distance) value += lower;
+    }
+    return value;
+}
+
+// Sum of `value` over all lower threads; `total` over all. Has one barrier, before which all shared reads are done.
+__device__ unsigned exclusive_block_scan(Shared& shared, unsigned value, unsigned& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const unsigned inclusive = inclusive_warp_scan(value);
+    if (lane == 31) shared.warp_sums[warp] = inclusive;
+    __syncthreads();
+    const unsigned sums = inclusive_warp_scan(lane < WARPS ? shared.warp_sums[lane] : 0);
+    total = __shfl_sync(~0u, sums, 31);
+    const unsigned lower_warps = __shfl_sync(~0u, sums, warp > 0 ? warp - 1 : 0);
+    return inclusive - value + (warp > 0 ? lower_warps : 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+plan_swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
+             const int* __restrict__ seq_lens, const int* __restrict__ live_rows, int* slot_tokens,
+             long long slot_tokens_stride, short* token_slots, long long token_slots_stride, short* eviction_order,
+             long long eviction_order_stride, const int* __restrict__ host_pages, long long host_pages_stride,
+             int* __restrict__ rows, int* __restrict__ miss_sources, int* __restrict__ miss_rows,
+             int* __restrict__ miss_counts) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    extern __shared__ __align__(16) char dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    const int thread = threadIdx.x;
+    const long long row = blockIdx.x;
+    top_k += row * top_k_stride;
+    rows += row * TOP_K;
+    miss_sources += row * TOP_K;
+    miss_rows += row * TOP_K;
+
+    int token[SELECTED];
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        const int index = thread * SELECTED + s;
+        token[s] = index < TOP_K ? top_k[index] : -1;
+    }
+    const int request = requests[row];
+    const int seq_len = seq_lens[row];
+    const bool padding = live_rows != nullptr && row >= *live_rows;
+    const int first_row = request * SLOTS;
+    if (padding || seq_len <= HOT_ROWS) {  // a short sequence is resident: token p in slot p
+#pragma unroll
+        for (int s = 0; s < SELECTED; s++) {
+            const int index = thread * SELECTED + s;
+            const bool valid = !padding && token[s] >= 0 && token[s] < seq_len;
+            if (index < TOP_K) rows[index] = valid ? first_row + token[s] : -1;
+        }
+        if (thread == 0) miss_counts[row] = 0;
+        return;
+    }
+    slot_tokens += request * slot_tokens_stride;
+    token_slots += request * token_slots_stride;
+    eviction_order += request * eviction_order_stride;
+    host_pages += request * host_pages_stride;
+
+    // Everything the plan reads from memory, in flight together, while shared memory is cleared.
+    const int newest = seq_len - 1;
+    const int reserved = eviction_order[HOT_ROWS];
+    short order[ORDERED];
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++) {
+        const int index = thread * ORDERED + o;
+        order[o] = index < HOT_ROWS ? eviction_order[index] : 0;
+    }
+    short slot[SELECTED];
+    int page[SELECTED];
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        const bool valid = token[s] >= 0 && token[s] < seq_len;
+        const bool wanted = valid && token[s] != newest;
+        token[s] = valid ? token[s] : -1;
+        slot[s] = wanted ? token_slots[token[s]] : 0;
+        page[s] = wanted ? host_pages[token[s] / PAGE_SIZE] : 0;
+    }
+    for (int i = thread; i < BUCKETS; i += THREADS) shared.first_of[i] = EMPTY;
+    for (int i = thread; i < SLOTS; i += THREADS) shared.used[i] = 0;
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++)
+        if (thread * SELECTED + s < TOP_K) shared.tokens[thread * SELECTED + s] = token[s];
+    __syncthreads();
+
+    // Mark the slots of hits; find the first of each missing token.
+    int bucket[SELECTED];
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        bucket[s] = -1;
+        if (token[s] < 0 || token[s] == newest) continue;
+        if (slot[s] >= 0)
+            shared.used[slot[s]] = 1;
+        else
+            bucket[s] = insert(shared, token[s], thread * SELECTED + s);
+    }
+    __syncthreads();
+
+    // Rank misses in the order of top-k and hits in the order of eviction: two counts of 16 bits in one scan.
+    unsigned counts = 0;
+    bool first[SELECTED];
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        first[s] = bucket[s] >= 0 && shared.first_of[bucket[s]] == thread * SELECTED + s;
+        counts += first[s] ? 1u << 16 : 0;
+    }
+    bool hit[ORDERED];
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++) {
+        hit[o] = thread * ORDERED + o < HOT_ROWS && shared.used[order[o]];
+        counts += hit[o];
+    }
+    unsigned totals;
+    counts = exclusive_block_scan(shared, counts, totals);
+    const int misses = totals >> 16, stale = HOT_ROWS - (totals & 0xffff);
+    int miss_rank = counts >> 16, hits_before = counts & 0xffff;
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++)
+        if (first[s]) shared.first_of[bucket[s]] = miss_rank++;
+
+    // The new order: stale slots that stay, loaded ones, hits, the newest token's. The first of them is vacated and
+    // becomes the slot of the next token: it goes to the end.
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++) {
+        const int index = thread * ORDERED + o;
+        if (index >= HOT_ROWS) continue;
+        const int rank = index - hits_before;
+        const bool victim = !hit[o] && rank < misses;
+        const int position = hit[o] ? stale + hits_before : victim ? stale - misses + rank : rank - misses;
+        hits_before += hit[o];
+        if (victim) shared.victims[rank] = order[o];
+        if (victim || position == 0) {
+            const int evicted = slot_tokens[order[o]];
+            if (evicted >= 0) token_slots[evicted] = -1;
+            if (!victim) slot_tokens[order[o]] = -1;
+        }
+        eviction_order[position > 0 ? position - 1 : HOT_ROWS] = order[o];
+    }
+    if (thread == 0) {
+        eviction_order[HOT_ROWS - 1] = reserved;
+        slot_tokens[reserved] = newest;
+        token_slots[newest] = reserved;
+        miss_counts[row] = misses;
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        const int index = thread * SELECTED + s;
+        if (index >= TOP_K) continue;
+        int at = token[s] == newest ? reserved : slot[s];
+        if (bucket[s] >= 0) {
+            const int rank = shared.first_of[bucket[s]];
+            at = shared.victims[rank];
+            if (first[s]) {
+                const bool vacated = rank == 0 && stale == misses;  // every slot was used: even this one has to go
+                slot_tokens[at] = vacated ? -1 : token[s];
+                if (!vacated) token_slots[token[s]] = at;
+                miss_sources[rank] = page[s] * PAGE_SIZE + token[s] % PAGE_SIZE;
+                miss_rows[rank] = first_row + at;
+            }
+        }
+        rows[index] = token[s] < 0 ? -1 : first_row + at;
+    }
+}
+
+#endif
+#ifdef ROW_BYTES
+
+#include "copy_row.cuh"
+
+extern "C" __global__ void copy_misses(const int* miss_sources, const int* miss_rows, const int* miss_counts,
+                                       long long batch, const char* host, long long host_page_stride,
+                                       long long host_token_stride, char* hot, long long hot_row_stride) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    extern __shared__ int ends[];  // of each batch row's misses, counted through the batch
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp == 0) {
+        int before = 0;
+        for (int first = 0; first < batch; first += 32) {
+            int count = first + lane < batch ? miss_counts[first + lane] : 0;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int lower = __shfl_up_sync(~0u, count, distance);
+                if (lane >= distance) count += lower;
+            }
+            if (first + lane < batch) ends[first + lane] = before + count;
+            before += __shfl_sync(~0u, count, 31);
+        }
+    }
+    __syncthreads();
+    const int misses = ends[batch - 1];
+    for (int miss = warp * gridDim.x + blockIdx.x; miss < misses; miss += gridDim.x * (blockDim.x / 32)) {
+        int low = 0, high = static_cast<int>(batch) - 1;  // the first row whose end is beyond this miss
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (ends[middle] > miss)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        const long long entry = static_cast<long long>(low) * TOP_K + miss - (low > 0 ? ends[low - 1] : 0);
+        const int source = miss_sources[entry];
+        const char* from = host + source / PAGE_SIZE * host_page_stride + source % PAGE_SIZE * host_token_stride;
+        copy_row(hot + miss_rows[entry] * hot_row_stride, from, lane);
+    }
+}
+
+#endif

@@ -1,0 +1,181 @@
+"""Swap-in for sparse attention: where each selected token is in the hot buffer, and the fetch of those that are not.
+
+The rows of all tokens are in pinned host memory; the GPU holds B of each request, least recently used out, and the
+newest. Per step and index group, `plan_swap_in` decides and updates the tables (slot_tables.py); per layer of the
+group, `copy_misses` moves rows. Of a sequence longer than B, with n = seq_len - 1 its newest token and `order` its
+slots in eviction order (the last is where the newest token was written before the call):
+
+    hits      slots of selected tokens, in eviction order; stale = the other slots, in eviction order
+    misses    selected tokens without a slot, n aside, in the order of top-k, each once
+    loaded    the first len(misses) of stale: the i-th takes the i-th miss
+    order     what is left of stale, loaded, hits, slot of n; then the first is vacated for the next token and goes last
+
+This is LRU exactly: a slot is evicted before all that were used in a later step. The newest token becomes an ordinary
+row where it is, and is not fetched.
+
+    rows[t, i]                           flat hot row of token top_k[t, i], the same for duplicates; -1 where the token
+                                         is not in [0, seq_len) or batch row t is padding
+    miss_sources[t, j], miss_rows[t, j]  host row and hot row of the j-th of miss_counts[t] misses
+
+A sequence of at most B tokens has token p in slot p and no misses, and its tables do not change. Every selectable token
+but the newest must be in host memory. Shapes: top_k [batch, K] int32, K <= B; requests (distinct), seq_lens [batch]
+int32; host_pages [requests, pages] int32. One plan serves all layers of its group.
+
+Floor: misses * row bytes over PCIe. Planning is one pass of one block over K and B entries.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .nvrtc import CudaImpl, use_cuda
+from .slot_tables import SlotTables
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What plan_swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring."""
+
+    rows: torch.Tensor
+    miss_sources: torch.Tensor
+    miss_rows: torch.Tensor
+    miss_counts: torch.Tensor
+
+    @classmethod
+    def allocate(cls, batch: int, top_k: int, device: torch.device) -> "SwapPlan":
+        rows, sources, destinations = torch.full((3, batch, top_k), -1, dtype=torch.int32, device=device)
+        return cls(rows, sources, destinations, torch.zeros(batch, dtype=torch.int32, device=device))
+
+
+def plan_swap_in_reference(
+    plan: SwapPlan,
+    top_k: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tables: SlotTables,
+    host_pages: torch.Tensor,
+    page_size: int,
+    live_rows: torch.Tensor | None = None,
+) -> None:
+    plan.rows.fill_(-1)
+    plan.miss_counts.zero_()
+    live = len(top_k) if live_rows is None else min(len(top_k), int(live_rows))
+    for row in range(live):
+        request, seq_len = int(requests[row]), int(seq_lens[row])
+        selected = top_k[row].long()
+        valid = (selected >= 0) & (selected < seq_len)
+        tokens = selected[valid]
+        first_row = request * (tables.hot_rows + 1)
+        if seq_len <= tables.hot_rows:
+            plan.rows[row, valid] = (first_row + tokens).int()
+            continue
+        slots, misses, loaded = _replace(tables, request, tokens, newest=seq_len - 1)
+        plan.rows[row, valid] = (first_row + slots).int()
+        plan.miss_counts[row] = len(misses)
+        pages = host_pages[request, misses // page_size]
+        plan.miss_sources[row, : len(misses)] = pages * page_size + (misses % page_size).int()
+        plan.miss_rows[row, : len(misses)] = (first_row + loaded).int()
+
+
+def _replace(
+    tables: SlotTables, request: int, tokens: torch.Tensor, newest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step of one long sequence: slots of the selected tokens, the missing tokens, the slots that take them."""
+    slot_tokens, token_slots = tables.slot_tokens[request], tables.token_slots[request]
+    order, reserved = tables.eviction_order[request, :-1].long(), int(tables.eviction_order[request, -1])
+    slot_tokens[reserved] = newest
+    token_slots[newest] = reserved
+
+    present = token_slots[tokens]
+    missing = list(dict.fromkeys(tokens[present < 0].tolist()))
+    misses = torch.tensor(missing, dtype=torch.long, device=tokens.device)
+    used = torch.zeros_like(slot_tokens, dtype=torch.bool)
+    used[present[present >= 0].long()] = True
+    hits, stale = order[used[order]], order[~used[order]]
+    loaded, left = stale[: len(misses)], stale[len(misses) :]
+
+    evicted = slot_tokens[loaded]
+    token_slots[evicted[evicted >= 0].long()] = -1
+    slot_tokens[loaded] = misses.int()
+    token_slots[misses] = loaded.short()
+    slots = token_slots[tokens].long()
+
+    order = torch.cat((left, loaded, hits, order.new_tensor([reserved])))
+    vacated = slot_tokens[order[0]]
+    if vacated >= 0:
+        token_slots[vacated] = -1
+    slot_tokens[order[0]] = -1
+    tables.eviction_order[request] = order.roll(-1).short()
+    return slots, misses, loaded
+
+
+def copy_misses_reference(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) -> None:
+    page_size = host.shape[1]
+    for row, count in enumerate(plan.miss_counts.tolist()):
+        sources = plan.miss_sources[row, :count].to(host.device)
+        rows = host[sources // page_size, sources % page_size]
+        hot[plan.miss_rows[row, :count]] = rows.to(hot.device)
+
+
+def plan_swap_in(
+    plan: SwapPlan,
+    top_k: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tables: SlotTables,
+    host_pages: torch.Tensor,
+    page_size: int,
+    *,
+    live_rows: torch.Tensor | None = None,
+    impl: CudaImpl = "auto",
+) -> None:
+    """Fill `plan` and update `tables` for one step; see the module docstring.
+
+    Call it once per step: `seq_lens` of a long sequence grow by one from call to call. `live_rows`, one int32 on the
+    device, says how many batch rows are real; the others change nothing and get -1 and no misses.
+    """
+    batch, width = top_k.shape
+    if tables.slot_tokens.dim() != 2:
+        raise ValueError("a plan is for one index group: pass tables.group(i)")
+    if width > tables.hot_rows:
+        raise ValueError(f"top_k selects {width} tokens, the hot buffer has {tables.hot_rows} rows")
+    if not plan.rows.shape == plan.miss_sources.shape == plan.miss_rows.shape == top_k.shape:
+        raise ValueError(f"the plan is for {list(plan.rows.shape)}, top_k is {list(top_k.shape)}")
+    if not plan.miss_counts.shape == requests.shape == seq_lens.shape == (batch,):
+        raise ValueError(f"requests {list(requests.shape)} and seq_lens {list(seq_lens.shape)} do not fit {batch} rows")
+    if len(host_pages) != tables.requests or page_size < 1 or host_pages.shape[1] * page_size < tables.max_context:
+        raise ValueError(
+            f"host_pages {list(host_pages.shape)} of {page_size} tokens do not hold {tables.requests} requests of "
+            f"{tables.max_context} tokens"
+        )
+    integers = [top_k, requests, seq_lens, host_pages, *([] if live_rows is None else [live_rows])]
+    if any(tensor.dtype != torch.int32 or tensor.device != top_k.device for tensor in integers):
+        raise ValueError(f"indices must be int32 on {top_k.device}, got {[(t.dtype, t.device) for t in integers]}")
+    if any(tensor.stride(-1) != 1 for tensor in (top_k, requests, seq_lens, host_pages)):
+        raise ValueError("the last dimension of all indices must be contiguous")
+    if not use_cuda(impl, top_k.device):
+        plan_swap_in_reference(plan, top_k, requests, seq_lens, tables, host_pages, page_size, live_rows)
+        return
+    from .swap_in_cuda import launch_plan
+
+    launch_plan(plan, top_k, requests, seq_lens, tables, host_pages, page_size, live_rows)
+
+
+def copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor, *, impl: CudaImpl = "auto") -> None:
+    """Fetch the rows of a plan for one layer.
+
+    host [pages, page_size, row_bytes] uint8, a layer of the pool, pinned where hot is on a GPU; hot [rows, row_bytes]
+    uint8. Rows contiguous, other strides free. Fastest where rows on both sides start at multiples of 16 bytes.
+    """
+    if host.dtype != torch.uint8 or hot.dtype != torch.uint8 or host.shape[2] != hot.shape[1]:
+        raise ValueError(
+            f"host {list(host.shape)} {host.dtype} and hot {list(hot.shape)} {hot.dtype} are not rows of equal bytes"
+        )
+    if host.stride(2) != 1 or hot.stride(1) != 1:
+        raise ValueError(f"rows must be contiguous, strides are {host.stride()} and {hot.stride()}")
+    if not use_cuda(impl, hot.device):
+        copy_misses_reference(plan, host, hot)
+        return
+    from .swap_in_cuda import launch_copy
+
+    launch_copy(plan, host, hot)

@@ -1,0 +1,128 @@
+"""The forward pass of a DeepSeek-V3.2 or GLM DSA decoder over a paged cache: one rank's share of it.
+
+The arithmetic is that of transformers 5.17, except that attention stays in the latent space (mla.py) and reads only the
+rows that are selected. Prompts, chunks of them and single tokens are the same thing: every token has its own selection
+among the tokens up to itself.
+"""
+
+import torch
+
+from ..kernels.index_topk import IndexPlan, index_topk
+from ..kernels.rms_norm import add_rms_norm, rms_norm
+from ..kernels.sparse_mla import sparse_mla
+from ..memory.kv_pool import KvCache, KvPool
+from .batch import ForwardBatch
+from .dsa_parameters import DsaParameters
+from .indexer import index_keys, index_queries, index_weights
+from .latent_rows import PagedLatentRows, RowWriter
+from .mla import compress_kv, compress_query, latent_queries, project_output
+from .moe import MlpParameters, mixture, mlp
+from .parallel import ALONE, Parallel
+from .rope import Rotary, score_factor
+from .vocabulary import Vocabulary
+
+
+class DsaDecoder:
+    """Weights and the arithmetic over them; holds no state of any sequence.
+
+    A cache has two pools, the same on every tensor-parallel rank: "latent" rows, and the "indexer" keys. Both have all
+    layers of the stage, so that a layer has the same number in either; layers without an indexer leave theirs unused.
+    """
+
+    def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE) -> None:
+        assert parameters.config.dsa is not None
+        self.parameters = parameters
+        self.config = parameters.config
+        self._dsa = parameters.config.dsa
+        self._parallel = parallel
+        self._vocabulary = Vocabulary(
+            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
+        )
+        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._scale = (self._dsa.nope_dim + self._dsa.rope_dim) ** -0.5 * score_factor(self.config.rope)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of both pools that one token takes on this rank."""
+        row_size = self._dsa.latent_dim + self._dsa.index_dim
+        return len(self.parameters.layers) * row_size * self.parameters.dtype.itemsize
+
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache:
+        """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
+
+        def pool(plane: str, row_size: int) -> KvPool:
+            return KvPool(
+                num_pages=num_pages,
+                num_layers=len(self.parameters.layers),
+                num_heads=1,
+                page_size=page_size,
+                head_dim=row_size,
+                dtype=self.parameters.dtype,
+                device=self.parameters.device,
+                planes=(plane,),
+            )
+
+        return KvCache(pool("latent", self._dsa.latent_dim), pool("indexer", self._dsa.index_dim))
+
+    def hidden(
+        self,
+        batch: ForwardBatch,
+        cache: KvCache,
+        *,
+        hidden: torch.Tensor | None = None,
+        live_rows: torch.Tensor | None = None,
+        plan: IndexPlan | None = None,
+    ) -> torch.Tensor:
+        """Write the rows and keys of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]:
+        for `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
+
+        `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
+        nothing, and what is returned for them means nothing. `plan` is that of a batch without slices, in a CUDA graph.
+        """
+        latent_pool, index_pool = cache.pools
+        plan = plan or _plan(batch, cache.page_size)
+        writer = RowWriter(batch, live_rows)
+        rows = PagedLatentRows(latent_pool, plan, writer)
+        if hidden is None:
+            hidden = self._vocabulary.embed(batch.token_ids)
+        dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
+        layers, eps = self.parameters.layers, self.config.norm_eps
+        sum_over_ranks = self._parallel.all_reduce
+        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):  # as in the pools, `index` counts the layers of this rank
+            compressed = compress_query(normed, layer.attention)
+            rows.write(index, compress_kv(normed, layer.attention, dsa, *cos_sin))
+            if layer.indexer is None:
+                pages, selected = rows.reselect(index)
+            else:
+                (key_pages,) = index_pool.layer(index)
+                writer.write(key_pages.squeeze(1), index_keys(normed, layer.indexer, dsa, *cos_sin))
+                query = index_queries(compressed, layer.indexer, dsa, *cos_sin)
+                weights = index_weights(normed, layer.indexer, dsa)
+                pages, selected = rows.select(index, index_topk(query, weights, key_pages, plan, dsa.index_topk))
+            query = latent_queries(compressed, layer.attention, dsa, *cos_sin)
+            attended = sparse_mla(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)
+            attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
+            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            if isinstance(layer.mlp, MlpParameters):
+                update = sum_over_ranks(mlp(normed, layer.mlp))
+            else:
+                update = sum_over_ranks(mixture(normed, layer.mlp, dsa.moe))
+            if index + 1 < len(layers):
+                hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+        return hidden + update
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Float32 logits [N, vocab] of any rows of `hidden`, as vocabulary.py has it."""
+        return self._vocabulary.logits(hidden, out)
+
+
+def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:
+    """What the tokens of a batch see."""
+    return IndexPlan.build(
+        [len(piece.token_ids) for piece in batch.slices],
+        [piece.end for piece in batch.slices],
+        [piece.pages for piece in batch.slices],
+        page_size=page_size,
+        device=batch.token_ids.device,
+    )

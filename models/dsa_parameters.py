@@ -1,0 +1,211 @@
+"""The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and what of the checkpoint fills them.
+
+Tensor parallelism shares attention heads, the width of MLPs and of every expert, and the vocabulary. What comes before
+the heads (the compressions, the indexer, the router) every rank has whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..configs.errors import StartupError
+from .config import ModelConfig
+from .dsa_config import DsaConfig
+from .indexer import IndexerParameters
+from .mla import MlaParameters
+from .moe import MlpParameters, MoeParameters
+from .parameters import Slot
+from .sharding import WHOLE, Shard
+
+
+@dataclass(frozen=True)
+class DsaLayerParameters:
+    """One layer. Without an indexer it attends to what the one before it has selected."""
+
+    input_norm: torch.Tensor  # [hidden]
+    attention: MlaParameters
+    indexer: IndexerParameters | None
+    mlp_norm: torch.Tensor  # [hidden]
+    mlp: MlpParameters | MoeParameters
+
+
+@dataclass(frozen=True)
+class DsaParameters:
+    """The weights of a rank: `embedding` on the first stage, `norm` and `head` on the last."""
+
+    config: ModelConfig
+    shard: Shard
+    layers: tuple[DsaLayerParameters, ...]  # of its stage
+    embedding: torch.Tensor | None  # [vocabulary rows, hidden]
+    norm: torch.Tensor | None  # [hidden]
+    head: torch.Tensor | None  # [vocabulary rows, hidden]
+
+    @staticmethod
+    def allocate(
+        config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
+    ) -> "DsaParameters":
+        """Uninitialised memory for the weights of `shard`; raises StartupError where the model cannot be shared so."""
+        memory = _Memory(config, shard, device, dtype)
+        rows = shard.vocabulary_rows(config.vocab_size)
+        return DsaParameters(
+            config,
+            shard,
+            layers=tuple(memory.layer(index) for index in config.stage_layers(shard)),
+            embedding=memory.tensor(rows, config.hidden_size) if shard.first else None,
+            norm=memory.tensor(config.hidden_size) if shard.last else None,
+            head=memory.tensor(rows, config.hidden_size) if shard.last else None,
+        )
+
+    @staticmethod
+    def names(config: ModelConfig) -> frozenset[str]:
+        """The tensors that a checkpoint of the whole model has."""
+        whole = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
+        return frozenset(whole.slots())
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].input_norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden state and the cache; the router and the indexer's weights are float32."""
+        return self.layers[0].input_norm.dtype
+
+    def slots(self) -> dict[str, Slot]:
+        """As parameters.Parameters has it. Rows that fill up a share of the vocabulary are never used."""
+        slots = {}
+        ids = self.shard.vocabulary(self.config.vocab_size)
+        for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
+            if matrix is not None:
+                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
+        if self.norm is not None:
+            slots["model.norm.weight"] = Slot.whole(self.norm)
+        for index, layer in zip(self.config.stage_layers(self.shard), self.layers, strict=True):
+            parts = {
+                "input_layernorm.weight": Slot.whole(layer.input_norm),
+                "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
+                **self._attention_slots(layer.attention),
+                **self._indexer_slots(layer.indexer),
+                **self._mlp_slots(layer.mlp),
+            }
+            slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
+        return slots
+
+    @property
+    def _dsa(self) -> DsaConfig:
+        assert self.config.dsa is not None
+        return self.config.dsa
+
+    def _attention_slots(self, layer: MlaParameters) -> dict[str, Slot]:
+        dsa, num_heads = self._dsa, self.config.num_heads
+        first = self.shard.part("num_attention_heads", num_heads).start
+        q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
+        slots = {
+            "q_a_proj": Slot.whole(layer.q_a),
+            "q_a_layernorm": Slot.whole(layer.q_a_norm),
+            "q_b_proj": Slot.part(layer.q_b, dim=0, start=first * q_dim, size=num_heads * q_dim),
+            "kv_a_proj_with_mqa": Slot.whole(layer.kv_a),
+            "kv_a_layernorm": Slot.whole(layer.kv_a_norm),
+            "kv_b_proj": Slot.part(layer.kv_b.flatten(0, 1), dim=0, start=first * kv_dim, size=num_heads * kv_dim),
+            "o_proj": Slot.part(layer.o, dim=1, start=first * dsa.value_dim, size=num_heads * dsa.value_dim),
+        }
+        return {f"self_attn.{name}.weight": slot for name, slot in slots.items()}
+
+    def _indexer_slots(self, layer: IndexerParameters | None) -> dict[str, Slot]:
+        if layer is None:
+            return {}
+        tensors = {
+            "wq_b.weight": layer.query,
+            "wk.weight": layer.key,
+            "k_norm.weight": layer.key_norm,
+            "k_norm.bias": layer.key_norm_bias,
+            "weights_proj.weight": layer.weights,
+        }
+        return {f"self_attn.indexer.{name}": Slot.whole(tensor) for name, tensor in tensors.items()}
+
+    def _mlp_slots(self, layer: MlpParameters | MoeParameters) -> dict[str, Slot]:
+        if isinstance(layer, MlpParameters):
+            return self._gated_slots("mlp", layer.gate_up, layer.down)
+        slots = {
+            "mlp.gate.weight": Slot.whole(layer.router),
+            "mlp.gate.e_score_correction_bias": Slot.whole(layer.router_bias),
+            **self._gated_slots("mlp.shared_experts", layer.shared.gate_up, layer.shared.down),
+        }
+        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
+            slots.update(self._gated_slots(f"mlp.experts.{expert}", gate_up, down))
+        return slots
+
+    def _gated_slots(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Slot]:
+        share = down.shape[1]
+        start, size = self.shard.tp_rank * share, self.shard.tp_size * share
+        gate, up = gate_up.chunk(2)
+        return {
+            f"{prefix}.gate_proj.weight": Slot.part(gate, dim=0, start=start, size=size),
+            f"{prefix}.up_proj.weight": Slot.part(up, dim=0, start=start, size=size),
+            f"{prefix}.down_proj.weight": Slot.part(down, dim=1, start=start, size=size),
+        }
+
+
+class _Memory:
+    """Allocates the layers of one rank."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
+        assert config.dsa is not None
+        self._config, self._dsa, self._shard = config, config.dsa, shard
+        self._device, self._dtype = device, dtype
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+
+    def layer(self, index: int) -> DsaLayerParameters:
+        return DsaLayerParameters(
+            input_norm=self.tensor(self._config.hidden_size),
+            attention=self._attention(),
+            indexer=self._indexer() if self._dsa.indexed[index] else None,
+            mlp_norm=self.tensor(self._config.hidden_size),
+            mlp=self._mixture() if self._dsa.mixed[index] else self._dense(),
+        )
+
+    def _attention(self) -> MlaParameters:
+        dsa, hidden = self._dsa, self._config.hidden_size
+        heads = len(self._shard.part("num_attention_heads", self._config.num_heads))
+        return MlaParameters(
+            q_a=self.tensor(dsa.q_rank, hidden),
+            q_a_norm=self.tensor(dsa.q_rank),
+            q_b=self.tensor(heads * (dsa.nope_dim + dsa.rope_dim), dsa.q_rank),
+            kv_a=self.tensor(dsa.latent_dim, hidden),
+            kv_a_norm=self.tensor(dsa.kv_rank),
+            kv_b=self.tensor(heads, dsa.nope_dim + dsa.value_dim, dsa.kv_rank),
+            o=self.tensor(hidden, heads * dsa.value_dim),
+        )
+
+    def _indexer(self) -> IndexerParameters:
+        dsa, hidden = self._dsa, self._config.hidden_size
+        return IndexerParameters(
+            query=self.tensor(dsa.index_heads * dsa.index_dim, dsa.q_rank),
+            key=self.tensor(dsa.index_dim, hidden),
+            key_norm=self.tensor(dsa.index_dim),
+            key_norm_bias=self.tensor(dsa.index_dim),
+            weights=self.tensor(dsa.index_heads, hidden, dtype=torch.float32),
+        )
+
+    def _dense(self) -> MlpParameters:
+        return self._gated(len(self._shard.part("intermediate_size", self._config.intermediate_size)))
+
+    def _mixture(self) -> MoeParameters:
+        moe, hidden = self._dsa.moe, self._config.hidden_size
+        size = len(self._shard.part("moe_intermediate_size", moe.expert_size))
+        for name, count in (("hidden_size", hidden), ("a rank's share of moe_intermediate_size", size)):
+            if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
+                raise StartupError(f"{name} = {count} must be a multiple of 8")
+        return MoeParameters(
+            router=self.tensor(moe.num_experts, hidden, dtype=torch.float32),
+            router_bias=self.tensor(moe.num_experts, dtype=torch.float32),
+            gate_up=self.tensor(moe.num_experts, 2 * size, hidden),
+            down=self.tensor(moe.num_experts, hidden, size),
+            shared=self._gated(len(self._shard.part("shared experts' width", moe.shared_size))),
+        )
+
+    def _gated(self, size: int) -> MlpParameters:
+        hidden = self._config.hidden_size
+        return MlpParameters(gate_up=self.tensor(2 * size, hidden), down=self.tensor(hidden, size))

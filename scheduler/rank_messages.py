@@ -1,0 +1,133 @@
+"""What the leader tells its ranks and what they report. Steps and page copies are carried out in the order of telling.
+
+Rank 0 is a thread of the leader and gets these objects as they are; the others are processes, and get them as msgpack.
+"""
+
+import msgspec
+
+from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
+from ..transfer.messages import Hello, InstanceId, Rank, TransferKey, Welcome
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
+from .step import StepResult, StepRow
+
+
+class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of what the leader tells its ranks, beside the page effects of a scheduler."""
+
+
+class RunStep(Command, frozen=True):
+    """Run a step; the rank that samples reports StepDone."""
+
+    order: int
+    rows: tuple[StepRow, ...]
+
+
+class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens [token_start, token_end) of a transfer and the checksum that each decode rank should find."""
+
+    token_start: int
+    token_end: int
+    checksums: tuple[int, ...]
+
+
+class VerifyKv(Command, frozen=True):
+    """Compare what landed in `pages` with what was sent. Reported as KvVerified, by every rank."""
+
+    key: TransferKey
+    pages: list[int]
+    chunks: tuple[ExpectedChunk, ...]
+
+
+class OpenPeer(Command, frozen=True):
+    """A decode server paired: KV may be written to its ranks (prefill). `welcome` has the layouts of our own."""
+
+    hello: Hello
+    welcome: Welcome
+
+
+class ClosePeer(Command, frozen=True):
+    """A decode server is gone (prefill)."""
+
+    instance: InstanceId
+
+
+class WriteChunk(Command, frozen=True):
+    """Write this rank's part of a chunk that is computed (prefill). Reported as ChunkReport, by every rank."""
+
+    chunk: ChunkWrite
+
+
+class LeaderAlive(Command, frozen=True):
+    """Sent now and then: a rank on another machine that hears nothing ends."""
+
+
+class StopRank(Command, frozen=True):
+    """End this rank."""
+
+
+PageCommand = CopyPage | SavePages | LoadPages | DropPages
+ComputeCommand = RunStep | PageCommand | VerifyKv | StopRank
+"""Carried out by the thread that computes, in order."""
+TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks
+"""About KV that is complete: carried out at once, in order among themselves."""
+RankCommand = ComputeCommand | TransferCommand | LeaderAlive
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of what ranks report."""
+
+    rank: int
+
+
+class RankReady(Report, frozen=True):
+    """Loaded, with its KV in place. `place` is what peers need to know of it."""
+
+    place: Rank
+    num_pages: int
+    dtype: str
+    device: str
+
+
+class RankFailed(Report, frozen=True):
+    """The rank cannot start or go on; `startup` when the user can mend it."""
+
+    reason: str
+    startup: bool = False
+
+
+class StepDone(Report, frozen=True):
+    """From the rank that samples: the results of a step, whose KV is complete on all ranks, or why it failed."""
+
+    order: int
+    results: tuple[StepResult, ...]
+    error: str | None = None
+
+
+class OrderDone(Report, frozen=True):
+    """From every rank: a page command was carried out."""
+
+    order: int
+    seconds: float
+
+
+class KvVerified(Report, frozen=True):
+    """From every rank: how many chunks it compared, and the first difference."""
+
+    key: TransferKey
+    chunks: int
+    problem: str | None
+
+
+class ChunkReport(Report, frozen=True):
+    """From every rank: its part of a chunk has ended."""
+
+    written: ChunkWritten
+
+
+class RankAlive(Report, frozen=True):
+    """Sent a few times a second; `problems` make the server unhealthy."""
+
+    problems: tuple[str, ...] = ()
+
+
+RankReport = RankReady | RankFailed | StepDone | OrderDone | KvVerified | ChunkReport | RankAlive

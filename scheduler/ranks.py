@@ -1,0 +1,259 @@
+"""All ranks of a server as its leader drives them: rank 0 on a thread of the leader, the others in their processes.
+
+The leader never computes on its own thread, so it answers clients and notices lost ranks while a step hangs.
+"""
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import zmq
+
+from ..configs.errors import PdserveError, StartupError
+from ..configs.schema import LOOPBACK_HOSTS, AnyServerConfig
+from ..models.catalog import ModelSource
+from ..transfer.curve import ClientGate, ClusterKeys
+from ..transfer.wakeup import Wakeup
+from .effects import CancelChunks
+from .rank import RankEngine
+from .rank_messages import (
+    ClosePeer,
+    ComputeCommand,
+    LeaderAlive,
+    OpenPeer,
+    RankAlive,
+    RankCommand,
+    RankFailed,
+    RankReady,
+    RankReport,
+    StopRank,
+    TransferCommand,
+    WriteChunk,
+)
+from .rank_process import RankProcess
+
+log = logging.getLogger(__name__)
+
+SILENCE_S: Final = 3.0
+"""A rank that has started and says nothing for this long is lost: it hangs, or is stopped."""
+TICK_S: Final = 0.25
+STOP_S: Final = 3.0
+"""How long ranks may take to end."""
+
+
+class RankLostError(PdserveError):
+    """A rank has failed, ended or gone silent: the server cannot go on without it."""
+
+
+class Ranks:
+    """Starts the ranks of this machine, gives them all their commands in order and collects their reports.
+
+    `on_report` is called on other threads. A rank that is lost is reported once, as RankFailed. `tell()` belongs to the
+    engine thread.
+    """
+
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        source: ModelSource,
+        keys: ClusterKeys | None,
+        on_report: Callable[[RankReport], None],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._on_report = on_report
+        self._local: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+        self._engine: RankEngine | None = None
+        self._meet_at: tuple[str, int] | None = None
+        self._processes: list[RankProcess] = []
+        self._hub: _Hub | None = None
+        self._closing = False
+        if config.world_size > 1:
+            self._meet_at = _meeting_point(config)
+            self._hub = _Hub(config, self._meet_at, keys, self._report)
+            for rank in config.local_ranks:
+                if rank != 0:
+                    process = RankProcess(config, rank, leader=self._hub.address, meet_at=self._meet_at)
+                    self._processes.append(process)
+                    threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run_local, name="rank-0", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: ComputeCommand | TransferCommand) -> None:
+        """Give a command to every rank."""
+        match command:
+            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks():
+                assert self._engine is not None, "commands come after all ranks are ready"
+                self._engine.transfer(command)
+            case _:
+                self._local.put(command)
+        if self._hub is not None:
+            self._hub.tell(command)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the ranks' transfers, in words. Called from another thread."""
+        found = list(self._engine.problems()) if self._engine is not None else []
+        return found + (self._hub.problems() if self._hub is not None else [])
+
+    def close(self) -> None:
+        """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after."""
+        self._closing = True
+        self.tell(StopRank())
+        deadline = time.monotonic() + STOP_S
+        self._thread.join(STOP_S)
+        for process in self._processes:
+            if process.wait(max(0.0, deadline - time.monotonic())) is None:
+                log.warning("rank %d has not ended; killing it", process.rank)
+                process.kill()
+                process.wait()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _run_local(self) -> None:
+        try:
+            engine = RankEngine(self._config, self._source, 0, meet_at=self._meet_at, report=self._on_report)
+            self._engine = engine
+            engine.announce()
+            engine.serve(self._local)
+            engine.close()
+        except StartupError as error:
+            self._report(RankFailed(0, str(error), startup=True))
+        except Exception as error:
+            log.exception("rank 0 cannot go on")
+            self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
+
+    def _report(self, report: RankReport) -> None:
+        if not (self._closing and isinstance(report, RankFailed)):
+            self._on_report(report)
+
+    def _watch(self, process: RankProcess) -> None:
+        status = process.wait()
+        time.sleep(TICK_S)  # its own account of what went wrong comes first
+        self._report(
+            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) ended with status {status}")
+        )
+
+
+class _Hub:
+    """The socket to rank processes: a thread of its own."""
+
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        meet_at: tuple[str, int],
+        keys: ClusterKeys | None,
+        on_report: Callable[[RankReport], None],
+    ) -> None:
+        self._on_report = on_report
+        self._keys = keys
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RankReport)
+        self._heard: dict[int, float] = {}
+        """When each rank that has started was last heard."""
+        self._lost: set[int] = set()
+        self._problems: dict[int, tuple[str, ...]] = {}
+        self._identities = [b"rank-%d" % rank for rank in range(1, config.world_size)]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup(self._context)
+        self._gate = ClientGate(self._context, keys) if keys is not None else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            keys.secure_server(self._socket)
+        if config.dist_init_addr is None:
+            self.address = f"tcp://{meet_at[0]}:{self._socket.bind_to_random_port(f'tcp://{meet_at[0]}')}"
+        else:
+            self.address = f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
+            try:
+                self._socket.bind(self.address)
+            except zmq.ZMQError as error:
+                raise StartupError(f"dist_init_addr: cannot bind {self.address} for the ranks: {error}") from None
+        self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: RankCommand) -> None:
+        self._outbox.put(self._encoder.encode(command))
+        self._wakeup.ring()
+
+    def problems(self) -> list[str]:
+        return [problem for problems in list(self._problems.values()) for problem in problems]
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._wakeup.ring()
+        self._thread.join()
+        self._wakeup.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.receiver, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
+        tick_at = 0.0
+        while True:
+            ready = dict(poller.poll(int(TICK_S * 1000)))
+            if self._gate is not None and self._gate.socket in ready:
+                self._gate.answer_all()
+            if self._wakeup.receiver in ready:
+                self._wakeup.drain()
+            if not self._flush():
+                break
+            while self._socket in ready and self._socket.poll(0):
+                self._receive(*self._socket.recv_multipart())
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_S
+                self._send(self._encoder.encode(LeaderAlive()))
+                self._look_for_silence()
+        self._socket.close()
+
+    def _flush(self) -> bool:
+        """Send everything queued; False once close() was reached."""
+        while True:
+            try:
+                message = self._outbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._send(message)
+
+    def _send(self, message: bytes) -> None:
+        for identity in self._identities:
+            self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
+
+    def _receive(self, _identity: bytes, payload: bytes) -> None:
+        report = self._decoder.decode(payload)
+        if isinstance(report, RankReady) or report.rank in self._heard:
+            self._heard[report.rank] = time.monotonic()
+        if isinstance(report, RankAlive):
+            self._problems[report.rank] = report.problems
+        else:
+            self._on_report(report)
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        for rank, heard in self._heard.items():
+            if now - heard > SILENCE_S and rank not in self._lost:
+                self._lost.add(rank)
+                self._on_report(RankFailed(rank, f"rank {rank} has said nothing for {now - heard:.1f} s"))
+
+
+def _meeting_point(config: AnyServerConfig) -> tuple[str, int]:
+    if config.dist_init_addr is not None:
+        host, _, port = config.dist_init_addr.rpartition(":")
+        return host, int(port)
+    host = config.host if config.host in LOOPBACK_HOSTS else "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, int(probe.getsockname()[1])

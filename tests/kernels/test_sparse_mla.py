@@ -1,0 +1,195 @@
+"""sparse_mla against a loop over tokens and heads in float64, over a pool that holds NaN wherever no chosen row is."""
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pdserve.kernels.dispatch import Impl
+from pdserve.kernels.sparse_mla import sparse_mla
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+LAYERS, LAYER = 3, 1
+Where = tuple[Impl, torch.device, torch.dtype]
+
+# Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("auto", "cpu", torch.float32), id="auto-cpu"),
+        pytest.param(
+            ("triton", "cpu", torch.float32),
+            id="triton-interpreted",
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+        ),
+        pytest.param(("reference", "cuda", torch.bfloat16), id="reference-cuda", marks=pytest.mark.gpu),
+        pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
+        pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),
+    ]
+)
+def where(request: pytest.FixtureRequest) -> Where:
+    impl, device, dtype = request.param
+    return impl, torch.device(device), dtype
+
+
+@contextmanager
+def poisoned(impl: Impl) -> Iterator[None]:
+    """torch.empty gives NaN, or the largest integer: what is read or left unwritten shows.
+
+    The mode that does this forbids matrix products by cuBLAS, so references go without.
+    """
+    torch.use_deterministic_algorithms(impl != "reference")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def random_rows(tokens: int, k: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Distinct rows for each token; later tokens have fewer and the last has none, with gaps in between."""
+    rows = torch.stack([torch.randperm(num_rows, generator=generator)[:k] for _ in range(tokens)]).int()
+    for token in range(tokens):
+        rows[token, k - k * token // max(tokens - 1, 1) :] = -1
+        rows[token, torch.randperm(k, generator=generator)[: k // 5]] = -1
+    return rows
+
+
+def exact(
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int
+) -> torch.Tensor:
+    out = torch.zeros(*query.shape[:2], value_dim, dtype=torch.float64)
+    query, pages, page_size = query.double().cpu(), pages.double().cpu(), pages.shape[1]
+    for token, chosen in enumerate(rows.tolist()):
+        cache = [pages[row // page_size, row % page_size] for row in chosen if row >= 0]
+        if not cache:
+            continue
+        matrix = torch.stack(cache)
+        for head, one in enumerate(query[token]):
+            weights = ((matrix @ one) * scale).exp()
+            out[token, head] = (weights / weights.sum()) @ matrix[:, :value_dim]
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "value_dim", "k"),
+    [
+        pytest.param(4, 4, 48, 32, 40, id="small"),
+        pytest.param(1, 16, 48, 32, 150, id="one-token"),
+        pytest.param(3, 20, 40, 24, 33, id="odd"),
+        pytest.param(2, 3, 32, 32, 7, id="all-of-a-row-is-value"),
+        pytest.param(12, 5, 24, 16, 50, id="many-tokens"),
+        pytest.param(3, 128, 48, 32, 70, id="heads-in-several-tiles"),
+    ],
+)
+def test_softmax_over_the_chosen_rows(
+    tokens: int, heads: int, dim: int, value_dim: int, k: int, page_size: int, where: Where
+) -> None:
+    impl, device, dtype = where
+    generator = torch.Generator().manual_seed(tokens * heads + page_size)
+    num_pages = 256 // page_size
+    rows = random_rows(tokens, k, 256, generator)
+    pool = torch.full((num_pages, LAYERS, page_size, dim), torch.nan, dtype=dtype)
+    used = rows[rows >= 0].long()
+    content = torch.randn(len(used), dim, generator=generator).to(dtype)
+    pool[used // page_size, LAYER, used % page_size] = content
+    query = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+    scale = 1 / math.sqrt(dim) * 3
+    with poisoned(impl):
+        out = sparse_mla(
+            query.to(device),
+            pool.to(device)[:, LAYER],
+            rows.to(device),
+            scale=scale,
+            value_dim=value_dim,
+            impl=impl,
+        )
+    assert out.dtype == dtype
+    # bfloat16: weights and the result are rounded to 8 bits; values are of order 1
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    expected = exact(query, pool[:, LAYER], rows, scale=scale, value_dim=value_dim)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    if tokens > 1:
+        assert not out[-1].any()  # no rows: zeros, not NaN
+
+
+def test_scores_far_from_zero_do_not_overflow(where: Where) -> None:
+    impl, device, dtype = where
+    pages = torch.tensor([[[100.0] * 16], [[-100.0] * 16], [[100.0] * 8 + [50.0] * 8]], device=device).to(dtype)
+    rows = torch.tensor([[1, 0, -1, 2], [1, -1, -1, -1]], dtype=torch.int32, device=device)
+    query = torch.full((2, 2, 16), 10.0, device=device).to(dtype)
+    out = sparse_mla(query, pages, rows, scale=1.0, value_dim=16, impl=impl)
+    assert (out[0] == 100.0).all()  # 16,000 against 12,000 and -16,000
+    assert (out[1] == -100.0).all()
+
+
+def test_strided_queries(where: Where) -> None:
+    """Queries as a projection leaves them: heads side by side with something else."""
+    impl, device, dtype = where
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(3, 4, 80, generator=generator).to(device, dtype)
+    pages = torch.randn(8, 4, 48, generator=generator).to(device, dtype)
+    rows = torch.randint(0, 32, (3, 12), dtype=torch.int32, generator=generator).to(device)
+    out = sparse_mla(wide[:, :, 16:64], pages, rows, scale=0.2, value_dim=32, impl=impl)
+    expected = sparse_mla(wide[:, :, 16:64].contiguous(), pages, rows, scale=0.2, value_dim=32, impl="reference")
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    query, pages, rows = torch.zeros(2, 4, 16), torch.zeros(3, 4, 16), torch.zeros(2, 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="do not hold rows for"):
+        sparse_mla(query, pages[:, :, :8], rows, scale=1.0, value_dim=8)
+    with pytest.raises(ValueError, match="do not hold rows for"):
+        sparse_mla(query, pages.half(), rows, scale=1.0, value_dim=8)
+    with pytest.raises(ValueError, match="are not the int32 rows of 2 tokens"):
+        sparse_mla(query, pages, rows[:1], scale=1.0, value_dim=8)
+    with pytest.raises(ValueError, match="are not the int32 rows of 2 tokens"):
+        sparse_mla(query, pages, rows.long(), scale=1.0, value_dim=8)
+    with pytest.raises(ValueError, match="value_dim must be between 1 and the row's 16, got 17"):
+        sparse_mla(query, pages, rows, scale=1.0, value_dim=17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 33, 200])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_real_geometry(tokens: int, heads: int) -> None:
+    """Latent rows of 512 + 64, 2,048 of them; a pool of more than 2^31 elements, and rows at its far end."""
+    device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
+    pool = torch.empty(1000, layers, page_size, 576, dtype=torch.bfloat16, device=device)
+    pages = pool[:, 60]
+    pages.normal_()
+    rows = torch.stack([torch.randperm(64000, device=device)[:k] for _ in range(tokens)]).int()
+    rows[0, -1] = 64000 - 1
+    rows[-1, 1000:] = -1
+    query = torch.randn(tokens, heads, 576, device=device).to(torch.bfloat16)
+    with poisoned("auto"):
+        out = sparse_mla(query, pages, rows, scale=576**-0.5, value_dim=512)
+    expected = sparse_mla(query, pages, rows, scale=576**-0.5, value_dim=512, impl="reference")
+    error = (out.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 6e-3  # rounding the result alone is 1.7e-3
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_the_rows_it_is_given() -> None:
+    device = torch.device("cuda")
+    pages = torch.randn(100, 64, 576, device=device).to(torch.bfloat16)
+    query = torch.randn(3, 128, 576, device=device).to(torch.bfloat16)
+    rows = torch.full((3, 2048), -1, dtype=torch.int32, device=device)
+    sparse_mla(query, pages, rows, scale=0.05, value_dim=512)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_mla(query, pages, rows, scale=0.05, value_dim=512)
+    for seen in (2048, 700, 0):
+        rows.copy_(torch.randint(0, 6400, rows.shape, device=device))
+        rows[:, seen:] = -1
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = sparse_mla(query, pages, rows, scale=0.05, value_dim=512, impl="reference")
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6)

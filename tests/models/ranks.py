@@ -1,0 +1,185 @@
+"""Real rank processes for tests of sharded models: started once, connected anew for every topology.
+
+They import no transformers, which would be most of the time that they take to start.
+"""
+
+import multiprocessing
+import socket
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdserve.models.batch import SequenceSlice
+from pdserve.models.catalog import locate_model
+from pdserve.models.parallel import Parallel
+from pdserve.models.runner import ModelRunner
+from pdserve.models.sharding import Shard
+
+NUM_PAGES, PAGE_SIZE = 16, 4
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass. `token_ids`, if any, reach only tp_rank 0 of a stage, which broadcasts them. With `scored`,
+    the logits are those of these rows of `forward_hidden`.
+    """
+
+    slices: tuple[SequenceSlice, ...]
+    token_ids: tuple[int, ...] | None = None
+    scored: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank has after its passes; logits are numpy arrays, which need no shared memory to come back."""
+
+    logits: list[Any]
+    kv_token_bytes: int
+    cache_bytes: int
+
+
+class RankProcesses:
+    """Processes that each become a rank when told to."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @contextmanager
+    def connected(self, tp_size: int, stages: int) -> Iterator[list[Shard]]:
+        """Make the first tp_size * stages processes the ranks of a server."""
+        shards = [Shard.of(rank, tp_size=tp_size, stages=stages) for rank in range(tp_size * stages)]
+        port = free_port()
+        for shard in shards:
+            self.tell(shard, "connect", shard, port)
+        for shard in shards:
+            self.hear(shard)
+        try:
+            yield shards
+        finally:
+            for shard in shards:
+                self.tell(shard, "close")
+            for shard in shards:
+                self.hear(shard)
+
+    def run(self, shards: Sequence[Shard], directory: Path, passes: Sequence[Pass]) -> list[RankResult]:
+        for shard in shards:
+            self.tell(shard, "run", directory, passes)
+        return [self.hear(shard) for shard in shards]
+
+    def minimum(self, shards: Sequence[Shard], values: Sequence[int]) -> list[int]:
+        """What each rank has agreed to, having been given a value of its own."""
+        for shard, value in zip(shards, values, strict=True):
+            self.tell(shard, "agree", value)
+        return [self.hear(shard) for shard in shards]
+
+    def tell(self, shard: Shard, *command: Any) -> None:
+        self._pipes[shard.rank].send(command)
+
+    def hear(self, shard: Shard) -> Any:
+        """The answer to the rank's oldest command; raises what it raised."""
+        pipe = self._pipes[shard.rank]
+        assert pipe.poll(TIMEOUT_S), f"rank {shard.rank} does not answer"
+        answer = pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
+    """Run the passes over a fresh cache full of old, large values."""
+    cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
+    for pool in cache.pools:
+        pool.data.fill_(50.0)
+    logits = [_run_pass(runner, cache, each) for each in passes]
+    return RankResult(
+        logits=[None if rows is None else rows.numpy() for rows in logits],
+        kv_token_bytes=runner.kv_token_bytes,
+        cache_bytes=cache.size_bytes,
+    )
+
+
+def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | None:
+    shard = runner.parallel.shard
+    if each.scored is not None:
+        hidden = runner.forward_hidden(cache, each.slices)
+        assert (hidden is not None) == shard.last
+        return None if hidden is None else runner.logits(hidden[list(each.scored)])
+    token_ids = None
+    if each.token_ids is not None:
+        token_ids = torch.tensor(each.token_ids if shard.tp_rank == 0 else [0] * len(each.slices))
+        runner.parallel.broadcast_tokens(token_ids)
+    return runner.forward(cache, each.slices, token_ids)
+
+
+def _serve(pipe: Connection) -> None:
+    """A rank process: does what it is told until its pipe closes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    parallel: Parallel | None = None
+    while True:
+        try:
+            command, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            match command:
+                case "connect":
+                    shard, port = arguments
+                    parallel = Parallel.connect(
+                        shard,
+                        store_host="127.0.0.1",
+                        store_port=port,
+                        backend="gloo",
+                        device=torch.device("cpu"),
+                        timeout_s=TIMEOUT_S / 2,
+                    )
+                    pipe.send(None)
+                case "run":
+                    assert parallel is not None
+                    directory, passes = arguments
+                    runner = ModelRunner.load(
+                        locate_model(str(directory)),
+                        device=torch.device("cpu"),
+                        dtype=torch.float32,
+                        parallel=parallel,
+                    )
+                    pipe.send(run_passes(runner, passes))
+                case "agree":
+                    assert parallel is not None
+                    pipe.send(parallel.agree_minimum(*arguments))
+                case "close":
+                    assert parallel is not None
+                    parallel.close()
+                    pipe.send(None)
+        except Exception as error:  # the test is told, and fails with it
+            pipe.send(RuntimeError(repr(error)))

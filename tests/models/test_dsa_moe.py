@@ -1,0 +1,92 @@
+"""The router and the experts against transformers' modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Experts, DeepseekV32TopkRouter
+
+from pdserve.models.dsa_config import MoeConfig
+from pdserve.models.moe import apply_experts, route
+
+HIDDEN, SIZE = 48, 24
+
+
+def configs(
+    experts: int, groups: int, groups_per_token: int, experts_per_token: int, normalised: bool
+) -> tuple[MoeConfig, Any]:
+    ours = MoeConfig(
+        num_experts=experts,
+        experts_per_token=experts_per_token,
+        expert_size=SIZE,
+        shared_size=SIZE,
+        num_groups=groups,
+        groups_per_token=groups_per_token,
+        normalised=normalised,
+        scale=1.75,
+    )
+    theirs = DeepseekV32Config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=SIZE,
+        n_routed_experts=experts,
+        n_group=groups,
+        topk_group=groups_per_token,
+        num_experts_per_tok=experts_per_token,
+        norm_topk_prob=normalised,
+        routed_scaling_factor=1.75,
+        num_hidden_layers=1,
+    )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("experts", "groups", "groups_per_token"), [(32, 8, 4), (32, 8, 1), (12, 1, 1), (8, 2, 2)])
+def test_the_router_chooses_and_weighs_as_transformers(
+    experts: int, groups: int, groups_per_token: int, normalised: bool
+) -> None:
+    ours, theirs = configs(experts, groups, groups_per_token, 3, normalised)
+    generator = torch.Generator().manual_seed(experts + groups)
+    router = DeepseekV32TopkRouter(theirs)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(experts, HIDDEN, generator=generator) / HIDDEN**0.5)
+        router.e_score_correction_bias.copy_(torch.randn(experts, generator=generator) * 0.2)
+        x = torch.randn(200, HIDDEN, generator=generator)
+        _, expected_weights, expected = router(x)
+        weights, chosen = route(x, router.weight, router.e_score_correction_bias, ours)
+        _, unbiased = route(x, router.weight, torch.zeros(experts), ours)
+    order, expected_order = chosen.argsort(-1), expected.argsort(-1)
+    assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), expected_weights.gather(1, expected_order), rtol=1e-6, atol=1e-7
+    )
+    changed = (unbiased.sort(-1).values != chosen.sort(-1).values).any(dim=1)
+    assert changed.float().mean() > 0.3  # the bias matters here
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+def test_experts_compute_as_transformers(tokens: int) -> None:
+    _, theirs = configs(8, 1, 1, 3, True)
+    generator = torch.Generator().manual_seed(tokens)
+    experts = DeepseekV32Experts(theirs)
+    with torch.no_grad():
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5)
+        x = torch.randn(tokens, HIDDEN, generator=generator)
+        chosen = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(tokens)])  # the last is idle
+        weights = torch.rand(tokens, 3, generator=generator)
+        expected = experts(x, chosen, weights)
+        found = apply_experts(x, weights, chosen, experts.gate_up_proj, experts.down_proj)
+    assert float(expected.std()) > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_a_token_gets_the_same_result_whoever_is_in_the_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate_up, down = torch.randn(8, 2 * SIZE, HIDDEN, generator=generator), torch.randn(8, HIDDEN, SIZE)
+    x, weights = torch.randn(40, HIDDEN, generator=generator), torch.rand(40, 3, generator=generator)
+    chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(40)])
+    order = torch.randperm(40, generator=generator)
+    whole = apply_experts(x, weights, chosen, gate_up, down)
+    shuffled = apply_experts(x[order], weights[order], chosen[order], gate_up, down)
+    torch.testing.assert_close(shuffled, whole[order], rtol=1e-5, atol=1e-4)

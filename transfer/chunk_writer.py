@@ -1,0 +1,377 @@
+"""From "these tokens are computed" to "they are in decode's memory", for one prefill rank.
+
+For every decode server that is paired, the writer knows its links (`links.py`): which layers and heads of which pool
+this rank writes to which decode rank. A chunk becomes one job per link, on one sender thread per session of a decode
+rank, and ends in exactly one `ChunkWritten`, after the last of its jobs.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Protocol
+
+import msgspec
+import torch
+import xxhash
+
+from ..configs.schema import PrefillConfig
+from .checksum import add_sums, block_sum
+from .infiniband import SYSFS
+from .layout import KvLayout
+from .links import Link, plan_links
+from .messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
+from .mooncake_sockets import Region
+from .pairing import layouts_of
+from .runs import PlanError, Runs, check_bounds, expand_runs, expand_token_runs
+from .sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .transports import KvRoute, choose_route, drop_unusable_rdma, resolve_transport
+
+log = logging.getLogger(__name__)
+
+STALL_S: Final = 30.0
+"""A sender that has work and makes no progress for this long is a problem to report."""
+
+
+class KvMemory(Protocol):
+    """What the writer needs of a KV pool (`memory/kv_pool.py`)."""
+
+    @property
+    def base_address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor: ...
+
+
+class LocalPool(NamedTuple):
+    """A pool of this rank: its memory and what it holds."""
+
+    memory: KvMemory
+    layout: KvLayout
+
+
+class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
+    """Write KV of tokens [token_start, token_end) into the memory of a decode server.
+
+    `source_pages` cover the sequence from token 0; `indices` has, for each index space of the decode server, its pages
+    (or rows, with granularity "token") from token `prefix_tokens` on.
+    """
+
+    instance: InstanceId
+    key: TransferKey
+    token_start: int
+    token_end: int
+    source_pages: list[int]
+    indices: list[list[int]]
+    granularity: Literal["page", "token"] = "page"
+    prefix_tokens: int = 0
+    verify: bool = False
+
+
+class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
+    """How a ChunkWrite ended on one prefill rank. `ok`: every byte this rank had to write is in decode's memory.
+
+    With `late_writes`, bytes already on their way may still land for a while. `checksums` is this rank's share of the
+    sum of each decode rank; empty when the chunk is not verified or has failed.
+    """
+
+    instance: InstanceId
+    key: TransferKey
+    token_start: int
+    token_end: int
+    ok: bool
+    reason: str = ""
+    late_writes: bool = False
+    writes: int = 0
+    bytes_written: int = 0
+    checksums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkRoute:
+    """One link: from a pool of ours into a pool of a decode rank, and the thread that writes there."""
+
+    link: Link
+    source: LocalPool
+    pools: PoolPair
+    sender: PeerSender
+
+    def plan(self, chunk: ChunkWrite) -> Runs:
+        """The copies of a chunk; raises PlanError."""
+        source, destination, space = self.source.layout, self.pools.destination.layout, self.pools.destination.space
+        if not 0 <= space < len(chunk.indices):
+            raise PlanError(
+                f"decode's pool of {'+'.join(destination.kind)} is in index space {space}, and the chunk has "
+                f"{len(chunk.indices)} of them"
+            )
+        tokens, indices = (chunk.token_start, chunk.token_end), chunk.indices[space]
+        if chunk.granularity == "token":
+            rows = [0] * chunk.prefix_tokens + indices
+            runs = expand_token_runs(source, destination, chunk.source_pages, rows, *tokens, self.link)
+        else:
+            pages = [0] * (chunk.prefix_tokens // destination.page_size) + indices
+            runs = expand_runs(source, destination, chunk.source_pages, pages, *tokens, self.link)
+        check_bounds(runs, self.pools.source_bytes, self.pools.destination.size_bytes)
+        return runs
+
+    def checksum(self, chunk: ChunkWrite) -> int:
+        """The sum of what this link writes."""
+        rows = self.source.memory.read_tokens(chunk.source_pages, chunk.token_start, chunk.token_end)
+        return block_sum(rows, self.source.layout, self.link.layers, self.link.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """All links of this rank to one decode server."""
+
+    decode_ranks: int
+    senders: tuple[PeerSender, ...]
+    links: tuple[_LinkRoute, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _LinkJob(SendJob):
+    """The part of a chunk that goes over one link."""
+
+    chunk: "_Chunk"
+    route: _LinkRoute
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A chunk in the hands of the senders."""
+
+    order: ChunkWrite
+    checksums: list[int]
+    jobs: list[_LinkJob] = field(default_factory=list)
+    results: list[SendResult] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, result: SendResult) -> bool:
+        """Note the end of a job; whether it was the last one."""
+        with self.lock:
+            self.results.append(result)
+            return len(self.results) == len(self.jobs)
+
+    def add_checksum(self, decode_rank: int, checksum: int) -> None:
+        with self.lock:
+            self.checksums[decode_rank] = add_sums((self.checksums[decode_rank], checksum))
+
+    def written(self) -> ChunkWritten:
+        failed = [result for result in self.results if not result.ok]
+        causes = [result for result in failed if not result.cancelled] or failed
+        return _written(
+            self.order,
+            reason=(causes[0].reason or "cancelled") if causes else None,
+            late_writes=any(result.late_writes for result in self.results),
+            writes=sum(result.writes for result in self.results),
+            bytes_written=sum(result.bytes_written for result in self.results),
+            checksums=tuple(self.checksums),
+        )
+
+
+class ChunkWriter:
+    """Writes chunks of one prefill rank to decode servers. All methods return without waiting, close_all() excepted.
+
+    `on_written` is called once per write(): on a sender's thread or, when there is nothing to send, on the caller's. It
+    should hand the result over and return. `pools` are all pools of this rank, and stay alive until close_all().
+    `local_rank` is the index of this rank's GPU on its machine. Raises StartupError.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pools: Sequence[LocalPool],
+        config: PrefillConfig,
+        *,
+        local_rank: int,
+        on_written: Callable[[ChunkWritten], None],
+        sysfs: Path = SYSFS,
+    ) -> None:
+        self._rank = rank
+        self._pools = {pool.layout.kind: pool for pool in pools}
+        self._transport = drop_unusable_rdma(
+            resolve_transport(config, local_rank, sysfs=sysfs),
+            [Region(pool.memory.base_address, pool.memory.size_bytes) for pool in pools],
+        )
+        self._send_window = config.send_window
+        self._on_written = on_written
+        self._lock = threading.Lock()
+        self._routes: dict[InstanceId, _Route] = {}
+        self._closers: list[threading.Thread] = []
+
+    def open(self, hello: Hello, welcome: Welcome) -> None:
+        """Get ready to write to a decode server. `check_pair` has found nothing wrong with these two messages.
+
+        Opening what is open changes nothing: a Hello may come again.
+        """
+        with self._lock:
+            if hello.instance not in self._routes:
+                self._routes[hello.instance] = self._make_route(hello, welcome)
+
+    def close(self, instance: InstanceId) -> None:
+        """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""
+        with self._lock:
+            route = self._routes.pop(instance, None)
+            self._closers = [closer for closer in self._closers if closer.is_alive()]
+            if route is None:
+                return
+            for sender in route.senders:  # closing waits for the writes in flight: not on this thread
+                closer = threading.Thread(target=sender.close, name=f"close-{sender.session}")
+                closer.start()
+                self._closers.append(closer)
+
+    def close_all(self) -> None:
+        """Stop writing to everybody, and wait until nothing is in flight and every chunk has been reported."""
+        for instance in list(self._routes):
+            self.close(instance)
+        for closer in self._closers:
+            closer.join()
+
+    def write(self, chunk: ChunkWrite, ready: Callable[[], None] | None = None) -> None:
+        """Send a chunk. `ready` is called on senders' threads before KV is read, and may wait for it to be computed.
+
+        What goes wrong becomes the chunk's result. On the first failure the rest of the chunk is cancelled.
+        """
+        with self._lock:
+            route = self._routes.get(chunk.instance)
+            if route is None:
+                ended: ChunkWritten | None = _written(chunk, reason="the decode server is gone")
+            else:
+                ended = self._submit(route, chunk, ready)
+        if ended is not None:
+            self._on_written(ended)
+
+    def cancel(self, instance: InstanceId, key: TransferKey) -> None:
+        """Stop the chunks of a transfer; each still reports its end."""
+        with self._lock:
+            route = self._routes.get(instance)
+        for sender in route.senders if route is not None else ():
+            sender.cancel(key)
+
+    def problems(self) -> list[str]:
+        """One sentence for each sender that is stuck."""
+        with self._lock:
+            senders = [sender for route in self._routes.values() for sender in route.senders]
+        return [
+            f"the sender to {sender.session} has made no progress for {stalled_s:.0f} s"
+            for sender in senders
+            if (stalled_s := sender.stalled_s()) > STALL_S
+        ]
+
+    def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:
+        """Hand a chunk to its senders, all of it or nothing; its end, when it has ended already."""
+        pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
+        try:
+            pending.jobs = [_link_job(pending, link, ready) for link in route.links]
+        except PlanError as error:
+            return _written(chunk, reason=str(error))
+        if not pending.jobs:
+            return pending.written()
+        for job in pending.jobs:
+            job.route.sender.submit(job)
+        return None
+
+    def _take_result(self, result: SendResult) -> None:
+        """A sender's thread: note the end of a job, and report the chunk after its last one."""
+        job = result.job
+        assert isinstance(job, _LinkJob), f"not a part of a chunk: {job!r}"
+        chunk = job.chunk
+        if chunk.add(result):
+            self._on_written(chunk.written())
+        elif not result.ok:
+            for other in chunk.jobs:
+                other.route.sender.cancel_job(other)
+
+    def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
+        """Plan the links to a decode server, and start a sender for each session they go to."""
+        pairs: dict[KvRoute, list[PoolPair]] = {}
+        plans: list[tuple[Link, LocalPool, KvRoute, PoolPair]] = []
+        for kind, source in self._pools.items():
+            prefill, decode = layouts_of(welcome.ranks, kind), layouts_of(hello.ranks, kind)
+            for link in plan_links(prefill, decode, first=_first_turn(hello, welcome)):
+                if link.source != self._rank:
+                    continue
+                rank = hello.ranks[link.destination]
+                pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
+                route = choose_route(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
+                pairs.setdefault(route, []).append(pools)
+                plans.append((link, source, route, pools))
+        senders = {route: self._start_sender(route, pools) for route, pools in pairs.items()}
+        for transport, session in senders:
+            log.info("KV of rank %d for decode %s goes to %s (%s)", self._rank, hello.instance, session, transport)
+        return _Route(
+            len(hello.ranks),
+            tuple(senders.values()),
+            tuple(_LinkRoute(link, source, pools, senders[route]) for link, source, route, pools in plans),
+        )
+
+    def _start_sender(self, route: KvRoute, pairs: Sequence[PoolPair]) -> PeerSender:
+        first, *others = pairs
+        return PeerSender(
+            route.session,
+            first.destination,
+            first.source_base,
+            first.source_bytes,
+            window=self._send_window,
+            on_result=self._take_result,
+            transport=route.transport,
+            more_pools=others,
+            rdma=RdmaSender(self._transport.host, self._transport.rdma_devices, self._transport.gid_index),
+        )
+
+
+def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None) -> _LinkJob:
+    order = chunk.order
+
+    def prepare() -> None:
+        if ready is not None:
+            ready()
+        if order.verify:
+            chunk.add_checksum(route.link.destination, route.checksum(order))
+
+    return _LinkJob(key=order.key, runs=route.plan(order), ready=prepare, pools=route.pools, chunk=chunk, route=route)
+
+
+def _first_turn(hello: Hello, welcome: Welcome) -> int:
+    """Where `plan_links` starts among replicas. All prefill ranks must come to the same number.
+
+    With as many decode ranks as there are here, rank i writes to rank i; fewer would all be served by the same ranks.
+    """
+    if len(hello.ranks) >= len(welcome.ranks):
+        return 0
+    return xxhash.xxh3_64_intdigest(hello.instance.encode()) % len(welcome.ranks)
+
+
+def _pool_of(rank: Rank, kind: tuple[str, ...]) -> Pool:
+    return next(pool for pool in rank.pools if pool.layout.kind == kind)
+
+
+def _written(
+    chunk: ChunkWrite,
+    *,
+    reason: str | None,
+    late_writes: bool = False,
+    writes: int = 0,
+    bytes_written: int = 0,
+    checksums: tuple[int, ...] = (),
+) -> ChunkWritten:
+    """The end of a chunk; without a reason it is a good one."""
+    return ChunkWritten(
+        instance=chunk.instance,
+        key=chunk.key,
+        token_start=chunk.token_start,
+        token_end=chunk.token_end,
+        ok=reason is None,
+        reason=reason or "",
+        late_writes=late_writes,
+        writes=writes,
+        bytes_written=bytes_written,
+        checksums=checksums if reason is None else (),
+    )

@@ -4,8 +4,8 @@
 
 Results are first compared with the references. Times are GPU time per call within a CUDA graph that works on one layer
 of a page-major pool after another, scattered pages, more layers than the caches hold. The floor of a call is what it
-must read over the copy rate, or what it must multiply over the rate of a large matrix product, whichever is longer; both
-rates are measured in the same run.
+must read over the copy rate, or what it must multiply over the rate of a large matrix product, whichever is longer;
+both rates are measured in the same run.
 """
 
 import argparse

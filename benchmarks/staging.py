@@ -23,7 +23,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -168,8 +168,7 @@ class Decode:
     def __init__(self, shape: Shape, control: Connection) -> None:
         self.shape = shape
         self.control = control
-        pools = 2 * shape.total_bytes * 2 + shape.ring_bytes + (64 << 20)
-        self.memory = Memory(shape, pools)
+        self.memory = Memory(shape, shape.total_bytes * 3 + shape.ring_bytes + (64 << 20))
         self.whole = self.memory.pool(range(shape.heads), shape.decode_page_size)
         self.equal = [self.memory.pool(shape.heads_of(rank), shape.page_size) for rank in range(shape.ranks)]
         self.ring_offset, self.ring = self.memory.take(shape.ring_bytes)
@@ -529,65 +528,66 @@ def arms_table(shape: Shape, results: dict[str, list[Run]]) -> tuple[Table, list
     return table, rows
 
 
-def time_calls(call: Callable[[], object], device: str, repeats: int = 20) -> float:
-    """Median seconds of one call, by the GPU's own clock where there is one."""
+def call_seconds(call: Callable[[], object], device: str, repeats: int = 20) -> float:
+    """Median seconds of one call. On a GPU it is the GPU's own time: work queued before hides the launch."""
     call()
-    if device == "cpu":
-        times = []
-        for _ in range(repeats):
+    times = []
+    ahead = torch.empty(1 << 30, dtype=torch.uint8, device=device) if device == "cuda" else None
+    for _ in range(repeats):
+        if ahead is None:
             started = time.perf_counter()
             call()
             times.append(time.perf_counter() - started)
-        return statistics.median(times)
-    events = []
-    for _ in range(repeats):
+            continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ahead.fill_(0)  # 0.2 ms, and what the call reads is not in the cache any more
+        ahead.fill_(1)
         begin.record()
         call()
         end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
-def kernel_rates(shape: Shape, sizes_mib: list[int]) -> Iterator[dict[str, Any]]:
+def kernel_rates(shape: Shape, size_mib: int) -> dict[str, Any]:
     """Bytes read and written per second by gather (a rank's pool) and scatter (a head slice of the whole pool)."""
-    rank_layout = (shape.layers, 2, shape.rank_heads, shape.page_size, shape.row_bytes)
-    token_bytes = 2 * shape.layers * shape.rank_heads * shape.row_bytes
-    for size_mib in sizes_mib:
-        tokens = max(1, (size_mib << 20) // token_bytes)
-        pages = -(-tokens // shape.page_size) + 1
-        source = torch.randint(0, 256, (pages, *rank_layout), dtype=torch.uint8, device=shape.device)
-        target = torch.zeros(
-            (pages, shape.layers, 2, shape.heads, shape.page_size, shape.row_bytes),
+    tokens = max(1, (size_mib << 20) // (2 * shape.layers * shape.rank_heads * shape.row_bytes))
+    pages = -(-tokens // shape.page_size) + 1
+    order = torch.randperm(pages, device=shape.device).to(torch.int32)
+    source, target = (
+        torch.randint(
+            0,
+            256,
+            (pages, shape.layers, 2, heads, shape.page_size, shape.row_bytes),
             dtype=torch.uint8,
             device=shape.device,
         )
-        order = torch.randperm(pages, device=shape.device).to(torch.int32)
-        size = block_bytes(source, tokens=tokens, layers=shape.layers, heads=shape.rank_heads)
-        block, copy = (torch.empty(size, dtype=torch.uint8, device=shape.device) for _ in range(2))
-        where: dict[str, Any] = {"start": 0, "end": tokens, "layers": range(shape.layers)}
-        ours, theirs = range(shape.rank_heads), shape.heads_of(shape.ranks - 1)
+        for heads in (shape.rank_heads, shape.heads)
+    )
+    size = block_bytes(source, tokens=tokens, layers=shape.layers, heads=shape.rank_heads)
+    block, copy = (torch.empty(size, dtype=torch.uint8, device=shape.device) for _ in range(2))
+    where: dict[str, Any] = {"start": 0, "end": tokens, "layers": range(shape.layers)}
+    ours, theirs = range(shape.rank_heads), shape.heads_of(shape.ranks - 1)
 
-        def gather() -> None:
-            kv_gather(source, order, block, **where, heads=ours)
+    def gather() -> None:
+        kv_gather(source, order, block, **where, heads=ours)
 
-        def scatter() -> None:
-            kv_scatter(block, target, order, **where, heads=theirs)
+    def scatter() -> None:
+        kv_scatter(block, target, order, **where, heads=theirs)
 
-        gather()
-        kv_gather(source, order, copy, **where, heads=ours, impl="reference")
-        assert block.equal(copy), "gather differs from its reference"
-        scatter()
-        kv_gather(target, order, copy, **where, heads=theirs, impl="reference")
-        assert block.equal(copy), "scatter differs from its reference"
-        seconds = {
-            "copy": time_calls(lambda: copy.copy_(block), shape.device),
-            "gather": time_calls(gather, shape.device),
-            "scatter": time_calls(scatter, shape.device),
-        }
-        yield {"mib": size / 2**20, **{name: 2 * size / value / 1e9 for name, value in seconds.items()}}
-        del source, target, block, copy
+    gather()
+    kv_gather(source, order, copy, **where, heads=ours, impl="reference")
+    assert block.equal(copy), "gather differs from its reference"
+    scatter()
+    kv_gather(target, order, copy, **where, heads=theirs, impl="reference")
+    assert block.equal(copy), "scatter differs from its reference"
+    seconds = {
+        "copy": call_seconds(lambda: copy.copy_(block), shape.device),
+        "gather": call_seconds(gather, shape.device),
+        "scatter": call_seconds(scatter, shape.device),
+    }
+    return {"mib": size / 2**20, **{name: 2 * size / value / 1e9 for name, value in seconds.items()}}
 
 
 def kernels_table(shape: Shape, rows: list[dict[str, Any]]) -> Table:
@@ -647,9 +647,9 @@ def main() -> None:
     if options.kernels:
         rows = []
         with screen.status("measuring"):
-            for row in kernel_rates(shape, [int(size) for size in options.sizes_mib.split(",")]):
-                screen.print(f"{row['mib']:.0f} MiB done")
-                rows.append(row)
+            for size_mib in options.sizes_mib.split(","):
+                rows.append(kernel_rates(shape, int(size_mib)))
+                screen.print(f"{size_mib} MiB done")
         table = kernels_table(shape, rows)
     else:
         table, rows = arms_table(shape, compare_arms(shape, options.repeats, screen))

@@ -3,8 +3,8 @@
     python benchmarks/swap_in.py [--row-bytes 1152 656] [--json results.json]
 
 Each step selects 2,048 tokens per request, of which the given share was not selected before and is not resident. A step
-is timed with events around one `plan_swap_in` and one `copy_misses`, while the GPU is kept busy ahead of them, as it is
-in a serving step: launches from Python do not count. `gather` is the time of a plain Triton gather of as many random
+is timed with events around one `swap_in`, while the GPU is kept busy ahead of it, as it is in a serving step: launches
+from Python do not count. `gather` is the time of a plain Triton gather of as many random
 rows, nothing planned. Before anything is timed, every selected row of several steps is compared with host memory.
 """
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.slot_tables import SlotTables
-from pdserve.kernels.swap_in import SwapPlan, copy_misses, plan_swap_in
+from pdserve.kernels.swap_in import SwapPlan, swap_in
 
 DEVICE = torch.device("cuda", 0)
 TOP_K, HOT_ROWS, CONTEXT, PAGE_SIZE = 2048, 4096, 32768, 64
@@ -44,10 +44,11 @@ def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  
     tl.store(hot + row * WORDS + word, tl.load(host + source * WORDS + word, mask=word < WORDS), mask=word < WORDS)
 
 
-def timed_us(run: Callable[[], None]) -> float:
+def timed_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """GPU time of what `run` enqueues, its launches hidden behind other work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)  # half a millisecond
+    before()
     start.record()
     run()
     end.record()
@@ -96,20 +97,33 @@ class Trace:
         self.lengths = (first_length + 1 + torch.arange(steps, device=DEVICE, dtype=torch.int32))[:, None].repeat(
             1, batch
         )
+        self.selected, self.seq_lens = self.selections[0].clone(), self.lengths[0].clone()
         self.step = 0
 
-    def run(self) -> None:
-        selected, lengths = self.selections[self.step], self.lengths[self.step]
-        plan_swap_in(self.plan, selected, self.requests, lengths, self.tables, self.pages, PAGE_SIZE)
-        copy_misses(self.plan, self.pools.host, self.pools.hot)
+    def select(self) -> None:
+        """What the top-k kernel before swap-in does: it leaves the selection in the GPU's cache."""
+        self.selected.copy_(self.selections[self.step])
+        self.seq_lens.copy_(self.lengths[self.step])
         self.step += 1
+
+    def swap_in(self) -> None:
+        swap_in(
+            self.plan,
+            self.selected,
+            self.requests,
+            self.seq_lens,
+            self.tables,
+            self.pages,
+            self.pools.host,
+            self.pools.hot,
+        )
 
     def check(self) -> None:
         """Every selected row of the step just run holds what host memory has, and the misses are the new tokens."""
         counts = self.plan.miss_counts.tolist()
         expected = TOP_K if self.step == 1 else self.misses
         assert counts == [expected] * self.batch, counts
-        tokens = self.selections[self.step - 1].long()
+        tokens = self.selected.long()
         pages = self.pages[self.requests.long()[:, None], tokens // PAGE_SIZE].cpu()
         for row in range(self.batch):
             held = self.pools.hot[self.plan.rows[row].long()].cpu()
@@ -130,10 +144,11 @@ def gather_us(pools: Pools, rows: int) -> float:
 def measure(pools: Pools, batch: int, share: int) -> dict[str, float]:
     trace = Trace(pools, batch, share)
     for _ in range(WARM_UP_STEPS):
-        trace.run()
+        trace.select()
+        trace.swap_in()
         if batch <= 8:
             trace.check()
-    swap_us = statistics.median(timed_us(trace.run) for _ in range(STEPS))
+    swap_us = statistics.median(timed_us(trace.swap_in, before=trace.select) for _ in range(STEPS))
     if batch <= 8:
         trace.check()
     rows = trace.misses * batch

@@ -23,7 +23,7 @@ _KEYS_AT_ONCE = 128
 _PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of different lengths
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
-_SELECT_THREADS = 1024  # as in select_top.cu
+_SELECT_THREADS = 1024
 
 
 @triton.jit
@@ -163,7 +163,8 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
     if out.device.type != "cuda":  # Triton is interpreted, and nothing interprets CUDA
         out.copy_(select_top_reference(scores, visible, out.shape[1]))
         return
-    load_kernel("select_top.cu", "select_top", out.device).launch(
+    kernel = load_kernel("select_top.cu", "select_top", out.device, (("THREADS", _SELECT_THREADS),))
+    kernel.launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),

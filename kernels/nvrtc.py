@@ -64,7 +64,8 @@ class CudaKernel:
             programmatic_stream_serialization=overlap_previous and self._can_overlap,
         )
         with torch.cuda.device(self._device):
-            self._core.launch(torch.cuda.current_stream(), config, self._kernel, *args)
+            stream = self._core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+            self._core.launch(stream, config, self._kernel, *args)
 
 
 @functools.cache

@@ -21,8 +21,8 @@ MAX_ROWS = 2**31 - 1  # flat rows are int32
 
 
 def plan_shared_bytes(top_k: int, hot_rows: int) -> int:
-    """Shared memory of one block of the planning kernel: `Shared` in csrc/swap_in.cu."""
-    return (4 << bucket_bits(top_k)) + 4 * top_k + 4 * 32 + 2 * top_k + hot_rows + 1 + 3
+    """Shared memory of one planning block: `Shared` in csrc/swap_in.cu."""
+    return (4 << bucket_bits(top_k)) + 4 * top_k + 2 * 4 * 32 + 2 * top_k + hot_rows + 1 + 3
 
 
 def bucket_bits(top_k: int) -> int:
@@ -63,7 +63,7 @@ def check_geometry(
 
 @dataclass(frozen=True)
 class SlotTables:
-    """The tables of all index groups, or those of one: `group(i)`. `plan_swap_in` changes them, on the GPU's time."""
+    """The tables of all index groups, or those of one: `group(i)`. `swap_in` changes them, on the GPU's time."""
 
     slot_tokens: torch.Tensor
     token_slots: torch.Tensor
@@ -82,7 +82,7 @@ class SlotTables:
         )
 
     def group(self, index: int) -> "SlotTables":
-        """A view of the tables of one index group: what plan_swap_in takes."""
+        """A view of the tables of one index group: what swap_in takes."""
         return SlotTables(self.slot_tokens[index], self.token_slots[index], self.eviction_order[index])
 
     @property
@@ -117,7 +117,7 @@ class SlotTables:
     def newest_rows(self, requests: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """The flat hot rows where this step's tokens go: [groups, batch] int32, of one group [batch].
 
-        To be read before the step's plan_swap_in. `seq_lens` count the new token. It stays in its row when it is no
+        To be read before the step's swap_in. `seq_lens` count the new token. It stays in its row when it is no
         longer the newest.
         """
         reserved = self.eviction_order[..., requests.long(), self.hot_rows].int()

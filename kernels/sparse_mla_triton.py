@@ -86,9 +86,13 @@ def _attend(
     top = tl.full([BLOCK_H], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    for first in range(start, end, BLOCK):
-        number = first + tl.arange(0, BLOCK)
-        row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+    number = start + tl.arange(0, BLOCK)
+    next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+    for _ in range(start, end, BLOCK):
+        # one round ahead, and so no part of the chain of loads that Triton pipelines: that would need another buffer
+        row = next_row
+        number += BLOCK
+        next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
         exists = row >= 0
         row = tl.maximum(row, 0)
         place = pages_ptr + (row // PAGE).to(tl.int64) * page_stride + (row % PAGE).to(tl.int64) * slot_stride

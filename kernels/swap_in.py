@@ -1,9 +1,9 @@
 """Swap-in for sparse attention: where each selected token is in the hot buffer, and the fetch of those that are not.
 
 The rows of all tokens are in pinned host memory; the GPU holds B of each request, least recently used out, and the
-newest. Per step and index group, `plan_swap_in` decides and updates the tables (slot_tables.py); per layer of the
-group, `copy_misses` moves rows. Of a sequence longer than B, with n = seq_len - 1 its newest token and `order` its
-slots in eviction order (the last is where the newest token was written before the call):
+newest. Once per step and index group, `swap_in` decides, updates the tables (slot_tables.py) and fetches what is missing
+in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence longer than B, with
+n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written before):
 
     hits      slots of selected tokens, in eviction order; stale = the other slots, in eviction order
     misses    selected tokens without a slot, n aside, in the order of top-k, each once
@@ -19,9 +19,11 @@ row where it is, and is not fetched.
 
 A sequence of at most B tokens has token p in slot p and no misses, and its tables do not change. Every selectable token
 but the newest must be in host memory. Shapes: top_k [batch, K] int32, K <= B; requests (distinct), seq_lens [batch]
-int32; host_pages [requests, pages] int32. One plan serves all layers of its group.
+int32, at most max_context; host_pages [requests, pages] int32. Pools of one layer: host [pages, page_size, row_bytes]
+uint8, pinned where hot is on a GPU; hot [rows, row_bytes] uint8; rows contiguous, other strides free. Rows that start at
+multiples of 16 bytes are faster.
 
-Floor: misses * row bytes over PCIe. Planning is one pass of one block over K and B entries.
+Floor: misses * row bytes over PCIe. On the GPU one launch does both, so that fetching starts while plans are made.
 """
 
 from dataclasses import dataclass
@@ -34,20 +36,25 @@ from .slot_tables import SlotTables
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What plan_swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring."""
+    """What swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring.
+
+    `signals` [batch + 1] is the kernel's own: zero between calls.
+    """
 
     rows: torch.Tensor
     miss_sources: torch.Tensor
     miss_rows: torch.Tensor
     miss_counts: torch.Tensor
+    signals: torch.Tensor
 
     @classmethod
     def allocate(cls, batch: int, top_k: int, device: torch.device) -> "SwapPlan":
         rows, sources, destinations = torch.full((3, batch, top_k), -1, dtype=torch.int32, device=device)
-        return cls(rows, sources, destinations, torch.zeros(batch, dtype=torch.int32, device=device))
+        counts, signals = (torch.zeros(size, dtype=torch.int32, device=device) for size in (batch, batch + 1))
+        return cls(rows, sources, destinations, counts, signals)
 
 
-def plan_swap_in_reference(
+def plan_reference(
     plan: SwapPlan,
     top_k: torch.Tensor,
     requests: torch.Tensor,
@@ -117,22 +124,23 @@ def copy_misses_reference(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor)
         hot[plan.miss_rows[row, :count]] = rows.to(hot.device)
 
 
-def plan_swap_in(
+def swap_in(
     plan: SwapPlan,
     top_k: torch.Tensor,
     requests: torch.Tensor,
     seq_lens: torch.Tensor,
     tables: SlotTables,
     host_pages: torch.Tensor,
-    page_size: int,
+    host: torch.Tensor,
+    hot: torch.Tensor,
     *,
     live_rows: torch.Tensor | None = None,
     impl: CudaImpl = "auto",
 ) -> None:
-    """Fill `plan` and update `tables` for one step; see the module docstring.
+    """Fill `plan`, update `tables`, fetch the misses into `hot`; see the module docstring.
 
-    Call it once per step: `seq_lens` of a long sequence grow by one from call to call. `live_rows`, one int32 on the
-    device, says how many batch rows are real; the others change nothing and get -1 and no misses.
+    Once per step: `seq_lens` of a long sequence grow by one from call to call. `live_rows`, one int32 on the device,
+    says how many batch rows are real; the others change nothing and get -1 and no misses.
     """
     batch, width = top_k.shape
     if tables.slot_tokens.dim() != 2:
@@ -143,39 +151,43 @@ def plan_swap_in(
         raise ValueError(f"the plan is for {list(plan.rows.shape)}, top_k is {list(top_k.shape)}")
     if not plan.miss_counts.shape == requests.shape == seq_lens.shape == (batch,):
         raise ValueError(f"requests {list(requests.shape)} and seq_lens {list(seq_lens.shape)} do not fit {batch} rows")
-    if len(host_pages) != tables.requests or page_size < 1 or host_pages.shape[1] * page_size < tables.max_context:
+    _check_pools(host, hot)
+    if len(host_pages) != tables.requests or host_pages.shape[1] * host.shape[1] < tables.max_context:
         raise ValueError(
-            f"host_pages {list(host_pages.shape)} of {page_size} tokens do not hold {tables.requests} requests of "
+            f"host_pages {list(host_pages.shape)} of {host.shape[1]} tokens do not hold {tables.requests} requests of "
             f"{tables.max_context} tokens"
         )
+    if len(hot) < tables.requests * (tables.hot_rows + 1):
+        raise ValueError(f"hot has {len(hot)} rows, {tables.requests} requests have {tables.hot_rows + 1} each")
     integers = [top_k, requests, seq_lens, host_pages, *([] if live_rows is None else [live_rows])]
-    if any(tensor.dtype != torch.int32 or tensor.device != top_k.device for tensor in integers):
-        raise ValueError(f"indices must be int32 on {top_k.device}, got {[(t.dtype, t.device) for t in integers]}")
+    if any(tensor.dtype != torch.int32 or tensor.device != hot.device for tensor in integers):
+        raise ValueError(f"indices must be int32 on {hot.device}, got {[(t.dtype, t.device) for t in integers]}")
     if any(tensor.stride(-1) != 1 for tensor in (top_k, requests, seq_lens, host_pages)):
         raise ValueError("the last dimension of all indices must be contiguous")
-    if not use_cuda(impl, top_k.device):
-        plan_swap_in_reference(plan, top_k, requests, seq_lens, tables, host_pages, page_size, live_rows)
+    if not use_cuda(impl, hot.device):
+        plan_reference(plan, top_k, requests, seq_lens, tables, host_pages, host.shape[1], live_rows)
+        copy_misses_reference(plan, host, hot)
         return
-    from .swap_in_cuda import launch_plan
+    from .swap_in_cuda import launch_swap_in
 
-    launch_plan(plan, top_k, requests, seq_lens, tables, host_pages, page_size, live_rows)
+    launch_swap_in(plan, top_k, requests, seq_lens, tables, host_pages, host, hot, live_rows)
 
 
 def copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor, *, impl: CudaImpl = "auto") -> None:
-    """Fetch the rows of a plan for one layer.
+    """Fetch the misses of a plan for another layer of its index group."""
+    _check_pools(host, hot)
+    if not use_cuda(impl, hot.device):
+        copy_misses_reference(plan, host, hot)
+        return
+    from .swap_in_cuda import launch_copy_misses
 
-    host [pages, page_size, row_bytes] uint8, a layer of the pool, pinned where hot is on a GPU; hot [rows, row_bytes]
-    uint8. Rows contiguous, other strides free. Fastest where rows on both sides start at multiples of 16 bytes.
-    """
+    launch_copy_misses(plan, host, hot)
+
+
+def _check_pools(host: torch.Tensor, hot: torch.Tensor) -> None:
     if host.dtype != torch.uint8 or hot.dtype != torch.uint8 or host.shape[2] != hot.shape[1]:
         raise ValueError(
             f"host {list(host.shape)} {host.dtype} and hot {list(hot.shape)} {hot.dtype} are not rows of equal bytes"
         )
     if host.stride(2) != 1 or hot.stride(1) != 1:
         raise ValueError(f"rows must be contiguous, strides are {host.stride()} and {hot.stride()}")
-    if not use_cuda(impl, hot.device):
-        copy_misses_reference(plan, host, hot)
-        return
-    from .swap_in_cuda import launch_copy
-
-    launch_copy(plan, host, hot)

@@ -1,12 +1,17 @@
-"""Launches of csrc/swap_in.cu: block sizes and grids from the geometry and the device, never from counts of misses."""
+"""Launches of csrc/swap_in.cu and copy_misses.cu: blocks and threads from the geometry and the device, never from counts.
+
+PCIe is busy with about 100 KiB in flight. A quarter of the GPU's blocks, a row a warp, is several times that, and leaves
+room for the planning blocks that the others wait for.
+"""
 
 import torch
 
-from .nvrtc import CudaKernel, device_address, load_kernel
+from .nvrtc import device_address, load_kernel
 from .slot_tables import SlotTables, bucket_bits, plan_shared_bytes
 from .swap_in import SwapPlan
 
-COPY_THREADS = 256
+COPY_THREADS = 1024
+MAX_EARLY_ROW_BYTES = 2048  # a row that planning fetches is in registers: 4 words of 16 bytes a lane
 
 
 def plan_threads(top_k: int, hot_rows: int) -> int:
@@ -14,38 +19,38 @@ def plan_threads(top_k: int, hot_rows: int) -> int:
     return min(1024, -(-max(-(-top_k // 2), -(-hot_rows // 4)) // 32) * 32)
 
 
-def load_plan_kernel(top_k: int, hot_rows: int, page_size: int, threads: int, device: torch.device) -> CudaKernel:
-    constants = {
-        "TOP_K": top_k,
-        "HOT_ROWS": hot_rows,
-        "PAGE_SIZE": page_size,
-        "THREADS": threads,
-        "BUCKET_BITS": bucket_bits(top_k),
-    }
-    kernel = load_kernel(
-        "swap_in.cu", "plan_swap_in", device, tuple(constants.items()), plan_shared_bytes(top_k, hot_rows)
-    )
-    assert kernel.max_threads >= threads, "__launch_bounds__ says so"
-    return kernel
+def copy_blocks(device: torch.device) -> int:
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // 4)
 
 
-def launch_plan(
+def launch_swap_in(
     plan: SwapPlan,
     top_k: torch.Tensor,
     requests: torch.Tensor,
     seq_lens: torch.Tensor,
     tables: SlotTables,
     host_pages: torch.Tensor,
-    page_size: int,
+    host: torch.Tensor,
+    hot: torch.Tensor,
     live_rows: torch.Tensor | None,
-    threads: int | None = None,
 ) -> None:
-    batch, width = top_k.shape
+    (batch, width), row_bytes = top_k.shape, hot.shape[1]
     if batch == 0:
         return
-    threads = threads or plan_threads(width, tables.hot_rows)
-    kernel = load_plan_kernel(width, tables.hot_rows, page_size, threads, top_k.device)
-    kernel.launch(
+    threads = plan_threads(width, tables.hot_rows)
+    shared_bytes = max(plan_shared_bytes(width, tables.hot_rows), 4 * batch)
+    constants = {
+        "TOP_K": width,
+        "HOT_ROWS": tables.hot_rows,
+        "PAGE_SIZE": host.shape[1],
+        "ROW_BYTES": row_bytes,
+        "THREADS": threads,
+        "BUCKET_BITS": bucket_bits(width),
+    }
+    host_address = device_address(host)
+    in_words = (host_address, host.stride(0), host.stride(1), hot.data_ptr(), hot.stride(0), row_bytes)
+    early = row_bytes <= MAX_EARLY_ROW_BYTES and all(number % 16 == 0 for number in in_words)
+    load_kernel("swap_in.cu", "swap_in", hot.device, tuple(constants.items()), shared_bytes).launch(
         top_k.data_ptr(),
         top_k.stride(0),
         requests.data_ptr(),
@@ -63,19 +68,26 @@ def launch_plan(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
         plan.miss_counts.data_ptr(),
-        blocks=batch,
+        plan.signals.data_ptr(),
+        batch,
+        host_address,
+        host.stride(0),
+        host.stride(1),
+        hot.data_ptr(),
+        hot.stride(0),
+        threads // 32 - 1 if early else 0,
+        blocks=batch + copy_blocks(hot.device),
         threads=threads,
-        shared_bytes=plan_shared_bytes(width, tables.hot_rows),
+        shared_bytes=shared_bytes,
     )
 
 
-def launch_copy(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) -> None:
+def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) -> None:
     batch, width = plan.miss_sources.shape
     if batch == 0:
         return
     constants = (("TOP_K", width), ("PAGE_SIZE", host.shape[1]), ("ROW_BYTES", hot.shape[1]))
-    kernel = load_kernel("swap_in.cu", "copy_misses", hot.device, constants)
-    kernel.launch(
+    load_kernel("copy_misses.cu", "copy_misses", hot.device, constants).launch(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
         plan.miss_counts.data_ptr(),
@@ -85,8 +97,7 @@ def launch_copy(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) -> None:
         host.stride(1),
         hot.data_ptr(),
         hot.stride(0),
-        blocks=torch.cuda.get_device_properties(hot.device).multi_processor_count,
+        blocks=copy_blocks(hot.device),
         threads=COPY_THREADS,
         shared_bytes=4 * batch,
-        overlap_previous=True,
     )

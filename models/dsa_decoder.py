@@ -49,11 +49,13 @@ class DsaDecoder:
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
+        layers = self.config.stage_layers(self.parameters.shard)
 
         def pool(plane: str, row_size: int) -> KvPool:
             return KvPool(
                 num_pages=num_pages,
-                num_layers=len(self.parameters.layers),
+                num_layers=len(layers),
+                first_layer=layers.start,
                 num_heads=1,
                 page_size=page_size,
                 head_dim=row_size,

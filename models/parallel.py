@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 import struct
+import time
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
@@ -43,6 +44,8 @@ class Parallel:
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
         self._stage: dist.ProcessGroup | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.waited_s = 0.0
+        """Time spent waiting for the previous stage (gloo; NCCL waits on the device)."""
 
     @classmethod
     def connect(
@@ -120,7 +123,9 @@ class Parallel:
         """What the previous stage sent: [rows, width]."""
         device = torch.device("cpu") if self._through_host else self._device
         tensor = torch.empty(rows, width, dtype=dtype, device=device)
+        started = time.monotonic()
         dist.recv(tensor, src=self.shard.rank - self.shard.tp_size)
+        self.waited_s += time.monotonic() - started
         return tensor.to(self._device)
 
     def agree_minimum(self, value: int) -> int:

@@ -5,9 +5,7 @@ of the model and a rank reads no more than its share: its layers, its heads, its
 its rows of the vocabulary.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -38,13 +36,6 @@ class Slot:
     @property
     def fills_whole(self) -> bool:
         return self.shape == tuple(self.target.shape)
-
-
-class Parameters(Protocol):
-    """One rank's weights, of whatever architecture."""
-
-    def slots(self) -> Mapping[str, Slot]:
-        """Hugging Face tensor name to what it fills. Together the slots cover every element that is used, once."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,9 @@ class DecoderParameters:
         return self.layers[0].input_norm.dtype
 
     def slots(self) -> dict[str, Slot]:
-        """As Parameters has it. Rows that fill up a share of the vocabulary belong to no slot and are never used."""
+        """Hugging Face tensor name to what it fills. Together the slots cover every element once, but for rows that fill
+        up a share of the vocabulary and are never used.
+        """
         config, shard = self.config, self.shard
         slots = {}
         ids = shard.vocabulary(config.vocab_size)

@@ -11,9 +11,11 @@ from .batch import ForwardBatch, SequenceSlice
 from .catalog import ModelSource
 from .config import ModelConfig
 from .decoder import Decoder
+from .dsa_decoder import DsaDecoder
+from .dsa_parameters import DsaParameters
 from .graphs import DecodeGraphs
 from .parallel import ALONE, Parallel
-from .parameters import DecoderParameters, Parameters
+from .parameters import DecoderParameters
 from .sharding import WHOLE, Shard
 from .weights import load_weights
 
@@ -47,19 +49,24 @@ class AnyDecoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
 
-def allocate_parameters(config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype) -> Parameters:
+def allocate_parameters(
+    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype
+) -> DecoderParameters | DsaParameters:
     """Uninitialised weights of the architecture; raises StartupError where the model cannot be shared so."""
-    return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+    architecture = DecoderParameters if config.dsa is None else DsaParameters
+    return architecture.allocate(config, shard, device=device, dtype=dtype)
 
 
 def build_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel) -> AnyDecoder:
     """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
     config = source.config
     try:
-        parameters = DecoderParameters.allocate(config, parallel.shard, device=device, dtype=dtype)
+        parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"model {source.name}: not enough memory on {device} for its weights: {error}") from error
-    load_weights(source, parameters.slots(), DecoderParameters.names(config))
+    load_weights(source, parameters.slots(), parameters.names(config))
+    if isinstance(parameters, DsaParameters):
+        return DsaDecoder(parameters, parallel)
     return Decoder(parameters, parallel)
 
 

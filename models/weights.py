@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from ..configs.errors import StartupError
 from .catalog import ModelSource, safetensors_files
 from .config import ModelConfig
+from .dsa_checkpoint import DsaCheckpoint
 from .gguf_file import GgufFile
 from .parameters import Slot
 
@@ -60,7 +61,8 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
         return GgufCheckpoint(GgufFile(source.path), source.config)
-    return SafetensorsCheckpoint(source.path)
+    files = SafetensorsCheckpoint(source.path)
+    return files if source.config.dsa is None else DsaCheckpoint(files, source.config.dsa)
 
 
 class SafetensorsCheckpoint:

@@ -205,8 +205,9 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self.load = self.scheduler.load()
             pages = self.scheduler.pages
             gauges = {"kv_pages": pages.num_pages, "kv_pages_held": pages.held, "kv_pages_available": pages.available}
+            busy = {f"rank_{rank}_busy_seconds": busy_s for rank, busy_s in self._ranks.busy_seconds().items()}
             self.snapshot = Snapshot(
-                gauges={**gauges, "last_step_seconds": self._step_seconds, **self._gauges()},
+                gauges={**gauges, **busy, "last_step_seconds": self._step_seconds, **self._gauges()},
                 counters=dict(self.scheduler.counters),
                 states=self.scheduler.state_counts(),
             )

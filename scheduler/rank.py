@@ -102,6 +102,7 @@ class RankEngine:
                     on_written=lambda written: report(ChunkReport(rank, written)),
                 )
         self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
+        self._stepping_s = 0.0
         self._saved: dict[str, list[torch.Tensor]] = {}
         """KV of retracted requests, in host memory."""
 
@@ -112,6 +113,11 @@ class RankEngine:
     def problems(self) -> tuple[str, ...]:
         """What is wrong with this rank's transfers. May be called from another thread."""
         return tuple(self._writer.problems()) if self._writer is not None else ()
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent on steps, less that spent waiting for the stage before. May be read from another thread."""
+        return self._stepping_s - self._parallel.waited_s
 
     def serve(self, commands: "queue.SimpleQueue[ComputeCommand]") -> None:
         """Carry out commands until StopRank."""
@@ -160,15 +166,18 @@ class RankEngine:
 
     def _start_step(self, command: RunStep) -> None:
         """A lone rank survives a step that fails; of several, the others would wait for it for ever."""
+        started = time.monotonic()
         try:
             self._pending.append((command.order, self._executor.start(command.rows)))
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
             self._step_failed(command.order, error)
+        self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
         order, step = self._pending.popleft()
+        started = time.monotonic()
         try:
             results = step.finish()
         except Exception as error:
@@ -176,6 +185,7 @@ class RankEngine:
                 raise
             self._step_failed(order, error)
             return
+        self._stepping_s += time.monotonic() - started
         if results is not None:
             self._report(StepDone(self._rank, order, tuple(results)))
 

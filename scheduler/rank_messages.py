@@ -125,9 +125,12 @@ class ChunkReport(Report, frozen=True):
 
 
 class RankAlive(Report, frozen=True):
-    """Sent a few times a second; `problems` make the server unhealthy."""
+    """Sent a few times a second; `problems` make the server unhealthy. `busy_s` is the time spent on steps, less that
+    spent waiting for the stage before.
+    """
 
     problems: tuple[str, ...] = ()
+    busy_s: float = 0.0
 
 
 RankReport = RankReady | RankFailed | StepDone | OrderDone | KvVerified | ChunkReport | RankAlive

@@ -1,62 +1,34 @@
-"""A rank as a process of its own: `python -m pdserve.scheduler.rank_process`, started by the leader or, on another
-machine, by `pdserve` with --node-rank.
-
-The first line on stdin is `{"config": {...}, "rank": N, "leader": "tcp://...", "meet_at": ["host", port]}`; end of file
-there means that the parent has gone, and ends this process. Threads: this one computes, one reads the leader's
-commands, one tells it that we are alive, and on prefill there is a sender for each decode rank.
-"""
+"""Rank processes as their parent holds them: the leader or, on other machines, `pdserve` with --node-rank. No torch."""
 
 import json
-import logging
-import os
-import queue
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from typing import NoReturn
 
-import msgspec
-import zmq
-
-from ..configs.errors import StartupError
-from ..configs.load import parse_config, revealed_dict
-from ..configs.logs import configure_logging
+from ..configs.load import revealed_dict
 from ..configs.schema import AnyServerConfig
-from ..models.catalog import locate_model
-from ..transfer.curve import ClusterKeys
-from .effects import CancelChunks
-from .rank import RankEngine
-from .rank_messages import (
-    ClosePeer,
-    ComputeCommand,
-    LeaderAlive,
-    OpenPeer,
-    RankAlive,
-    RankCommand,
-    RankFailed,
-    RankReport,
-    TransferCommand,
-    WriteChunk,
-)
 
-log = logging.getLogger(__name__)
 
-ALIVE_INTERVAL_S = 0.3
-LEADER_SILENCE_S = 10.0
-"""A leader on another machine that says nothing for this long is gone."""
+def meeting_point(config: AnyServerConfig) -> tuple[str, int]:
+    """Where the ranks of a server on several machines find each other."""
+    assert config.dist_init_addr is not None, "the configuration asks for it with nnodes > 1"
+    host, _, port = config.dist_init_addr.rpartition(":")
+    return host, int(port)
+
+
+def leader_address(meet_at: tuple[str, int]) -> str:
+    """Where the leader of a server on several machines takes its ranks' connections."""
+    return f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
 
 
 class RankProcess:
     """A rank process that this process has started. It ends with us: its stdin is a pipe that only we hold."""
 
     # -P keeps the working directory out of sys.path: in a checkout it holds folders named like other people's packages.
-    COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.rank_process")
+    COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.rank_main")
 
     def __init__(self, config: AnyServerConfig, rank: int, *, leader: str, meet_at: tuple[str, int]) -> None:
         self.rank = rank
+        # a process group of its own: Ctrl-C in a terminal reaches the front alone, which then drains everything
         self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0)
         introduction = {"config": revealed_dict(config), "rank": rank, "leader": leader, "meet_at": meet_at}
         assert self._process.stdin is not None
@@ -77,108 +49,7 @@ class RankProcess:
     def kill(self) -> None:
         self._process.kill()
 
-
-class LeaderLink:
-    """The rank's end of the socket to its leader. `report()` may be called from any thread."""
-
-    def __init__(self, address: str, rank: int, keys: ClusterKeys | None) -> None:
-        self.commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
-        self.on_transfer: Callable[[TransferCommand], None] | None = None
-        self.heard_at = time.monotonic()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(RankCommand)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.ROUTING_ID, b"rank-%d" % rank)
-        if keys is not None:
-            keys.secure_client(self._socket)
-        self._socket.connect(address)
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.set_hwm(0)
-        self._outbox.bind("inproc://reports")
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="leader-link", daemon=True).start()
-
-    def report(self, report: RankReport) -> None:
-        with self._lock:  # ZMQ sockets are for one thread at a time
-            self._outbox.send(self._encoder.encode(report))
-
-    def _run(self) -> None:
-        inbox = self._context.socket(zmq.PULL)
-        inbox.set_hwm(0)
-        inbox.connect("inproc://reports")
-        poller = zmq.Poller()
-        poller.register(inbox, zmq.POLLIN)
-        poller.register(self._socket, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            while inbox in ready and inbox.poll(0):
-                self._socket.send(inbox.recv())
-            while self._socket in ready and self._socket.poll(0):
-                self._receive(self._decoder.decode(self._socket.recv()))
-
-    def _receive(self, command: RankCommand) -> None:
-        self.heard_at = time.monotonic()
-        match command:
-            case LeaderAlive():
-                pass
-            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks():
-                assert self.on_transfer is not None, "the leader sends nothing before this rank is ready"
-                self.on_transfer(command)
-            case _:
-                self.commands.put(command)
-
-
-def main() -> int:
-    """Compute until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 for anything else."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's
-    introduction = json.loads(sys.stdin.buffer.readline())
-    config, rank = parse_config(introduction["config"]), int(introduction["rank"])
-    configure_logging(config.log_level, f"{config.role} rank {rank}")
-    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-    keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
-    link = LeaderLink(introduction["leader"], rank, keys)
-    try:
-        host, port = introduction["meet_at"]
-        engine = RankEngine(config, locate_model(config.model), rank, meet_at=(host, port), report=link.report)
-        link.on_transfer = engine.transfer
-        engine.announce()
-        threading.Thread(target=_say_alive, args=(link, engine, rank), name="alive", daemon=True).start()
-        engine.serve(link.commands)
-        engine.close()
-    except StartupError as error:
-        link.report(RankFailed(rank, str(error), startup=True))
-        return _leave(2)
-    except Exception as error:
-        log.exception("rank %d cannot go on", rank)
-        link.report(RankFailed(rank, f"{type(error).__name__}: {error}"))
-        return _leave(1)
-    return 0
-
-
-def _leave(status: int) -> NoReturn:
-    """End after the last report is out, whatever other threads wait for."""
-    time.sleep(0.5)
-    os._exit(status)
-
-
-def _watch_parent() -> NoReturn:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
-        pass
-    os._exit(1)
-
-
-def _say_alive(link: LeaderLink, engine: RankEngine, rank: int) -> NoReturn:
-    while True:
-        link.report(RankAlive(rank, engine.problems()))
-        time.sleep(ALIVE_INTERVAL_S)
-        silent_s = time.monotonic() - link.heard_at
-        if silent_s > LEADER_SILENCE_S:
-            log.error("the leader has said nothing for %.0f s: rank %d ends", silent_s, rank)
-            os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def let_go(self) -> None:
+        """Close its stdin, which ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()

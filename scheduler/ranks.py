@@ -35,7 +35,7 @@ from .rank_messages import (
     TransferCommand,
     WriteChunk,
 )
-from .rank_process import RankProcess
+from .rank_process import RankProcess, leader_address, meeting_point
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,11 @@ class Ranks:
         found = list(self._engine.problems()) if self._engine is not None else []
         return found + (self._hub.problems() if self._hub is not None else [])
 
+    def busy_seconds(self) -> dict[int, float]:
+        """How long each rank has worked on steps, as last heard. Called from another thread."""
+        local = {0: self._engine.busy_s} if self._engine is not None else {}
+        return local | (self._hub.busy_seconds() if self._hub is not None else {})
+
     def close(self) -> None:
         """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after."""
         self._closing = True
@@ -157,7 +162,8 @@ class _Hub:
         self._heard: dict[int, float] = {}
         """When each rank that has started was last heard."""
         self._lost: set[int] = set()
-        self._problems: dict[int, tuple[str, ...]] = {}
+        self._alive: dict[int, RankAlive] = {}
+        """The latest word of each rank."""
         self._identities = [b"rank-%d" % rank for rank in range(1, config.world_size)]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup(self._context)
@@ -170,7 +176,7 @@ class _Hub:
         if config.dist_init_addr is None:
             self.address = f"tcp://{meet_at[0]}:{self._socket.bind_to_random_port(f'tcp://{meet_at[0]}')}"
         else:
-            self.address = f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
+            self.address = leader_address(meet_at)
             try:
                 self._socket.bind(self.address)
             except zmq.ZMQError as error:
@@ -183,7 +189,10 @@ class _Hub:
         self._wakeup.ring()
 
     def problems(self) -> list[str]:
-        return [problem for problems in list(self._problems.values()) for problem in problems]
+        return [problem for alive in list(self._alive.values()) for problem in alive.problems]
+
+    def busy_seconds(self) -> dict[int, float]:
+        return {rank: alive.busy_s for rank, alive in sorted(self._alive.items())}
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -237,7 +246,7 @@ class _Hub:
         if isinstance(report, RankReady) or report.rank in self._heard:
             self._heard[report.rank] = time.monotonic()
         if isinstance(report, RankAlive):
-            self._problems[report.rank] = report.problems
+            self._alive[report.rank] = report
         else:
             self._on_report(report)
 
@@ -251,8 +260,7 @@ class _Hub:
 
 def _meeting_point(config: AnyServerConfig) -> tuple[str, int]:
     if config.dist_init_addr is not None:
-        host, _, port = config.dist_init_addr.rpartition(":")
-        return host, int(port)
+        return meeting_point(config)
     host = config.host if config.host in LOOPBACK_HOSTS else "127.0.0.1"
     with socket.socket() as probe:
         probe.bind((host, 0))

@@ -134,6 +134,10 @@ def _serve(role: Role, options: argparse.Namespace) -> int:
         from .children import end_with_parent
 
         end_with_parent(options.parent_pid)
+    if config.node_rank > 0:
+        from .node import run_node
+
+        return run_node(config)
     from .front import run_front
 
     return run_front(config)

@@ -5,7 +5,7 @@ template <typename Word>
 __device__ __forceinline__ void copy_words(char* to, const char* from, int lane) {
     constexpr int WORDS = ROW_BYTES / sizeof(Word);
     constexpr int PASSES = (WORDS + 31) / 32;
-    constexpr int IN_FLIGHT = PASSES < 8 ? (PASSES > 0 ? PASSES : 1) : 8;
+    constexpr int IN_FLIGHT = PASSES < 1 ? 1 : PASSES < 8 ? PASSES : 8;
     for (int first = lane; first < WORDS; first += 32 * IN_FLIGHT) {
         Word words[IN_FLIGHT];
 #pragma unroll

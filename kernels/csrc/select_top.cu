@@ -1,16 +1,20 @@
 // The k largest of each row of scores, by position: the second half of index_topk.py.
 //
-// One block has one row. Floats are mapped to unsigned integers of the same order, and the k-th largest is found digit
-// by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits known so far says which
-// digit comes next. A last pass writes the positions of the larger keys, and of as many equal ones as are needed, in
-// order. The row is read four times, from the L2 cache, where it was written just before.
+// One block has one row. Floats are mapped to unsigned integers of the same order, and the k-th largest is found byte by
+// byte from the top: a histogram of the keys that share the bytes known so far says which byte comes next. A last pass
+// writes the positions of the larger keys, and of as many equal ones as are needed, in order. The row is read up to five
+// times, from the L2 cache, where it was written just before.
+//
+// Scores are alike, so most of them fall into a few bins of the first byte. Every lane has its own column of the
+// histogram, in a memory bank of its own, and no two lanes of a warp wait for each other.
 
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBins = 2048;  // two per thread
-constexpr int kQuads = 4;    // float4 that a thread loads at a time
+static_assert(kWarps == 32, "a warp adds up what the warps have");
+constexpr int kBins = 256;
+constexpr int kQuads = 4;  // float4 that a thread loads at a time
 constexpr unsigned kAll = 0xffffffffu;
 
 // Larger scores have larger keys; 0 and -0 have the same.
@@ -52,10 +56,11 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
 
 }  // namespace
 
-// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. A block of 1024 threads per row.
+// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. A block of THREADS per row.
 extern "C" __global__ void __launch_bounds__(kThreads)
 select_top(const float* scores, long long stride, const int* visible, long long k, int* out) {
-    __shared__ unsigned histogram[kBins];
+    __shared__ unsigned histogram[kBins][32];
+    __shared__ unsigned bins[kBins];
     __shared__ unsigned warp_sums[kWarps];
     __shared__ unsigned found_bin, found_needed, found_count;
 
@@ -63,7 +68,7 @@ select_top(const float* scores, long long stride, const int* visible, long long 
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int n = visible[blockIdx.x];
     out += blockIdx.x * k;
     if (n <= k) {
@@ -74,15 +79,11 @@ select_top(const float* scores, long long stride, const int* visible, long long 
     const float4* quads = reinterpret_cast<const float4*>(scores);
     const int num_quads = (n + 3) / 4;
 
-    unsigned known = 0;       // the digits of the k-th largest key that are known, zeros below them
+    unsigned known = 0;       // the bytes of the k-th largest key that are known, zeros below them
     unsigned needed = static_cast<unsigned>(k);  // its rank among the keys that share them
     bool all_equal = false;   // whether all keys that share them are among the k largest
-    int shift = 32;
-    while (shift > 0 && !all_equal) {
-        const int above = shift;
-        shift = shift > 11 ? shift - 11 : 0;
-        const unsigned mask = (1u << (above - shift)) - 1;
-        for (int bin = thread; bin < kBins; bin += kThreads) histogram[bin] = 0;
+    for (int shift = 24; shift >= 0 && !all_equal; shift -= 8) {
+        for (int i = thread; i < kBins * 32; i += kThreads) histogram[i / 32][i % 32] = 0;
         __syncthreads();
         for (int start = thread; start < num_quads; start += kQuads * kThreads) {
             Keys keys[kQuads];
@@ -93,22 +94,25 @@ select_top(const float* scores, long long stride, const int* visible, long long 
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const unsigned key = keys[q].key[i];
-                    const bool shares = above == 32 || (key ^ known) >> above == 0;
+                    const bool shares = shift == 24 || (key ^ known) >> (shift + 8) == 0;
                     const bool exists = (start + q * kThreads) * 4 + i < n;
-                    if (shares && exists) atomicAdd(&histogram[key >> shift & mask], 1u);
+                    if (shares && exists) atomicAdd(&histogram[key >> shift & 0xff][lane], 1u);
                 }
             }
         }
         __syncthreads();
-        // bins from the largest down, two per thread: [2 * thread, 2 * thread + 2)
-        const unsigned first = histogram[kBins - 1 - 2 * thread], second = histogram[kBins - 2 - 2 * thread];
+        for (int bin = warp; bin < kBins; bin += kWarps) {
+            const unsigned sum = __reduce_add_sync(kAll, histogram[bin][lane]);
+            if (lane == 0) bins[bin] = sum;
+        }
+        __syncthreads();
+        const unsigned count = thread < kBins ? bins[kBins - 1 - thread] : 0;  // from the largest down
         unsigned total;
-        const unsigned before = sum_before(first + second, warp_sums, total);
-        if (before < needed && needed <= before + first + second) {
-            const bool in_first = needed <= before + first;
-            found_bin = kBins - 1 - 2 * thread - !in_first;
-            found_needed = needed - before - (in_first ? 0 : first);
-            found_count = in_first ? first : second;
+        const unsigned before = sum_before(count, warp_sums, total);
+        if (before < needed && needed <= before + count) {
+            found_bin = kBins - 1 - thread;
+            found_needed = needed - before;
+            found_count = count;
         }
         __syncthreads();
         known |= found_bin << shift;

@@ -1,12 +1,16 @@
 // Swap-in for sparse attention; kernels/swap_in.py says what it computes and holds it against torch.
 //
-// plan_swap_in: one block per batch row. Its cost follows TOP_K and one pass over the eviction order; hits are found
-// through the inverse table, so there is no hashing of what is resident. Constants: TOP_K, HOT_ROWS, PAGE_SIZE,
-// THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
-// copy_misses: as many blocks as the device holds at once; warps take misses in turn from all batch rows together.
-// Constants: ROW_BYTES, PAGE_SIZE, TOP_K.
+// The first `batch` blocks plan one batch row each. Hits are found through the inverse table, so a plan costs one pass
+// over TOP_K and one over the eviction order. The other blocks copy: each waits for the plans, of which `signals[t]`
+// says how many misses (plus one) batch row t has, and takes its share of all misses. PCIe must not wait that long, so
+// the warps of a planning block but the first fetch one miss each (`early_rows` in all) as soon as it is known.
+//
+// Blocks start in order of their index and planners wait for nobody: copiers always get their signals. Signals are
+// zero between calls.
+//
+// Constants: TOP_K, HOT_ROWS, PAGE_SIZE, ROW_BYTES, THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
 
-#ifdef HOT_ROWS
+#include "copy_misses.cuh"
 
 constexpr int SLOTS = HOT_ROWS + 1;
 constexpr int WARPS = THREADS / 32;
@@ -22,6 +26,7 @@ struct Shared {
     int first_of[BUCKETS];  // hash table of missing tokens: index of the first in top-k; later its rank among the misses
     int tokens[TOP_K];
     unsigned warp_sums[32];
+    int early_sources[32];
     short victims[TOP_K];  // the slot that takes the n-th miss
     unsigned char used[SLOTS];
 };
@@ -40,16 +45,7 @@ __device__ int insert(Shared& shared, int token, int index) {
     }
 }
 
-__device__ unsigned inclusive_warp_scan(unsigned value) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const unsigned lower = __shfl_up_sync(~0u, value, distance);
-        if (threadIdx.x % 32 >= distance) value += lower;
-    }
-    return value;
-}
-
-// Sum of `value` over all lower threads; `total` over all. Has one barrier, before which all shared reads are done.
+// Sum of `value` over all lower threads; `total` over all. Has one barrier.
 __device__ unsigned exclusive_block_scan(Shared& shared, unsigned value, unsigned& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const unsigned inclusive = inclusive_warp_scan(value);
@@ -61,19 +57,61 @@ __device__ unsigned exclusive_block_scan(Shared& shared, unsigned value, unsigne
     return inclusive - value + (warp > 0 ? lower_warps : 0);
 }
 
+// One row held in a warp's registers between its load and its store; of whole, aligned 16-byte words only.
+struct RowInFlight {
+    static constexpr int WORDS = ROW_BYTES / 16;
+    static constexpr int PASSES = ROW_BYTES > 2048 ? 1 : (WORDS + 31) / 32 + !WORDS;
+    uint4 words[PASSES];
+
+    __device__ void load(const char* from, int lane) {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++)
+            if (lane + 32 * i < WORDS) words[i] = __ldcs(reinterpret_cast<const uint4*>(from) + lane + 32 * i);
+    }
+    __device__ void store(char* to, int lane) const {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++)
+            if (lane + 32 * i < WORDS) __stcg(reinterpret_cast<uint4*>(to) + lane + 32 * i, words[i]);
+    }
+};
+
+__device__ void signal(int* address, int value) {
+    __threadfence();
+    *reinterpret_cast<volatile int*>(address) = value;
+}
+
+__device__ int await_signal(const int* address) {
+    int value;
+    while ((value = *reinterpret_cast<const volatile int*>(address)) == 0) __nanosleep(20);
+    __threadfence();
+    return value;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-plan_swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
-             const int* __restrict__ seq_lens, const int* __restrict__ live_rows, int* slot_tokens,
-             long long slot_tokens_stride, short* token_slots, long long token_slots_stride, short* eviction_order,
-             long long eviction_order_stride, const int* __restrict__ host_pages, long long host_pages_stride,
-             int* __restrict__ rows, int* __restrict__ miss_sources, int* __restrict__ miss_rows,
-             int* __restrict__ miss_counts) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
+        const int* __restrict__ seq_lens, const int* __restrict__ live_rows, int* slot_tokens,
+        long long slot_tokens_stride, short* token_slots, long long token_slots_stride, short* eviction_order,
+        long long eviction_order_stride, const int* __restrict__ host_pages, long long host_pages_stride,
+        int* __restrict__ rows, int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals,
+        long long batch, const char* host, long long host_page_stride, long long host_token_stride, char* hot,
+        long long hot_row_stride, long long early_rows) {
     extern __shared__ __align__(16) char dynamic[];
+    const Pools pools{host, host_page_stride, host_token_stride, hot, hot_row_stride};
+    if (blockIdx.x >= batch) {
+        const int block = blockIdx.x - batch, blocks = gridDim.x - batch;
+        copy_misses_of_batch(pools, miss_sources, miss_rows, batch, early_rows, block, blocks,
+                             reinterpret_cast<int*>(dynamic), [=](int row) { return await_signal(signals + row) - 1; });
+        // The last block to get here clears the signals: all have read them.
+        __shared__ bool last;
+        if (threadIdx.x == 0) last = atomicInc(reinterpret_cast<unsigned*>(signals + batch), blocks - 1) == blocks - 1;
+        __syncthreads();
+        if (last)
+            for (int row = threadIdx.x; row < batch; row += THREADS) signals[row] = 0;
+        return;
+    }
+
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const long long row = blockIdx.x;
     top_k += row * top_k_stride;
     rows += row * TOP_K;
@@ -97,7 +135,10 @@ plan_swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* _
             const bool valid = !padding && token[s] >= 0 && token[s] < seq_len;
             if (index < TOP_K) rows[index] = valid ? first_row + token[s] : -1;
         }
-        if (thread == 0) miss_counts[row] = 0;
+        if (thread == 0) {
+            miss_counts[row] = 0;
+            signal(signals + row, 1);
+        }
         return;
     }
     slot_tokens += request * slot_tokens_stride;
@@ -163,34 +204,37 @@ plan_swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* _
     const int misses = totals >> 16, stale = HOT_ROWS - (totals & 0xffff);
     int miss_rank = counts >> 16, hits_before = counts & 0xffff;
 #pragma unroll
-    for (int s = 0; s < SELECTED; s++)
-        if (first[s]) shared.first_of[bucket[s]] = miss_rank++;
+    for (int s = 0; s < SELECTED; s++) {
+        if (!first[s]) continue;
+        page[s] = page[s] * PAGE_SIZE + token[s] % PAGE_SIZE;  // from here on the host row
+        if (miss_rank < early_rows) shared.early_sources[miss_rank] = page[s];
+        shared.first_of[bucket[s]] = miss_rank++;
+    }
 
     // The new order: stale slots that stay, loaded ones, hits, the newest token's. The first of them is vacated and
     // becomes the slot of the next token: it goes to the end.
+    int evicted[ORDERED];  // waited for at the end only
 #pragma unroll
     for (int o = 0; o < ORDERED; o++) {
         const int index = thread * ORDERED + o;
+        evicted[o] = -1;
         if (index >= HOT_ROWS) continue;
         const int rank = index - hits_before;
         const bool victim = !hit[o] && rank < misses;
         const int position = hit[o] ? stale + hits_before : victim ? stale - misses + rank : rank - misses;
         hits_before += hit[o];
         if (victim) shared.victims[rank] = order[o];
-        if (victim || position == 0) {
-            const int evicted = slot_tokens[order[o]];
-            if (evicted >= 0) token_slots[evicted] = -1;
-            if (!victim) slot_tokens[order[o]] = -1;
-        }
+        if (victim || position == 0) evicted[o] = slot_tokens[order[o]];
+        if (!victim && position == 0) slot_tokens[order[o]] = -1;
         eviction_order[position > 0 ? position - 1 : HOT_ROWS] = order[o];
     }
-    if (thread == 0) {
-        eviction_order[HOT_ROWS - 1] = reserved;
-        slot_tokens[reserved] = newest;
-        token_slots[newest] = reserved;
-        miss_counts[row] = misses;
-    }
     __syncthreads();
+
+    // Warp 0 fetches nothing early: it gives the signal, and its fence would wait for the row.
+    RowInFlight row_in_flight;
+    const int early = warp - 1;
+    const bool fetches = early >= 0 && early < misses && early < early_rows;
+    if (fetches) row_in_flight.load(pools.source(shared.early_sources[early]), lane);
 
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {
@@ -204,56 +248,22 @@ plan_swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* _
                 const bool vacated = rank == 0 && stale == misses;  // every slot was used: even this one has to go
                 slot_tokens[at] = vacated ? -1 : token[s];
                 if (!vacated) token_slots[token[s]] = at;
-                miss_sources[rank] = page[s] * PAGE_SIZE + token[s] % PAGE_SIZE;
+                miss_sources[rank] = page[s];
                 miss_rows[rank] = first_row + at;
             }
         }
         rows[index] = token[s] < 0 ? -1 : first_row + at;
     }
-}
-
-#endif
-#ifdef ROW_BYTES
-
-#include "copy_row.cuh"
-
-extern "C" __global__ void copy_misses(const int* miss_sources, const int* miss_rows, const int* miss_counts,
-                                       long long batch, const char* host, long long host_page_stride,
-                                       long long host_token_stride, char* hot, long long hot_row_stride) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-    extern __shared__ int ends[];  // of each batch row's misses, counted through the batch
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (warp == 0) {
-        int before = 0;
-        for (int first = 0; first < batch; first += 32) {
-            int count = first + lane < batch ? miss_counts[first + lane] : 0;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int lower = __shfl_up_sync(~0u, count, distance);
-                if (lane >= distance) count += lower;
-            }
-            if (first + lane < batch) ends[first + lane] = before + count;
-            before += __shfl_sync(~0u, count, 31);
-        }
-    }
     __syncthreads();
-    const int misses = ends[batch - 1];
-    for (int miss = warp * gridDim.x + blockIdx.x; miss < misses; miss += gridDim.x * (blockDim.x / 32)) {
-        int low = 0, high = static_cast<int>(batch) - 1;  // the first row whose end is beyond this miss
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if (ends[middle] > miss)
-                high = middle;
-            else
-                low = middle + 1;
-        }
-        const long long entry = static_cast<long long>(low) * TOP_K + miss - (low > 0 ? ends[low - 1] : 0);
-        const int source = miss_sources[entry];
-        const char* from = host + source / PAGE_SIZE * host_page_stride + source % PAGE_SIZE * host_token_stride;
-        copy_row(hot + miss_rows[entry] * hot_row_stride, from, lane);
+    if (thread == 0) {
+        signal(signals + row, misses + 1);
+        miss_counts[row] = misses;
+        eviction_order[HOT_ROWS - 1] = reserved;
+        slot_tokens[reserved] = newest;
+        token_slots[newest] = reserved;
     }
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++)
+        if (evicted[o] >= 0) token_slots[evicted[o]] = -1;
+    if (fetches) row_in_flight.store(pools.destination(first_row + shared.victims[early]), lane);
 }
-
-#endif

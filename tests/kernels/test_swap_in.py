@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pdserve.kernels import nvrtc
 from pdserve.kernels.nvrtc import CudaImpl
 from pdserve.kernels.slot_tables import SlotTables, check_geometry, host_rows
-from pdserve.kernels.swap_in import SwapPlan, copy_misses, plan_swap_in
+from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
 from pdserve.kernels.write_back import write_back
 
-LAYERS = 2  # one index group: the plan made for layer 0 is replayed on layer 1
+LAYERS = 2  # one index group: layer 0 is swapped in, and its plan replayed on layer 1
 POISON = 123456
 
 Where = tuple[CudaImpl, torch.device]
@@ -101,6 +101,7 @@ class World:
         )
         pages = -(-g.max_context // g.page_size)
         order = torch.randperm(g.requests * pages + 2, generator=self.generator)[: g.requests * pages]
+        self.page_lists = order.view(g.requests, pages).tolist()
         self.host_pages = order.view(g.requests, pages).int().to(self.device)
         self.host = self.noise(g.requests * pages + 2, LAYERS, g.page_size, g.row_bytes)
         if self.device.type == "cuda":
@@ -127,7 +128,7 @@ class World:
 
     def host_place(self, request: int, token: int) -> tuple[int, int]:
         page, offset = divmod(token, self.geometry.page_size)
-        return int(self.host_pages[request, page]), offset
+        return self.page_lists[request][page], offset
 
     def admit(self, request: int, cached_tokens: int) -> None:
         """A new request in this slot, with contents of its own; what the last one left stays as poison."""
@@ -158,18 +159,19 @@ class World:
             self.hot[:, newest_rows.long()],
         )
         self.hot[:, newest_rows.long()] = store
-        plan_swap_in(
+        swap_in(
             self.plan,
             self.top_k,
             self.requests,
             self.seq_lens,
             self.tables,
             self.host_pages,
-            g.page_size,
+            self.host[:, 0],
+            self.hot[0],
             live_rows=self.live_rows,
             impl=self.impl,
         )
-        for layer in range(LAYERS):
+        for layer in range(1, LAYERS):
             copy_misses(self.plan, self.host[:, layer], self.hot[layer], impl=self.impl)
         write_back(self.hot, every_layer, self.host, targets, live_rows=self.live_rows, impl=self.impl)
 
@@ -234,6 +236,7 @@ class World:
             inverse = {token: slot for slot, token in enumerate(model.tokens) if token is not None}
             assert token_slots[request] == [inverse.get(token, -1) for token in range(g.max_context)]
             assert order[request] == [*model.order, model.reserved]
+        assert self.plan.signals.count_nonzero() == 0
         assert self.hot.cpu().equal(self.expected_hot)
         assert self.host.equal(self.expected_host)
 
@@ -415,7 +418,6 @@ def test_more_shared_memory_than_a_block_has_is_refused() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     world = World(Geometry(4, 4, 4, 16), ("reference", torch.device("cpu")), batch=2)
-    pages = world.host_pages
 
     def plan(**changed: object) -> None:
         arguments = {
@@ -424,10 +426,11 @@ def test_what_does_not_fit_is_refused() -> None:
             "requests": world.requests,
             "seq_lens": world.seq_lens,
             "tables": world.tables,
-            "host_pages": pages,
-            "page_size": 4,
+            "host_pages": world.host_pages,
+            "host": world.host[:, 0],
+            "hot": world.hot[0],
         } | changed
-        plan_swap_in(**arguments)  # type: ignore[arg-type]
+        swap_in(**arguments)  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match=r"selects 5 tokens, the hot buffer has 4"):
         plan(top_k=torch.zeros(2, 5, dtype=torch.int32))
@@ -438,7 +441,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="must be int32"):
         plan(requests=world.requests.long())
     with pytest.raises(ValueError, match="do not hold 3 requests of 40 tokens"):
-        plan(page_size=3)
+        plan(host_pages=world.host_pages[:, :9])
+    with pytest.raises(ValueError, match="hot has 14 rows, 3 requests have 5 each"):
+        plan(hot=world.hot[0, :14])
     with pytest.raises(ValueError, match=r"tables.group\(i\)"):
         plan(tables=world.all_tables)
     with pytest.raises(ValueError, match="impl must be"):

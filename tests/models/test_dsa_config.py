@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.catalog import locate_model
 from pdserve.models.config import ModelConfig, read_hf_config
 from pdserve.models.dsa_config import DsaConfig
+from pdserve.models.dsa_decoder import DsaDecoder
+from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.fingerprint import fingerprint
 from pdserve.models.sharding import Shard
 from tests.checkpoints import make_dsa_checkpoint
@@ -159,5 +162,10 @@ def test_stages_never_part_a_layer_from_its_selection(
     assert all(pattern[layers.start] == "F" for layers in cut)
     assert all(first.stop == second.start for first, second in pairwise(cut))
     assert cut[-1].stop == len(pattern)
+    for layers, stage in zip(cut, range(stages), strict=True):
+        shard = Shard(tp_rank=1, tp_size=2, stage=stage, stages=stages)
+        parameters = DsaParameters.allocate(config, shard, device=torch.device("cpu"), dtype=torch.float32)
+        for pool in DsaDecoder(parameters).make_cache(1, 4).pools:
+            assert (pool.layers, pool.heads) == (layers, range(1))
     with pytest.raises(StartupError, match=rf"share {pattern.count('F')} indexers: give at most {pattern.count('F')}"):
         config.stage_layers(Shard(stages=pattern.count("F") + 1))

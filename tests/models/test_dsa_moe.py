@@ -1,5 +1,6 @@
 """The router and the experts against transformers' modules."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Experts, DeepseekV32TopkRouter
 
 from pdserve.models.dsa_config import MoeConfig
-from pdserve.models.moe import apply_experts, route
+from pdserve.models.moe import MlpParameters, MoeParameters, apply_experts, mixture, route
 
 HIDDEN, SIZE = 48, 24
 
@@ -90,3 +91,44 @@ def test_a_token_gets_the_same_result_whoever_is_in_the_batch() -> None:
     whole = apply_experts(x, weights, chosen, gate_up, down)
     shuffled = apply_experts(x[order], weights[order], chosen[order], gate_up, down)
     torch.testing.assert_close(shuffled, whole[order], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_mixture_in_a_cuda_graph_takes_whatever_tokens_come() -> None:
+    """Nothing waits for the device, and experts may get other tokens, or none, in every replay."""
+    ours, _ = configs(32, 8, 4, 6, True)
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device="cuda").mul_(shape[-1] ** -0.5)
+        return values.to(dtype)
+
+    parameters = MoeParameters(
+        router=draw(32, HIDDEN, dtype=torch.float32),
+        router_bias=draw(32, dtype=torch.float32),
+        gate_up=draw(32, 2 * SIZE, HIDDEN),
+        down=draw(32, HIDDEN, SIZE),
+        shared=MlpParameters(draw(2 * SIZE, HIDDEN), draw(HIDDEN, SIZE)),
+    )
+    x = draw(5, HIDDEN)
+    mixture(x, parameters, ours)  # compiles what the capture may not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture(x, parameters, ours)
+    for _ in range(4):
+        x.copy_(draw(5, HIDDEN) * 7)
+        graph.replay()
+        weights, experts = route(x, parameters.router, parameters.router_bias, ours)
+        expected = _mlp(x, parameters.shared.gate_up, parameters.shared.down)
+        for row, column in itertools.product(range(5), range(6)):
+            expert = int(experts[row, column])
+            part = _mlp(x[row], parameters.gate_up[expert], parameters.down[expert])
+            expected[row] += weights[row, column] * part
+        assert float(expected.std()) > 0.05
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up) @ down.float().T

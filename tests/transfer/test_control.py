@@ -674,17 +674,6 @@ def test_a_refused_pair_forms_when_the_check_passes_later(cluster: Cluster, by: 
     below.wait(PeerUp)
 
 
-def test_check_pair_names_what_differs() -> None:
-    assert check_pair(hello("d"), welcome("p")) is None
-    other = KvLayout((Plane("k", 64), Plane("v", 64)), 0, 4, 0, 2, 16, 100, "bfloat16")
-    mismatch = check_pair(hello("d"), Welcome(PROTOCOL_VERSION, InstanceId("p"), "fp", "llama", ranks(other)))
-    assert mismatch == ("rank 0: KV rows differ: prefill has k of 64 B + v of 64 B, decode has k of 128 B + v of 128 B")
-    two = Welcome(PROTOCOL_VERSION, InstanceId("p"), "fp", "llama", ranks() * 2)
-    assert check_pair(hello("d"), two) == "ranks differ: prefill has 2, decode has 1"
-    bare = Welcome(PROTOCOL_VERSION, InstanceId("p"), "fp", "llama", (Rank(0, None, ()),))
-    assert check_pair(hello("d"), bare) == "KV pools of rank 0 differ: prefill has 0, decode has 1"
-
-
 @pytest.mark.parametrize(
     ("above_key", "below_key"),
     [("k" * 16, "w" * 16), ("k" * 16, None), (None, "k" * 16)],

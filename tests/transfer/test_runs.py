@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdserve.transfer.layout import KvLayout, Plane
+from pdserve.transfer.links import Link
 from pdserve.transfer.runs import PlanError, Runs, check_bounds, expand_runs, expand_token_runs
 
 Pool = NDArray[np.uint8]
@@ -60,20 +61,22 @@ def token_range(kv: KvLayout, page: int, slot: int, layer: int, plane: int, head
     raise AssertionError
 
 
-def copy_tokens(case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None) -> None:
+def copy_tokens(
+    case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None, link: Link | None = None
+) -> None:
     source, destination = case.source, case.destination
+    layers = set(source.layers) & set(destination.layers)
+    heads = set(source.heads) & set(destination.heads)
+    if link is not None:
+        layers, heads = layers & set(link.layers), heads & set(link.heads)
     for token in range(case.start, case.end):
         from_page, from_slot = case.source_pages[token // source.page_size], token % source.page_size
         if rows is None:
             to_page, to_slot = case.destination_pages[token // destination.page_size], token % destination.page_size
         else:
             to_page, to_slot = divmod(rows[token], destination.page_size)
-        for layer in set(range(source.layer_start, source.layer_end)) & set(
-            range(destination.layer_start, destination.layer_end)
-        ):
-            for head in set(range(source.head_start, source.head_end)) & set(
-                range(destination.head_start, destination.head_end)
-            ):
+        for layer in layers:
+            for head in heads:
                 for plane in range(len(source.planes)):
                     destination_pool[token_range(destination, to_page, to_slot, layer, plane, head)] = source_pool[
                         token_range(source, from_page, from_slot, layer, plane, head)
@@ -227,6 +230,32 @@ def test_a_head_slice_is_one_copy_per_layer_and_plane() -> None:
     runs = expand_runs(source, destination, [0, 1, 2], [4, 5, 6], 0, 48)
     assert len(runs) == 3 * 4 * 2
     assert set(runs.length.tolist()) == {4 * 16 * 8}
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), seed=st.integers(0, 1000), layers=intervals(3), heads=intervals(3))
+def test_a_link_restricts_layers_and_heads(
+    case: Case, seed: int, layers: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    link = Link(0, 0, range(*layers), range(*heads))
+    source_pool = random_pool(case.source, seed)
+    expected = random_pool(case.destination, seed + 1)
+    actual = expected.copy()
+    copy_tokens(case, source_pool, expected, link=link)
+    runs = expand_runs(*case, link)
+    apply(runs, source_pool, actual)
+    assert_maximal(runs)
+    allowed = tail_rows(case) if case.source.page_size == case.destination.page_size else set()
+    assert differing_rows(case.destination, actual, expected) <= allowed
+
+
+def test_some_heads_of_equal_layouts_are_one_copy_per_layer_and_plane() -> None:
+    kv = layout(heads=(0, 4))
+    runs = expand_runs(kv, kv, [0, 1], [4, 5], 0, 32, Link(0, 0, range(1, 3), range(2, 4)))
+    assert len(runs) == 2 * 2 * 2
+    assert set(runs.length.tolist()) == {2 * 16 * 8}
+    assert runs.source[0] == kv.layer_bytes + 2 * 16 * 8
+    assert runs.destination[0] == 4 * kv.page_bytes + kv.layer_bytes + 2 * 16 * 8
 
 
 def test_rows_that_are_whole_pages_travel_as_pages() -> None:

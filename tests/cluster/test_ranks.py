@@ -1,0 +1,166 @@
+"""Tensor- and pipeline-parallel servers of real processes: any layout to any layout, and what happens when a rank dies."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.cluster.servers import Cluster, Server, cluster, wait_until
+
+NEW_TOKENS = 10
+LENGTHS = (1, 17, 48, 131)
+FULL = os.environ.get("PDSERVE_MATRIX") == "full"
+"""`make test-matrix`: every combination; otherwise a few that have everything in them."""
+
+Layout = tuple[int, int]
+"""Tensor-parallel ranks and pipeline stages."""
+LAYOUTS: tuple[Layout, ...] = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+PREFILL = LAYOUTS if FULL else ((1, 1), (4, 1), (2, 2))
+DECODE = LAYOUTS if FULL else ((2, 1), (1, 2))
+PAGE_SIZES = {(1, 1): 16, (2, 1): 8, (4, 1): 16, (1, 2): 64, (2, 2): 1}
+"""Of the decode servers. Prefill servers have 16."""
+
+
+class Model(NamedTuple):
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Five layers, so that stages are uneven, and two KV heads for four ranks, so that some hold the same one."""
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("ranks-model"),
+        "qwen3",
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=2 if not FULL else 4,
+        max_position_embeddings=8192,
+    )
+    rng = random.Random(4)
+    prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
+    reference = load_reference(directory)
+    return Model(directory, prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+
+
+def flags(layout: Layout, page_size: int) -> list[str]:
+    tp, pp = layout
+    return ["--tp", str(tp), "--pp", str(pp), "--page-size", str(page_size), "--kv-tokens", "4096"]
+
+
+@pytest.fixture(scope="module")
+def prefills(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[Layout, Server]]]:
+    with cluster(tmp_path_factory.mktemp("ranks-logs")) as servers:
+        started = {
+            layout: servers.add("prefill", model.directory, *flags(layout, 16), "--chunk-size", "48")
+            for layout in PREFILL
+        }
+        for server in started.values():
+            server.wait_ready()
+        yield servers, started
+
+
+@pytest.mark.parametrize("layout", DECODE, ids=lambda layout: f"decode-tp{layout[0]}-pp{layout[1]}")
+def test_tokens_equal_transformers_whatever_the_layouts(
+    prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
+) -> None:
+    servers, sources = prefills
+    decode = servers.add(
+        "decode",
+        model.directory,
+        "--prefill",
+        ",".join(server.endpoint for server in sources.values()),
+        *flags(layout, PAGE_SIZES[layout]),
+        "--no-prefix-cache",
+    )
+    decode.wait_ready(peers=len(sources))
+    for source in sources.values():
+        place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda prompt, place=place: decode.generate(prompt, NEW_TOKENS, **place), model.prompts)
+        assert list(found) == model.expected
+    assert decode.count("chunks_verified") > 0
+    assert len(decode.info()["ranks"]) == layout[0] * layout[1]
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def rank_pids(server: Server) -> list[int]:
+    leader = server.leader_pid()
+    return [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["pp2", "tp2"])
+def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
+    prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
+) -> None:
+    """Eight at once in a pool for about three; with two stages, how much they wait for each other is measured."""
+    servers, sources = prefills
+    tp, pp = layout
+    source = sources[1, 1].endpoint
+    small = ["--tp", str(tp), "--pp", str(pp), "--kv-tokens", "480", "--growth-tokens", "8", "--no-prefix-cache"]
+    decode = servers.add("decode", model.directory, "--prefill", source, *small)
+    decode.wait_ready(peers=1)
+    prompt = model.prompts[-1]
+    alone = decode.generate(prompt, 40)
+    assert alone[:NEW_TOKENS] == model.expected[-1]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: decode.generate(prompt, 40), range(8))) == [alone] * 8
+    assert decode.count("retractions") > 0
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def test_stages_work_at_the_same_time(prefills: tuple[Cluster, dict[Layout, Server]], model: Model) -> None:
+    """With eight requests and two stages, the stages are busy for longer than one of them could be alone."""
+    servers, sources = prefills
+    decode = servers.add(
+        "decode", model.directory, "--prefill", sources[1, 1].endpoint, *flags((1, 2), 16), "--no-prefix-cache"
+    )
+    decode.wait_ready(peers=1)
+    prompt = model.prompts[1]
+    alone = decode.generate(prompt, 100)
+
+    def busy() -> dict[str, float]:
+        return {name: value for name, value in decode.settled_info()["gauges"].items() if "busy_seconds" in name}
+
+    before, started = busy(), time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: decode.generate(prompt, 100), range(8))) == [alone] * 8
+    wall = time.monotonic() - started - 0.6  # settled_info waits
+    shares = {name: (value - before[name]) / wall for name, value in busy().items()}
+    print(f"share of the time each stage was at work: {shares}, bubble fraction {1 - sum(shares.values()) / 2:.2f}")
+    assert len(shares) == 2
+    assert decode.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_takes_its_server_down_within_seconds(
+    prefills: tuple[Cluster, dict[Layout, Server]], model: Model, number: signal.Signals
+) -> None:
+    servers, sources = prefills
+    decode = servers.add("decode", model.directory, "--prefill", sources[1, 1].endpoint, *flags((1, 2), 16))
+    decode.wait_ready(peers=1)
+    ranks = rank_pids(decode)
+    assert len(ranks) == 1
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(decode.post, model.prompts[1], 3000, 60) for _ in range(4)]
+        wait_until(lambda: decode.info()["states"]["running"] == 4, 30, "four running")
+        os.kill(ranks[0], number)
+        lost_at = time.monotonic()
+        for answer in answers:
+            response = answer.result(20)
+            assert response.status_code == 503
+            assert "rank" in response.text
+        assert time.monotonic() - lost_at < 8
+    assert decode.process is not None
+    assert decode.process.wait(10) == 1
+    wait_until(lambda: not Path(f"/proc/{ranks[0]}").exists(), 5, "the rank is gone")

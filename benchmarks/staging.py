@@ -18,444 +18,20 @@ a time, few large ones through submit and poll: each arm gets the faster of the 
 
 import argparse
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter
-from pdserve.transfer.engine import ReceiveEngine
-from pdserve.transfer.layout import KvLayout, Plane
-from pdserve.transfer.messages import InstanceId, TransferKey
-from pdserve.transfer.mooncake_library import Transport, create_engine
-from pdserve.transfer.ring import ALIGNMENT, StagingRing
-from pdserve.transfer.runs import Runs, expand_runs
-from pdserve.transfer.stage_receiver import PagesQuiet, Post, ScatterPart, StageReceiver, TransferLanded
-from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
-from pdserve.transfer.staging_messages import (
-    StageArrived,
-    StageBlock,
-    StageFree,
-    StageGrant,
-    StagePart,
-    StageRequest,
-    StageStopped,
-)
+from benchmarks.staging_kernels import kernel_rates, kernels_table
+from benchmarks.staging_pair import Prefill, Run, Shape, decode_process
 
 ARMS = ("token slices", "page slices", "staged", "equal TP")
-BATCH = 1024
-"""Mooncake's queue to one peer breaks above 2,048 writes."""
-SMALL_WRITE = 64 << 10
-WINDOW = 8
-PREFILL = InstanceId("prefill")
-ELEMENT = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The model's KV, the two servers and where things lie in each process's one buffer."""
-
-    device: str
-    transport: Transport
-    tokens: int
-    slice_tokens: int
-    layers: int
-    heads: int
-    head_dim: int
-    ranks: int
-    page_size: int
-    decode_page_size: int
-    part_bytes: int
-    ring_bytes: int
-    write_bytes: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.head_dim * ELEMENT
-
-    @property
-    def rank_heads(self) -> int:
-        return self.heads // self.ranks
-
-    @property
-    def total_bytes(self) -> int:
-        return self.layers * 2 * self.heads * self.tokens * self.row_bytes
-
-    def pages(self, page_size: int) -> int:
-        return -(-self.tokens // page_size)
-
-    def layout(self, heads: range, page_size: int) -> KvLayout:
-        planes = (Plane("k", self.row_bytes), Plane("v", self.row_bytes))
-        pages = self.pages(page_size)
-        return KvLayout(planes, 0, self.layers, heads.start, heads.stop, page_size, pages, "bfloat16")
-
-    def heads_of(self, rank: int) -> range:
-        return range(rank * self.rank_heads, (rank + 1) * self.rank_heads)
-
-    def block(self, rank: int) -> StageBlock:
-        return StageBlock(0, self.layers, self.heads_of(rank).start, self.heads_of(rank).stop)
-
-    def order(self, page_size: int, seed: int) -> list[int]:
-        """Pages in the order of a sequence whose neighbours lie anywhere."""
-        return [int(page) for page in np.random.default_rng(seed).permutation(self.pages(page_size))]
-
-    def values(self, tokens: int) -> torch.Tensor:
-        """The KV of the prompt, `[layer, plane, head, token, dim]`: the same in both processes."""
-        generator = torch.Generator(self.device).manual_seed(tokens)
-        shape = (self.layers, 2, self.heads, tokens, self.row_bytes // 8)
-        limits = torch.iinfo(torch.int64)
-        whole = torch.randint(limits.min, limits.max, shape, dtype=torch.int64, generator=generator, device=self.device)
-        return whole.view(torch.uint8)
-
-
-class Memory:
-    """One buffer, handed out from the front; so one registration and one base address serve every arm."""
-
-    def __init__(self, shape: Shape, size_bytes: int) -> None:
-        self.shape = shape
-        self.buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=shape.device)
-        self._used = 0
-
-    def take(self, size_bytes: int) -> tuple[int, torch.Tensor]:
-        """The offset and the bytes of a new part."""
-        offset = self._used
-        self._used += -(-size_bytes // ALIGNMENT) * ALIGNMENT
-        assert self._used <= len(self.buffer)
-        return offset, self.buffer[offset : offset + size_bytes]
-
-    def pool(self, heads: range, page_size: int) -> "Pool":
-        layout = self.shape.layout(heads, page_size)
-        offset, data = self.take(layout.size_bytes)
-        dims = (layout.num_pages, layout.num_layers, 2, layout.num_heads, page_size, self.shape.row_bytes)
-        return Pool(layout, offset, data.view(dims))
-
-
-@dataclasses.dataclass(frozen=True)
-class Pool:
-    layout: KvLayout
-    offset: int
-    data: torch.Tensor
-
-    def tokens(self, order: list[int], count: int) -> torch.Tensor:
-        """A copy of a sequence, `[layer, plane, head, token, bytes]`."""
-        return self.data[order].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :count].contiguous()
-
-    def fill(self, order: list[int], values: torch.Tensor) -> None:
-        tokens, size = values.shape[3], self.layout.page_size
-        for index, page in enumerate(order):
-            part = values[:, :, :, index * size : min((index + 1) * size, tokens)]
-            self.data[page, :, :, :, : part.shape[3]] = part
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-class Decode:
-    """The receiving process: a pool of all heads, a pool per rank for equal TP, and the ring."""
-
-    def __init__(self, shape: Shape, control: Connection) -> None:
-        self.shape = shape
-        self.control = control
-        self.memory = Memory(shape, shape.total_bytes * 3 + shape.ring_bytes + (64 << 20))
-        self.whole = self.memory.pool(range(shape.heads), shape.decode_page_size)
-        self.equal = [self.memory.pool(shape.heads_of(rank), shape.page_size) for rank in range(shape.ranks)]
-        self.ring_offset, self.ring = self.memory.take(shape.ring_bytes)
-        self.order = shape.order(shape.decode_page_size, seed=100)
-        self.pages = torch.tensor(self.order, dtype=torch.int32, device=shape.device)
-        self.equal_order = shape.order(shape.page_size, seed=101)
-        self.receiver = StageReceiver(
-            0, StagingRing(shape.ring_bytes, epoch=1), cell_bytes=2 * shape.row_bytes, quarantine_s=1.0
-        )
-        self.scatters: list[tuple[StagePart, Any]] = []
-        self.engine = ReceiveEngine("127.0.0.1", transport=shape.transport)
-        self.engine.register(self.memory.buffer.data_ptr(), len(self.memory.buffer))
-
-    def run(self) -> None:
-        self.control.send((self.engine.session, self.memory.buffer.data_ptr(), len(self.memory.buffer)))
-        self.control.send((self.whole.offset, [pool.offset for pool in self.equal], self.ring_offset))
-        while True:
-            if self.scatters and not self.control.poll():
-                self.collect()
-                continue
-            message = self.control.recv()
-            match message:
-                case "landed":  # the direct arms: nothing to do but say so
-                    self.control.send("landed")
-                case "poison":
-                    self.memory.buffer.fill_(0xA5)
-                    wait(self.shape.device)
-                    self.control.send("poisoned")
-                case ("check", arm, tokens):
-                    self.control.send(self.check(arm, tokens))
-                case TransferKey():
-                    blocks = [(rank, self.shape.block(rank)) for rank in range(self.shape.ranks)]
-                    self.receiver.open(message, PREFILL, 0, self.shape.tokens, blocks)
-                case StageRequest():
-                    self.obey(self.receiver.requested(PREFILL, message))
-                case StageArrived():
-                    self.obey(self.receiver.arrived(PREFILL, message))
-                case StageStopped():
-                    self.obey(self.receiver.stopped(PREFILL, message, time.monotonic()))
-                case "end":
-                    break
-        self.engine.close()
-
-    def obey(self, effects: list[Any]) -> None:
-        for effect in effects:
-            match effect:
-                case Post(_, message):
-                    self.control.send(message)
-                case ScatterPart(part, region):
-                    block = self.ring[region.offset :][: part.tokens * part.block.cells * 2 * self.shape.row_bytes]
-                    kv_scatter(
-                        block,
-                        self.whole.data,
-                        self.pages,
-                        start=part.token_start,
-                        end=part.token_end,
-                        layers=range(part.block.layer_start, part.block.layer_end),
-                        heads=range(part.block.head_start, part.block.head_end),
-                    )
-                    done = torch.cuda.Event() if self.shape.device == "cuda" else None
-                    if done is not None:
-                        done.record()
-                    self.scatters.append((part, done))
-                case TransferLanded(key):
-                    self.control.send("landed")
-                    self.obey(self.receiver.close(key))
-                case PagesQuiet():
-                    pass
-                case unexpected:
-                    raise RuntimeError(f"decode did not expect {unexpected}")
-
-    def collect(self) -> None:
-        for part, done in list(self.scatters):
-            if done is None or done.query():
-                self.scatters.remove((part, done))
-                self.obey(self.receiver.scattered(part))
-
-    def check(self, arm: str, tokens: int) -> bool:
-        """Whether the last run of an arm has left exactly the prompt's KV here."""
-        values = self.shape.values(tokens)
-        if arm == "token slices":
-            rows = (self.shape.layers, 2, tokens, self.shape.heads, self.shape.row_bytes)
-            found = self.whole.data.view(-1)[: values.numel()].view(rows).transpose(2, 3)
-            return bool((found == values).all())
-        if arm == "equal TP":
-            parts = [pool.tokens(self.equal_order, tokens) for pool in self.equal]
-            return torch.cat(parts, dim=2).equal(values)
-        return self.whole.tokens(self.order, tokens).equal(values)
-
-
-def decode_process(shape: Shape, control: Connection) -> None:
-    torch.set_num_threads(1)
-    Decode(shape, control).run()
-
-
-@dataclasses.dataclass
-class Run:
-    """One timed run of an arm. `copies` is what the arm asks for, `requests` what Mooncake is given for it."""
-
-    seconds: float
-    tokens: int
-    copies: int
-    requests: int
-    bytes_written: int
-
-
-class Prefill:
-    """The writing process: one pool per rank, two staging buffers, and the engine, whose requests it counts."""
-
-    def __init__(self, shape: Shape, control: Connection) -> None:
-        self.shape = shape
-        self.control = control
-        staging = 2 * (shape.part_bytes + ALIGNMENT)
-        self.memory = Memory(shape, shape.total_bytes * 3 // 2 + staging + (64 << 20))
-        self.pools = [self.memory.pool(shape.heads_of(rank), shape.page_size) for rank in range(shape.ranks)]
-        self.buffers = [self.memory.take(shape.part_bytes) for _ in range(2)]
-        self.orders = [shape.order(shape.page_size, seed=rank) for rank in range(shape.ranks)]
-        self.pages = [torch.tensor(order, dtype=torch.int32, device=shape.device) for order in self.orders]
-        self.session, self.decode_base, self.decode_bytes = control.recv()
-        self.whole_offset, self.equal_offsets, self.ring_offset = control.recv()
-        # The library's engine, not transfer/engine.py's: only it has the batch call.
-        self.engine: Any = create_engine("127.0.0.1", shape.transport)
-        self.requests = 0
-        self.bytes_written = 0
-        self.keys = (TransferKey(number, 1) for number in itertools.count(1))
-        self.sender = StageSender({0: PeerRing(1, shape.ring_bytes)}, resend_after_s=60.0)
-
-    def fill_pages(self, tokens: int) -> None:
-        values = self.shape.values(tokens)
-        for rank, pool in enumerate(self.pools):
-            pool.fill(self.orders[rank], values[:, :, self.shape.heads_of(rank).start : self.shape.heads_of(rank).stop])
-        wait(self.shape.device)
-
-    def fill_rows(self, tokens: int) -> None:
-        """Token-major pools, `[layer][plane][token][head][dim]`, in the memory of the page-major ones."""
-        values = self.shape.values(tokens).transpose(2, 3)
-        for rank, pool in enumerate(self.pools):
-            heads = self.shape.heads_of(rank)
-            part = values[:, :, :, heads.start : heads.stop].contiguous().view(-1)
-            pool.data.view(-1)[: len(part)] = part
-        wait(self.shape.device)
-
-    def plan(self, arm: str) -> Runs:
-        """The copies of a direct arm; offsets are those of the two processes' buffers."""
-        shape = self.shape
-        if arm == "token slices":
-            return self._join([self._token_slices(rank) for rank in range(shape.ranks)])
-        plans = []
-        for rank, pool in enumerate(self.pools):
-            if arm == "equal TP":
-                target, order = shape.layout(shape.heads_of(rank), shape.page_size), shape.order(shape.page_size, 101)
-                offset = self.equal_offsets[rank]
-            else:
-                target = shape.layout(range(shape.heads), shape.decode_page_size)
-                order, offset = shape.order(shape.decode_page_size, 100), self.whole_offset
-            runs = expand_runs(pool.layout, target, self.orders[rank], order, 0, shape.tokens)
-            plans.append(Runs(runs.source + pool.offset, runs.destination + offset, runs.length))
-        return self._join(plans)
-
-    def _token_slices(self, rank: int) -> Runs:
-        shape = self.shape
-        row = np.arange(2 * shape.layers * shape.slice_tokens, dtype=np.int64)
-        size = shape.rank_heads * shape.row_bytes
-        return Runs(
-            self.pools[rank].offset + row * size,
-            self.whole_offset + row * shape.heads * shape.row_bytes + rank * size,
-            np.full_like(row, size),
-        )
-
-    @staticmethod
-    def _join(plans: list[Runs]) -> Runs:
-        columns = ("source", "destination", "length")
-        return Runs(*(np.concatenate([getattr(plan, column) for plan in plans]) for column in columns))
-
-    def direct(self, arm: str, runs: Runs) -> Run:
-        tokens = self.shape.slice_tokens if arm == "token slices" else self.shape.tokens
-        self.requests = self.bytes_written = 0
-        started = time.perf_counter()
-        self.write(runs)
-        self.control.send("landed")
-        assert self.control.recv() == "landed"
-        seconds = time.perf_counter() - started
-        return Run(seconds, tokens, len(runs), self.requests, self.bytes_written)
-
-    def staged(self) -> Run:
-        shape = self.shape
-        key = next(self.keys)
-        self.control.send(key)
-        self.requests = self.bytes_written = 0
-        parts = []
-        for rank in range(shape.ranks):
-            token_bytes = 2 * shape.layers * shape.rank_heads * shape.row_bytes
-            for start, end in split_tokens(0, shape.tokens, token_bytes=token_bytes, limit_bytes=shape.part_bytes):
-                parts.append(StagePart(1, key, rank, 0, shape.block(rank), start, end))
-        for part in parts:
-            for effect in self.sender.request(part, part.tokens * part.block.cells * 2 * shape.row_bytes, 0.0):
-                self.control.send(effect)
-        early = min(len(parts), shape.ring_bytes // shape.part_bytes)
-        for _ in range(early):
-            self.hear(self.control.recv())
-
-        started = time.perf_counter()
-        landed = False
-        ready: list[SenderEffect] = []
-        for part in parts:
-            ready += self.sender.computed(part)
-        gathered: list[tuple[WritePart, int, Any]] = []
-        buffers = itertools.cycle(self.buffers)
-        while not landed:
-            while ready and len(gathered) < 2:
-                write = ready.pop(0)
-                assert isinstance(write, WritePart)
-                gathered.append(self.gather(write, *next(buffers)))
-            if gathered:
-                write, offset, done = gathered[0]
-                if done is not None:
-                    done.synchronize()
-                source, destination = np.array([offset]), np.array([self.ring_offset + write.offset])
-                self.write(Runs(source, destination, np.array([write.size_bytes])))
-                gathered.pop(0)
-                for effect in self.sender.written(write.part, 0.0):
-                    self.control.send(effect)
-            while not landed and (self.control.poll() or not (ready or gathered)):
-                message = self.control.recv()
-                landed = message == "landed"
-                if not landed:
-                    ready += self.hear(message)
-        seconds = time.perf_counter() - started
-        while not self.sender.idle:
-            self.hear(self.control.recv())
-        return Run(seconds, shape.tokens, len(parts), self.requests, self.bytes_written)
-
-    def hear(self, message: object) -> list[SenderEffect]:
-        match message:
-            case StageGrant():
-                return self.sender.granted(message, 0.0)
-            case StageFree():
-                return self.sender.freed(message)
-        raise RuntimeError(f"prefill did not expect {message}")
-
-    def gather(self, write: WritePart, offset: int, buffer: torch.Tensor) -> tuple[WritePart, int, Any]:
-        part = write.part
-        kv_gather(
-            self.pools[part.writer].data,
-            self.pages[part.writer],
-            buffer[: write.size_bytes],
-            start=part.token_start,
-            end=part.token_end,
-            layers=range(self.shape.layers),
-            heads=range(self.shape.rank_heads),
-        )
-        done = torch.cuda.Event() if self.shape.device == "cuda" else None
-        if done is not None:
-            done.record()
-        return write, offset, done
-
-    def write(self, runs: Runs) -> None:
-        """Write all of it and wait. Counts what Mooncake is given."""
-        pieces = runs.split(self.shape.write_bytes)
-        source = (pieces.source + self.memory.buffer.data_ptr()).tolist()
-        destination = (pieces.destination + self.decode_base).tolist()
-        length = pieces.length.tolist()
-        self.requests += len(length)
-        self.bytes_written += pieces.total_bytes
-        if pieces.total_bytes < SMALL_WRITE * len(length):
-            for first in range(0, len(length), BATCH):
-                part = slice(first, first + BATCH)
-                status = self.engine.batch_transfer_sync_write(
-                    self.session, source[part], destination[part], length[part]
-                )
-                if status != 0:
-                    raise RuntimeError(f"a batch of writes failed with status {status}")
-            return
-        waiting = zip(source, destination, length, strict=True)
-        in_flight: list[int] = []
-        left = len(length)
-        while left or in_flight:
-            while left and len(in_flight) < WINDOW:
-                in_flight.append(self.engine.transfer_submit_write(self.session, *next(waiting)))
-                left -= 1
-            before = len(in_flight)
-            states = [(write, self.engine.transfer_check_status(write)) for write in in_flight]
-            if any(state < 0 for _, state in states):
-                raise RuntimeError("a write failed")
-            in_flight = [write for write, state in states if state == 0]
-            if len(in_flight) == before and self.shape.transport == "tcp":
-                time.sleep(0.0002)
 
 
 def compare_arms(shape: Shape, repeats: int, screen: Console) -> dict[str, list[Run]]:
@@ -496,10 +72,20 @@ def arms_table(shape: Shape, results: dict[str, list[Run]]) -> tuple[Table, list
         title=f"{shape.total_bytes / 2**20:,.0f} MiB of KV ({shape.tokens:,} tokens) from TP{shape.ranks} to TP1, "
         f"{shape.device}, {shape.transport}"
     )
-    for column in ("arm", "tokens", "copies", "Mooncake requests", "MiB", "ms", "GB/s (min to max)", "of equal TP"):
+    for column in (
+        "arm",
+        "tokens",
+        "copies",
+        "Mooncake requests",
+        "MiB",
+        "ms",
+        "GB/s (min to max)",
+        "x slices",
+        "of equal TP",
+    ):
         table.add_column(column, justify="left" if column == "arm" else "right")
     rates = {arm: [run.bytes_written / run.seconds / 1e9 for run in runs] for arm, runs in results.items()}
-    bound = statistics.median(rates["equal TP"])
+    slices, bound = (statistics.median(rates[arm]) for arm in ("token slices", "equal TP"))
     rows = []
     for arm, runs in results.items():
         run, rate = runs[0], statistics.median(rates[arm])
@@ -512,6 +98,7 @@ def arms_table(shape: Shape, results: dict[str, list[Run]]) -> tuple[Table, list
             "bytes": run.bytes_written,
             "seconds": [one.seconds for one in runs],
             "gb_per_s": rate,
+            "times_token_slices": rate / slices,
             "of_equal_tp": rate / bound,
         }
         rows.append(row)
@@ -523,84 +110,10 @@ def arms_table(shape: Shape, results: dict[str, list[Run]]) -> tuple[Table, list
             f"{run.bytes_written / 2**20:,.0f}",
             f"{seconds * 1e3:,.2f}",
             f"{rate:,.3f} ({min(rates[arm]):,.3f} to {max(rates[arm]):,.3f})",
+            f"{rate / slices:,.1f}",
             f"{rate / bound:.1%}",
         )
     return table, rows
-
-
-def call_seconds(call: Callable[[], object], device: str, repeats: int = 20) -> float:
-    """Median seconds of one call. On a GPU it is the GPU's own time: work queued before hides the launch."""
-    call()
-    times = []
-    ahead = torch.empty(1 << 30, dtype=torch.uint8, device=device) if device == "cuda" else None
-    for _ in range(repeats):
-        if ahead is None:
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        ahead.fill_(0)  # 0.2 ms, and what the call reads is not in the cache any more
-        ahead.fill_(1)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def kernel_rates(shape: Shape, size_mib: int) -> dict[str, Any]:
-    """Bytes read and written per second by gather (a rank's pool) and scatter (a head slice of the whole pool)."""
-    tokens = max(1, (size_mib << 20) // (2 * shape.layers * shape.rank_heads * shape.row_bytes))
-    pages = -(-tokens // shape.page_size) + 1
-    order = torch.randperm(pages, device=shape.device).to(torch.int32)
-    source, target = (
-        torch.randint(
-            0,
-            256,
-            (pages, shape.layers, 2, heads, shape.page_size, shape.row_bytes),
-            dtype=torch.uint8,
-            device=shape.device,
-        )
-        for heads in (shape.rank_heads, shape.heads)
-    )
-    size = block_bytes(source, tokens=tokens, layers=shape.layers, heads=shape.rank_heads)
-    block, copy = (torch.empty(size, dtype=torch.uint8, device=shape.device) for _ in range(2))
-    where: dict[str, Any] = {"start": 0, "end": tokens, "layers": range(shape.layers)}
-    ours, theirs = range(shape.rank_heads), shape.heads_of(shape.ranks - 1)
-
-    def gather() -> None:
-        kv_gather(source, order, block, **where, heads=ours)
-
-    def scatter() -> None:
-        kv_scatter(block, target, order, **where, heads=theirs)
-
-    gather()
-    kv_gather(source, order, copy, **where, heads=ours, impl="reference")
-    assert block.equal(copy), "gather differs from its reference"
-    scatter()
-    kv_gather(target, order, copy, **where, heads=theirs, impl="reference")
-    assert block.equal(copy), "scatter differs from its reference"
-    seconds = {
-        "copy": call_seconds(lambda: copy.copy_(block), shape.device),
-        "gather": call_seconds(gather, shape.device),
-        "scatter": call_seconds(scatter, shape.device),
-    }
-    return {"mib": size / 2**20, **{name: 2 * size / value / 1e9 for name, value in seconds.items()}}
-
-
-def kernels_table(shape: Shape, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"bytes read and written per second, {shape.device}, pages of {shape.page_size} tokens")
-    for column in ("MiB", "copy GB/s", "gather GB/s", "of copy", "scatter GB/s", "of copy"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['mib']:,.1f}",
-            f"{row['copy']:,.1f}",
-            *(cell for op in ("gather", "scatter") for cell in (f"{row[op]:,.1f}", f"{row[op] / row['copy']:.0%}")),
-        )
-    return table
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 
 Each step selects 2,048 tokens per request, of which the given share was not selected before and is not resident. A step
 is timed with events around one `swap_in`, while the GPU is kept busy ahead of it, as it is in a serving step: launches
-from Python do not count. `gather` is the time of a plain Triton gather of as many random
-rows, nothing planned. Before anything is timed, every selected row of several steps is compared with host memory.
+from Python do not count. `gather` is the time of a plain Triton gather of as many random rows, nothing planned. Before
+anything is timed, every selected row of several steps is compared with host memory.
 """
 
 import argparse

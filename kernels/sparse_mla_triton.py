@@ -86,9 +86,11 @@ def _attend(
     top = tl.full([BLOCK_H], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    weight = tl.zeros([BLOCK_H, BLOCK], query.dtype)
+    shrink = tl.zeros([BLOCK_H], tl.float32)
     number = start + tl.arange(0, BLOCK)
     next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
-    for _ in range(start, end, BLOCK):
+    for first in range(start, end, BLOCK):
         # one round ahead, and so no part of the chain of loads that Triton pipelines: that would need another buffer
         row = next_row
         number += BLOCK
@@ -97,17 +99,21 @@ def _attend(
         row = tl.maximum(row, 0)
         place = pages_ptr + (row // PAGE).to(tl.int64) * page_stride + (row % PAGE).to(tl.int64) * slot_stride
         value = tl.load(place[:, None] + value_column[None, :], mask=exists[:, None] & in_value[None, :], other=0.0)
-        score = tl.dot(query, tl.trans(value), input_precision=PRECISION)
+        score = tl.dot(query, tl.trans(value), input_precision=PRECISION) * scale_log2
         if REST > 0:
             rest = tl.load(place[:, None] + rest_column[None, :], mask=exists[:, None] & in_rest[None, :], other=0.0)
-            score = tl.dot(query_rest, tl.trans(rest), score, input_precision=PRECISION)
-        score = tl.where(exists[None, :], score * scale_log2, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(score - new_top[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+            score += tl.dot(query_rest, tl.trans(rest), input_precision=PRECISION) * scale_log2
+        score = tl.where(exists[None, :], score, -float("inf"))
+        # Always so. Were it not for the condition, Triton would see that the scores lead to another product, and have
+        # every warpgroup compute all of them; the scores are scaled before they are added for the same reason.
+        if first < end:
+            new_top = tl.maximum(top, tl.max(score, 1))
+            shrink = tl.exp2(top - new_top)
+            exact = tl.exp2(score - new_top[:, None])
+            total = total * shrink + tl.sum(exact, 1)
+            weight = exact.to(value.dtype)
+            top = new_top
+        acc = tl.dot(weight, value, acc * shrink[:, None], input_precision=PRECISION)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     keep = in_head[:, None] & in_value[None, :]

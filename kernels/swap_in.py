@@ -1,9 +1,9 @@
 """Swap-in for sparse attention: where each selected token is in the hot buffer, and the fetch of those that are not.
 
 The rows of all tokens are in pinned host memory; the GPU holds B of each request, least recently used out, and the
-newest. Once per step and index group, `swap_in` decides, updates the tables (slot_tables.py) and fetches what is missing
-in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence longer than B, with
-n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written before):
+newest. Once per step and index group, `swap_in` decides, updates the tables (slot_tables.py) and fetches what is
+missing in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence longer than B,
+with n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written before):
 
     hits      slots of selected tokens, in eviction order; stale = the other slots, in eviction order
     misses    selected tokens without a slot, n aside, in the order of top-k, each once
@@ -20,8 +20,8 @@ row where it is, and is not fetched.
 A sequence of at most B tokens has token p in slot p and no misses, and its tables do not change. Every selectable token
 but the newest must be in host memory. Shapes: top_k [batch, K] int32, K <= B; requests (distinct), seq_lens [batch]
 int32, at most max_context; host_pages [requests, pages] int32. Pools of one layer: host [pages, page_size, row_bytes]
-uint8, pinned where hot is on a GPU; hot [rows, row_bytes] uint8; rows contiguous, other strides free. Rows that start at
-multiples of 16 bytes are faster.
+uint8, pinned where hot is on a GPU; hot [rows, row_bytes] uint8; rows contiguous, other strides free. Rows that start
+at multiples of 16 bytes are faster.
 
 Floor: misses * row bytes over PCIe. On the GPU one launch does both, so that fetching starts while plans are made.
 """

@@ -1,7 +1,7 @@
-"""Launches of csrc/swap_in.cu and copy_misses.cu: blocks and threads from the geometry and the device, never from counts.
+"""Launches of csrc/swap_in.cu and copy_misses.cu: blocks and threads from the geometry and the device, not from counts.
 
-PCIe is busy with about 100 KiB in flight. A quarter of the GPU's blocks, a row a warp, is several times that, and leaves
-room for the planning blocks that the others wait for.
+PCIe is busy with about 100 KiB in flight: a row a warp on half of the multiprocessors is several times that, and leaves
+room for the planning blocks that copying blocks wait for.
 """
 
 import torch
@@ -10,7 +10,7 @@ from .nvrtc import device_address, load_kernel
 from .slot_tables import SlotTables, bucket_bits, plan_shared_bytes
 from .swap_in import SwapPlan
 
-COPY_THREADS = 1024
+COPY_THREADS = 512
 MAX_EARLY_ROW_BYTES = 2048  # a row that planning fetches is in registers: 4 words of 16 bytes a lane
 
 
@@ -20,7 +20,7 @@ def plan_threads(top_k: int, hot_rows: int) -> int:
 
 
 def copy_blocks(device: torch.device) -> int:
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // 4)
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // 2)
 
 
 def launch_swap_in(
@@ -86,8 +86,8 @@ def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) ->
     batch, width = plan.miss_sources.shape
     if batch == 0:
         return
-    constants = (("TOP_K", width), ("PAGE_SIZE", host.shape[1]), ("ROW_BYTES", hot.shape[1]))
-    load_kernel("copy_misses.cu", "copy_misses", hot.device, constants).launch(
+    constants = {"TOP_K": width, "PAGE_SIZE": host.shape[1], "ROW_BYTES": hot.shape[1], "THREADS": COPY_THREADS}
+    load_kernel("copy_misses.cu", "copy_misses", hot.device, tuple(constants.items()), 4 * batch).launch(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
         plan.miss_counts.data_ptr(),

@@ -59,7 +59,7 @@ def write_back(
     items = layers * batch
     if items == 0:
         return
-    constants = (("PAGE_SIZE", host.shape[2]), ("ROW_BYTES", hot.shape[2]))
+    constants = (("PAGE_SIZE", host.shape[2]), ("ROW_BYTES", hot.shape[2]), ("THREADS", THREADS))
     load_kernel("write_back.cu", "write_back", hot.device, constants).launch(
         device_address(hot),
         hot.stride(0),

@@ -140,8 +140,8 @@ class DecoderParameters:
         return self.layers[0].input_norm.dtype
 
     def slots(self) -> dict[str, Slot]:
-        """Hugging Face tensor name to what it fills. Together the slots cover every element once, but for rows that fill
-        up a share of the vocabulary and are never used.
+        """Hugging Face tensor name to what it fills. Together the slots cover every element that is used once: not the
+        rows that fill up a share of the vocabulary.
         """
         config, shard = self.config, self.shard
         slots = {}

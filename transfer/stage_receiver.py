@@ -11,7 +11,7 @@ scatters alone, each issued once: when those of a transfer have ended its pages 
 
 import enum
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from .messages import InstanceId, TransferKey
@@ -163,7 +163,7 @@ class StageReceiver:
         if message.region != region.position:
             return []
         if message.part.key not in self._transfers:
-            return self._end(incoming)
+            return [self._end(incoming), *self._grant()]
         incoming.state = _Holding.SCATTERING
         return [ScatterPart(message.part, region)]
 
@@ -171,7 +171,8 @@ class StageReceiver:
         part = message.part
         incoming = self._parts.get(part)
         if incoming is not None:
-            return self._writer_done(incoming, message.late_writes, now) if incoming.instance == instance else []
+            named = [incoming] if incoming.instance == instance else []
+            return self._writer_done(named, message.late_writes, now)
         transfer = self._transfer_of(part, instance)
         if transfer is not None and self._problem(transfer, part) is None:
             transfer.parts.add(part)  # its request may still be on its way: it must find the part over
@@ -181,7 +182,7 @@ class StageReceiver:
         """The part is in its pages and its region has been read: the GPU event has fired."""
         incoming = self._parts[part]
         assert incoming.state is _Holding.SCATTERING, f"{part} was not being scattered"
-        effects = self._end(incoming)
+        effects = [self._end(incoming), *self._grant()]
         transfer = self._transfers.get(part.key)
         if transfer is None:
             return effects if self._scattering(part.key) else [*effects, PagesQuiet(part.key)]
@@ -202,27 +203,20 @@ class StageReceiver:
 
     def writer_stopped(self, key: TransferKey, now: float, *, late_writes: bool) -> list[ReceiverEffect]:
         """Prefill says so of the whole transfer (AbortAck, TransferFailed): no rank of it writes any more."""
-        effects: list[ReceiverEffect] = []
-        for incoming in self._of(key):
-            effects += self._writer_done(incoming, late_writes, now)
-        return effects
+        return self._writer_done(self._of(key), late_writes, now)
 
     def peer_closed(self, instance: InstanceId, now: float) -> list[ReceiverEffect]:
         """The connection of this peer is closed: it writes nothing more once the kernel's buffers have been read."""
-        effects: list[ReceiverEffect] = []
-        for incoming in [incoming for incoming in self._parts.values() if incoming.instance == instance]:
-            effects += self._writer_done(incoming, True, now)
-        return effects
+        theirs = [incoming for incoming in self._parts.values() if incoming.instance == instance]
+        return self._writer_done(theirs, True, now)
 
     def due(self, now: float) -> list[ReceiverEffect]:
         """Free the regions whose quarantine has passed."""
-        effects: list[ReceiverEffect] = []
-        for incoming in [incoming for incoming in self._parts.values() if incoming.release_at <= now]:
-            effects += self._end(incoming)
-        return effects
+        rested = [incoming for incoming in self._parts.values() if incoming.release_at <= now]
+        return [*(self._end(incoming) for incoming in rested), *self._grant()]
 
     def check_integrity(self) -> None:
-        """Every region and every place in the queue belongs to one part, and every open transfer adds up."""
+        """Every region and every place in the queue belongs to one part, in the right state."""
         self.ring.check_integrity()
         regions = [incoming.region for incoming in self._parts.values() if incoming.region is not None]
         assert len(self._parts) - len(regions) == self.ring.waiting
@@ -249,17 +243,20 @@ class StageReceiver:
                 return f"it overlaps {other}"
         return None
 
-    def _writer_done(self, incoming: _Incoming, late_writes: bool, now: float) -> list[ReceiverEffect]:
-        """The writer of this part has stopped. Its first word counts: a later one knows nothing of late writes."""
-        if incoming.state is _Holding.QUEUED or (incoming.state is _Holding.GRANTED and not late_writes):
-            return self._end(incoming)
-        if incoming.state is _Holding.GRANTED:
-            incoming.state, incoming.release_at = _Holding.RESTING, now + self._quarantine_s
-        return []
+    def _writer_done(self, parts: Iterable[_Incoming], late_writes: bool, now: float) -> list[ReceiverEffect]:
+        """The writers of these have stopped. Their first word counts: a later one knows nothing of late writes."""
+        effects: list[ReceiverEffect] = []
+        for incoming in parts:
+            if incoming.state is _Holding.QUEUED or (incoming.state is _Holding.GRANTED and not late_writes):
+                effects.append(self._end(incoming))
+            elif incoming.state is _Holding.GRANTED:
+                incoming.state, incoming.release_at = _Holding.RESTING, now + self._quarantine_s
+        return [*effects, *self._grant()]
 
-    def _end(self, incoming: _Incoming) -> list[ReceiverEffect]:
+    def _end(self, incoming: _Incoming) -> Post:
+        """Take the part out and tell its writer. The caller grants what has become free, once, when it is through."""
         self._forget(incoming)
-        return [Post(incoming.instance, StageFree(incoming.part)), *self._grant()]
+        return Post(incoming.instance, StageFree(incoming.part))
 
     def _forget(self, incoming: _Incoming) -> None:
         del self._parts[incoming.part]

@@ -86,7 +86,7 @@ class _Sending(enum.Enum):
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A part that decode has not called over yet. `repeat` is what to say again when no answer comes."""
+    """A part that decode has not called over yet. `repeat` is our last word, said again when no answer comes."""
 
     part: StagePart
     size_bytes: int
@@ -98,7 +98,10 @@ class _Outgoing:
 
 
 class StageSender:
-    """All parts that one prefill rank has under way to one decode instance. A new instance needs a new StageSender."""
+    """All parts that prefill has under way to one decode instance, of any of its ranks to any of decode's.
+
+    A new instance needs a new StageSender, and a part is requested once: a retry is the transfer's next generation.
+    """
 
     def __init__(self, rings: Mapping[int, PeerRing], *, resend_after_s: float = 1.0) -> None:
         self._rings = dict(rings)
@@ -135,6 +138,7 @@ class StageSender:
         return self._start(outgoing)
 
     def granted(self, message: StageGrant, now: float) -> list[SenderEffect]:
+        """A region for a part that waits for one. Of a part that is none of ours we say that it will not be written."""
         outgoing = self._parts.get(message.part)
         if outgoing is None:
             return [StageStopped(message.part)]

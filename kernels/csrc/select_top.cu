@@ -1,39 +1,85 @@
 // The k largest of each row of scores, by position: the second half of index_topk.py.
 //
-// One block has one row. Floats are mapped to unsigned integers of the same order, and the k-th largest is found byte by
-// byte from the top: a histogram of the keys that share the bytes known so far says which byte comes next. A last pass
-// writes the positions of the larger keys, and of as many equal ones as are needed, in order. The row is read up to five
-// times, from the L2 cache, where it was written just before.
-//
-// Scores are alike, so most of them fall into a few bins of the first byte. Every lane has its own column of the
-// histogram, in a memory bank of its own, and no two lanes of a warp wait for each other.
+// A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th largest
+// is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits known so far
+// says which digit comes next. Every block counts its part of the row and adds up the histograms of all. At the end the
+// positions of the larger keys, and of as many equal ones as are needed, are written in order. A row that fits the
+// registers of the cluster is read once, a longer one for every digit, from the L2 cache.
 
 namespace {
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
-static_assert(kWarps == 32, "a warp adds up what the warps have");
-constexpr int kBins = 256;
-constexpr int kQuads = 4;  // float4 that a thread loads at a time
+constexpr int kBlocks = CLUSTER;
+constexpr int kQuads = 4;  // float4 of a thread in each round
+constexpr int kRoundQuads = kBlocks * kThreads * kQuads;
+constexpr int kDigits = 3;
+constexpr int kBins = 2 * kThreads;  // of the largest digit
 constexpr unsigned kAll = 0xffffffffu;
+static_assert(kThreads == 1024, "2048 bins, two per thread; 32 warps, one per lane");
 
-// Larger scores have larger keys; 0 and -0 have the same.
+struct Shared {
+    unsigned histograms[kDigits][kBins];
+    unsigned counts[2];  // of chosen keys in a round; two, so that the next can be written while others read
+    unsigned warp_sums[kWarps];
+    unsigned found_bin, found_needed, found_count;
+};
+
+__device__ int block_rank() {
+#if CLUSTER > 1
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+#else
+    return 0;
+#endif
+}
+
+// All threads of the cluster wait for each other and see what the others have written.
+__device__ void sync_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+// The shared memory of another block of the cluster.
+__device__ const Shared* shared_of(const Shared* mine, int rank) {
+#if CLUSTER > 1
+    const Shared* theirs;
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+    return theirs;
+#else
+    return mine;
+#endif
+}
+
+// Larger scores have larger keys; 0 and -0 have the same. No score has the key 0.
 __device__ unsigned key_of(float score) {
-    const unsigned bits = __float_as_uint(score + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const int bits = __float_as_int(score + 0.0f);
+    return static_cast<unsigned>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u)));
 }
 
 struct Keys {
-    unsigned key[4];
+    unsigned key[4 * kQuads];
 };
 
-__device__ Keys load_keys(const float4* quads, int quad, int num_quads) {
-    const float4 four = quad < num_quads ? quads[quad] : float4{};
-    return {{key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w)}};
+// The keys of neighbours from `first` on; 0 from n on.
+__device__ Keys load_keys(const float* scores, int first, int n) {
+    Keys keys;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+        const int position = first + 4 * q;
+        const float4 four = position < n ? *reinterpret_cast<const float4*>(scores + position) : float4{};
+        const float each[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) keys.key[4 * q + i] = position + i < n ? key_of(each[i]) : 0;
+    }
+    return keys;
 }
 
-// What the threads before this one have, added up; the sum of all goes to `total`. Ends with a barrier before the next
-// call may start.
+// What the threads of the block before this one have, added up; the sum of all goes to `total`.
 __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned sum = mine;
@@ -49,112 +95,111 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
         if (lane >= distance) of_warps += other;
     }
     total = __shfl_sync(kAll, of_warps, kWarps - 1);
-    const unsigned before = warp ? __shfl_sync(kAll, of_warps, warp - 1) : 0;
-    __syncthreads();
-    return before + sum - mine;
+    const unsigned before = __shfl_sync(kAll, of_warps, warp > 0 ? warp - 1 : 0);
+    __syncthreads();  // before the next call writes warp_sums
+    return (warp > 0 ? before : 0) + sum - mine;
 }
 
 }  // namespace
 
-// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. A block of THREADS per row.
+// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. A cluster of blocks of THREADS per row.
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads)
+#else
 extern "C" __global__ void __launch_bounds__(kThreads)
+#endif
 select_top(const float* scores, long long stride, const int* visible, long long k, int* out) {
-    __shared__ unsigned histogram[kBins][32];
-    __shared__ unsigned bins[kBins];
-    __shared__ unsigned warp_sums[kWarps];
-    __shared__ unsigned found_bin, found_needed, found_count;
-
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int n = visible[blockIdx.x];
-    out += blockIdx.x * k;
+    __shared__ Shared shared;
+    const int thread = threadIdx.x, rank = block_rank();
+    const long long row = blockIdx.x / kBlocks;
+    const int n = visible[row];
+    out += row * k;
     if (n <= k) {
-        for (int i = thread; i < k; i += kThreads) out[i] = i < n ? i : -1;
+        for (int i = rank * kThreads + thread; i < k; i += kBlocks * kThreads) out[i] = i < n ? i : -1;
         return;
     }
-    scores += blockIdx.x * stride;
-    const float4* quads = reinterpret_cast<const float4*>(scores);
-    const int num_quads = (n + 3) / 4;
+    scores += row * stride;
+    const int rounds = (n + 4 * kRoundQuads - 1) / (4 * kRoundQuads);
+    const int first = 4 * kQuads * (rank * kThreads + thread);  // of this thread in round 0
+    Keys keys = load_keys(scores, first, n);
+    for (int bin = thread; bin < kDigits * kBins; bin += kThreads) shared.histograms[0][bin] = 0;
+    __syncthreads();
 
-    unsigned known = 0;       // the bytes of the k-th largest key that are known, zeros below them
+    unsigned known = 0;                          // the digits of the k-th largest key that are known, zeros below them
+    unsigned known_bits = 0;                     // ones where they are
     unsigned needed = static_cast<unsigned>(k);  // its rank among the keys that share them
-    bool all_equal = false;   // whether all keys that share them are among the k largest
-    for (int shift = 24; shift >= 0 && !all_equal; shift -= 8) {
-        for (int i = thread; i < kBins * 32; i += kThreads) histogram[i / 32][i % 32] = 0;
-        __syncthreads();
-        for (int start = thread; start < num_quads; start += kQuads * kThreads) {
-            Keys keys[kQuads];
+    bool all_chosen = false;                     // whether all that share them are among the k largest
+    for (int digit = 0; digit < kDigits && !all_chosen; ++digit) {
+        const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
+        const unsigned mask = digit == 2 ? 1023 : 2047;
+        unsigned* const histogram = shared.histograms[digit];
+        for (int round = 0; round < rounds; ++round) {
+            if (rounds > 1) keys = load_keys(scores, first + 4 * kRoundQuads * round, n);
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) keys[q] = load_keys(quads, start + q * kThreads, num_quads);
-#pragma unroll
-            for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const unsigned key = keys[q].key[i];
-                    const bool shares = shift == 24 || (key ^ known) >> (shift + 8) == 0;
-                    const bool exists = (start + q * kThreads) * 4 + i < n;
-                    if (shares && exists) atomicAdd(&histogram[key >> shift & 0xff][lane], 1u);
-                }
+            for (int i = 0; i < 4 * kQuads; ++i) {
+                const unsigned key = keys.key[i];
+                if (key != 0 && (key & known_bits) == known) atomicAdd(&histogram[key >> shift & mask], 1u);
             }
         }
-        __syncthreads();
-        for (int bin = warp; bin < kBins; bin += kWarps) {
-            const unsigned sum = __reduce_add_sync(kAll, histogram[bin][lane]);
-            if (lane == 0) bins[bin] = sum;
+        sync_cluster();
+        unsigned larger = 0, smaller = 0;  // of all blocks, in the two bins of this thread, from the largest bin down
+        for (int block = 0; block < kBlocks; ++block) {
+            const unsigned* const theirs = shared_of(&shared, block)->histograms[digit];
+            larger += theirs[kBins - 1 - 2 * thread];
+            smaller += theirs[kBins - 2 - 2 * thread];
         }
-        __syncthreads();
-        const unsigned count = thread < kBins ? bins[kBins - 1 - thread] : 0;  // from the largest down
         unsigned total;
-        const unsigned before = sum_before(count, warp_sums, total);
-        if (before < needed && needed <= before + count) {
-            found_bin = kBins - 1 - thread;
-            found_needed = needed - before;
-            found_count = count;
+        const unsigned before = sum_before(larger + smaller, shared.warp_sums, total);
+        if (before < needed && needed <= before + larger + smaller) {
+            const bool in_larger = needed <= before + larger;
+            shared.found_bin = kBins - 1 - 2 * thread - !in_larger;
+            shared.found_needed = needed - before - (in_larger ? 0 : larger);
+            shared.found_count = in_larger ? larger : smaller;
         }
         __syncthreads();
-        known |= found_bin << shift;
-        needed = found_needed;
-        all_equal = found_count == needed;
+        known |= shared.found_bin << shift;
+        known_bits |= mask << shift;
+        needed = shared.found_needed;
+        all_chosen = shared.found_count == needed;
         __syncthreads();
     }
 
     // chosen are keys above `limit`, and the first `needed` that are equal to it
-    const unsigned limit = all_equal ? known - 1 : known;
-    if (all_equal) needed = 0;
-    unsigned larger_before = 0, equal_before = 0;  // in what has been written
-    for (int start = 0; start < num_quads; start += kQuads * kThreads) {
-        if (larger_before + min(equal_before, needed) == k) break;
-        const int mine = start + thread * kQuads;  // a thread has neighbours here, so that threads are in order
-        Keys keys[kQuads];
-        unsigned counts = 0;  // of equal keys in the upper half, of larger ones in the lower: at most 16,384 each
+    const unsigned limit = all_chosen ? known - 1 : known;
+    if (all_chosen) needed = 0;
+    unsigned larger_before = 0, equal_before = 0;  // in earlier rounds
+    for (int round = 0; round < rounds; ++round) {
+        if (rounds > 1) keys = load_keys(scores, first + 4 * kRoundQuads * round, n);
+        unsigned counts = 0;  // of equal keys in the upper half, of larger ones in the lower: a block has 16,384
 #pragma unroll
-        for (int q = 0; q < kQuads; ++q) {
-            keys[q] = load_keys(quads, mine + q, num_quads);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const unsigned key = keys[q].key[i];
-                if ((mine + q) * 4 + i < n) counts += key > limit ? 1 : key == limit ? 0x10000 : 0;
-            }
-        }
+        for (int i = 0; i < 4 * kQuads; ++i) counts += keys.key[i] > limit ? 1 : keys.key[i] == limit ? 0x10000 : 0;
         unsigned total;
-        const unsigned before = sum_before(counts, warp_sums, total);
+        const unsigned before = sum_before(counts, shared.warp_sums, total);
+        if (thread == 0) shared.counts[round % 2] = total;
+        sync_cluster();
         unsigned larger = larger_before + (before & 0xffff), equal = equal_before + (before >> 16);
-#pragma unroll
-        for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int position = (mine + q) * 4 + i;
-                const bool is_larger = position < n && keys[q].key[i] > limit;
-                const bool is_equal = position < n && keys[q].key[i] == limit;
-                if (is_larger || (is_equal && equal < needed)) out[larger + min(equal, needed)] = position;
-                larger += is_larger;
-                equal += is_equal;
+        for (int block = 0; block < kBlocks; ++block) {
+            const unsigned theirs = shared_of(&shared, block)->counts[round % 2];
+            larger_before += theirs & 0xffff;
+            equal_before += theirs >> 16;
+            if (block < rank) {
+                larger += theirs & 0xffff;
+                equal += theirs >> 16;
             }
         }
-        larger_before += total & 0xffff;
-        equal_before += total >> 16;
+#pragma unroll
+        for (int i = 0; i < 4 * kQuads; ++i) {
+            const bool is_larger = keys.key[i] > limit, is_equal = keys.key[i] == limit;
+            if (is_larger || (is_equal && equal < needed)) {
+                out[larger + min(equal, needed)] = first + 4 * kRoundQuads * round + i;
+            }
+            larger += is_larger;
+            equal += is_equal;
+        }
     }
+    sync_cluster();  // nobody leaves while others read its shared memory
 }

@@ -5,8 +5,8 @@
 // says how many misses (plus one) batch row t has, and takes its share of all misses. PCIe must not wait that long, so
 // the warps of a planning block but the first fetch one miss each (`early_rows` in all) as soon as it is known.
 //
-// Blocks start in order of their index and planners wait for nobody: copiers always get their signals. Signals are
-// zero between calls.
+// Copiers always get their signals: they are fewer than the GPU's multiprocessors, so planners find room, and planners
+// wait for nobody. Signals are zero between calls.
 //
 // Constants: TOP_K, HOT_ROWS, PAGE_SIZE, ROW_BYTES, THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
 
@@ -210,6 +210,13 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         if (miss_rank < early_rows) shared.early_sources[miss_rank] = page[s];
         shared.first_of[bucket[s]] = miss_rank++;
     }
+    __syncthreads();
+
+    // Warp 0 fetches nothing early: it gives the signal, and its fence would wait for the row.
+    RowInFlight row_in_flight;
+    const int early = warp - 1;
+    const bool fetches = early >= 0 && early < misses && early < early_rows;
+    if (fetches) row_in_flight.load(pools.source(shared.early_sources[early]), lane);
 
     // The new order: stale slots that stay, loaded ones, hits, the newest token's. The first of them is vacated and
     // becomes the slot of the next token: it goes to the end.
@@ -229,12 +236,6 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         eviction_order[position > 0 ? position - 1 : HOT_ROWS] = order[o];
     }
     __syncthreads();
-
-    // Warp 0 fetches nothing early: it gives the signal, and its fence would wait for the row.
-    RowInFlight row_in_flight;
-    const int early = warp - 1;
-    const bool fetches = early >= 0 && early < misses && early < early_rows;
-    if (fetches) row_in_flight.load(pools.source(shared.early_sources[early]), lane);
 
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {

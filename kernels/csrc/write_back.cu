@@ -1,14 +1,13 @@
 // Write-back of new rows; kernels/write_back.py says what it does. One warp a row, rows of all layers in one launch.
-// Constants: ROW_BYTES, PAGE_SIZE.
+// Constants: ROW_BYTES, PAGE_SIZE, THREADS.
 
 #include "copy_row.cuh"
 
-extern "C" __global__ void write_back(const char* hot, long long hot_layer_stride, long long hot_row_stride,
-                                      const int* hot_rows, long long hot_rows_stride, char* host,
-                                      long long host_page_stride, long long host_layer_stride,
-                                      long long host_token_stride, const int* host_rows, const int* live_rows,
-                                      long long batch, long long layers) {
-    const long long item = blockIdx.x * static_cast<long long>(blockDim.x / 32) + threadIdx.x / 32;
+extern "C" __global__ void __launch_bounds__(THREADS)
+write_back(const char* hot, long long hot_layer_stride, long long hot_row_stride, const int* hot_rows,
+           long long hot_rows_stride, char* host, long long host_page_stride, long long host_layer_stride,
+           long long host_token_stride, const int* host_rows, const int* live_rows, long long batch, long long layers) {
+    const long long item = blockIdx.x * static_cast<long long>(THREADS / 32) + threadIdx.x / 32;
     const long long layer = item / batch, row = item % batch;
     if (layer >= layers || (live_rows != nullptr && row >= *live_rows)) return;
     const int target = host_rows[row];

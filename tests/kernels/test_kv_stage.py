@@ -124,10 +124,18 @@ def test_heads_of_four_ranks_become_the_pages_of_one(
         block = torch.empty(
             block_bytes(pool, tokens=end - start, layers=layers, heads=heads), dtype=torch.uint8, device=device
         )
-        tokens = {"start": start, "end": end, "layers": range(layers)}
-        kv_gather(pool.to(device), pages.to(device), block, **tokens, heads=range(heads), impl=impl)
-        mine = range(rank * heads, (rank + 1) * heads)
-        kv_scatter(block, target, to_pages, **tokens, heads=mine, impl=impl)
+        everything, mine = range(layers), range(rank * heads, (rank + 1) * heads)
+        kv_gather(
+            pool.to(device),
+            pages.to(device),
+            block,
+            start=start,
+            end=end,
+            layers=everything,
+            heads=range(heads),
+            impl=impl,
+        )
+        kv_scatter(block, target, to_pages, start=start, end=end, layers=everything, heads=mine, impl=impl)
     for token in range(start, end):
         found = target[to_pages[token // to_size], :, :, :, token % to_size]
         assert found.view(torch.uint8).cpu().equal(whole[:, :, :, token].contiguous().view(torch.uint8)), token
@@ -190,24 +198,33 @@ def test_offsets_beyond_32_bits() -> None:
     assert not target[[4, 5, 6]].any()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("start", "end", "layers", "heads", "message"),
+    [
+        (0, 9, range(1), range(4), "not in"),
+        (5, 4, range(1), range(4), "not in"),
+        (0, 4, range(2, 4), range(4), "layers"),
+        (0, 4, range(1), range(3, 5), "heads"),
+        (0, 4, range(1), range(0, 4, 2), "heads"),
+        (0, 5, range(1), range(4), "1280 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(start: int, end: int, layers: range, heads: range, message: str) -> None:
     pool = torch.zeros(2, 3, 2, 4, 4, 8)
     pages, block = torch.zeros(2, dtype=torch.int32), torch.zeros(1024, dtype=torch.uint8)
-    fits = {"start": 0, "end": 4, "layers": range(1), "heads": range(4)}
-    kv_gather(pool, pages, block, **fits)
-    for change, message in (
-        ({"end": 9}, "not in"),
-        ({"start": 5}, "not in"),
-        ({"layers": range(2, 4)}, "layers"),
-        ({"heads": range(3, 5)}, "heads"),
-        ({"heads": range(0, 4, 2)}, "heads"),
-        ({"end": 5}, "1280 bytes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kv_gather(pool, pages, block, **{**fits, **change})
-        with pytest.raises(ValueError, match=message):
-            kv_scatter(block, pool, pages, **{**fits, **change})
+    with pytest.raises(ValueError, match=message):
+        kv_gather(pool, pages, block, start=start, end=end, layers=layers, heads=heads)
+    with pytest.raises(ValueError, match=message):
+        kv_scatter(block, pool, pages, start=start, end=end, layers=layers, heads=heads)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    pool = torch.zeros(2, 3, 2, 4, 4, 8)
+    pages, block = torch.zeros(2, dtype=torch.int32), torch.zeros(1024, dtype=torch.uint8)
+    kv_gather(pool, pages, block, start=0, end=4, layers=range(1), heads=range(4))
     with pytest.raises(ValueError, match="six dimensions"):
-        kv_gather(pool.transpose(4, 5), pages, block, **fits)
+        kv_gather(pool.transpose(4, 5), pages, block, start=0, end=4, layers=range(1), heads=range(4))
     with pytest.raises(ValueError, match="int32 or int64"):
-        kv_gather(pool, pages.float(), block, **fits)
+        kv_gather(pool, pages.float(), block, start=0, end=4, layers=range(1), heads=range(4))
+    with pytest.raises(ValueError, match="uint8 block"):
+        kv_gather(pool, pages, block.view(torch.int8), start=0, end=4, layers=range(1), heads=range(4))

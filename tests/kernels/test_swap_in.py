@@ -137,10 +137,10 @@ class World:
         self.models[request] = ListLru(g.hot_rows, cached_tokens)
         self.truth[request] = self.noise(LAYERS, g.max_context, g.row_bytes)
         self.all_tables.admit(request, cached_tokens)
-        for token in range(cached_tokens):
-            page, offset = self.host_place(request, token)
-            for pool in (self.host, self.expected_host):
-                pool[page, :, offset] = self.truth[request, :, token]
+        tokens = torch.arange(cached_tokens)
+        pages = torch.tensor(self.page_lists[request])[tokens // g.page_size]
+        for pool in (self.host, self.expected_host):
+            pool[pages, :, tokens % g.page_size] = self.truth[request, :, :cached_tokens].transpose(0, 1)
         if cached_tokens <= g.hot_rows:
             first = request * (g.hot_rows + 1)
             resident = self.truth[request, :, :cached_tokens]
@@ -220,9 +220,8 @@ class World:
                 self.expected_hot[:, first_row + slot] = self.truth[request, :, token]
             page, offset = self.host_place(request, length - 1)
             self.expected_host[page, :, offset] = self.truth[request, :, length - 1]
-            for token, held_in in zip(top_k, slots, strict=True):
-                if held_in is not None:
-                    assert self.expected_hot[:, first_row + held_in].equal(self.truth[request, :, token])
+            held = {token: first_row + slot for token, slot in zip(top_k, slots, strict=True) if slot is not None}
+            assert self.expected_hot[:, list(held.values())].equal(self.truth[request][:, list(held)])
         for row in range(len(selected), self.batch):
             assert rows[row] == [-1] * g.top_k
             assert counts[row] == 0
@@ -291,7 +290,7 @@ def drifting_trace(world: World, generator: random.Random, steps: int, admitted:
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_long_traces_of_many_requests(times: int, where: Where) -> None:
     geometry = Geometry(
-        top_k=72, hot_rows=72 * times, page_size=8, row_bytes=40, requests=5, max_context=72 * times + 120
+        top_k=72, hot_rows=72 * times, page_size=8, row_bytes=48, requests=5, max_context=72 * times + 120
     )
     world = World(geometry, where, batch=4, seed=times)
     admitted = [geometry.hot_rows + offset for offset in (-9, -1, 0, 1, 90)]

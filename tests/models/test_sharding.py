@@ -202,6 +202,12 @@ def test_ranks_that_do_not_come_are_missed() -> None:
         )
 
 
+def test_several_ranks_have_no_graphs(cases: dict[str, Case]) -> None:
+    shard = Shard(tp_size=2)
+    runner = ModelRunner.load(cases["qwen2"].source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
+    assert not runner.capture_graphs(runner.make_cache(4, 4), max_batch=2, max_context=16)
+
+
 def test_one_rank_needs_nobody() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert ALONE.all_reduce(tensor) is tensor

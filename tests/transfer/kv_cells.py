@@ -14,14 +14,6 @@ DIM = 8
 Span = tuple[int, int]
 
 
-class RankPool(KvPool):
-    """A pool in host memory."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return False
-
-
 def layout(
     layers: Span, heads: Span, *, page_size: int, num_pages: int, planes: Sequence[str] = ("k", "v"), dim: int = DIM
 ) -> KvLayout:
@@ -33,8 +25,8 @@ def kv_of(layers: int, heads: int, tokens: int, *, seed: int, planes: int = 2) -
     return torch.randn(layers, planes, heads, tokens, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def empty_pool(kv: KvLayout) -> RankPool:
-    return RankPool(
+def empty_pool(kv: KvLayout) -> KvPool:
+    return KvPool(
         num_pages=kv.num_pages,
         num_layers=kv.num_layers,
         num_heads=kv.num_heads,
@@ -61,7 +53,7 @@ def put(pool: KvPool, kv: KvLayout, cells: torch.Tensor, pages: Sequence[int], s
         pool.data[pages[token // kv.page_size], :, :, :, token % kv.page_size] = held[:, :, :, token]
 
 
-def view_of(memory: NDArray[np.uint8], kv: KvLayout) -> RankPool:
+def view_of(memory: NDArray[np.uint8], kv: KvLayout) -> KvPool:
     """A pool with a copy of these bytes, as a receiver would read its own memory."""
     pool = empty_pool(kv)
     pool.data.view(torch.uint8).flatten().copy_(torch.from_numpy(np.array(memory[: kv.size_bytes])))

@@ -106,7 +106,7 @@ class ByteMap(RuleBasedStateMachine):
         assert (region.offset, region.size_bytes) == (0, self.ring.capacity_bytes)
 
 
-ByteMap.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+ByteMap.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestByteMap = ByteMap.TestCase
 
 

@@ -524,6 +524,22 @@ def test_a_lost_grant_is_given_again_and_no_second_region(receiver: StageReceive
     assert receiver.ring.granted_bytes == 4 * ALIGNMENT
 
 
+def test_a_request_that_its_own_end_overtook_is_not_granted(receiver: StageReceiver) -> None:
+    over = [Post(PREFILL, StageFree(part()))]
+    assert receiver.stopped(PREFILL, StageStopped(part()), 0.0) == over
+    assert receiver.requested(PREFILL, request(part())) == over
+    assert receiver.ring.idle
+
+
+def test_a_stopped_request_leaves_the_queue_to_the_next(receiver: StageReceiver) -> None:
+    grant_of(receiver.requested(PREFILL, request(part(0, 4))))
+    assert receiver.requested(PREFILL, request(part(0, 8, writer=1))) == []
+    assert receiver.requested(PREFILL, request(part(4, 8))) == []
+    free, grant = receiver.stopped(PREFILL, StageStopped(part(0, 8, writer=1)), 0.0)
+    assert free == Post(PREFILL, StageFree(part(0, 8, writer=1)))
+    assert grant_of([grant]).part == part(4, 8)
+
+
 def test_a_region_waits_for_its_writer_after_an_abort(receiver: StageReceiver) -> None:
     grant_of(receiver.requested(PREFILL, request(part(0, 8))))
     assert receiver.requested(PREFILL, request(part(0, 8, writer=1))) == []
@@ -549,6 +565,16 @@ def test_silence_frees_nothing_and_a_closed_connection_does_after_a_while(receiv
     assert receiver.due(1e6) == []
     assert receiver.peer_closed(PREFILL, 1e6) == []
     assert receiver.due(1e6 + QUARANTINE_S) == [Post(PREFILL, StageFree(part()))]
+
+
+def test_a_writer_that_stopped_gets_no_grants_for_what_it_had_queued(receiver: StageReceiver) -> None:
+    grant_of(receiver.requested(PREFILL, request(part(0, 8))))
+    receiver.requested(PREFILL, request(part(0, 8, writer=1)))
+    assert receiver.writer_stopped(KEY, 0.0, late_writes=False) == [
+        Post(PREFILL, StageFree(part(0, 8))),
+        Post(PREFILL, StageFree(part(0, 8, writer=1))),
+    ]
+    assert receiver.ring.idle
 
 
 def test_an_aborted_scatter_is_waited_for(receiver: StageReceiver) -> None:

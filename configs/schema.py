@@ -20,6 +20,8 @@ Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="H
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
+LoadFormat = Literal["auto", "dummy"]
+KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 
 
 class ServerConfig(BaseModel):
@@ -32,6 +34,14 @@ class ServerConfig(BaseModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
+    )
+    kv_dtype: KvDtypeSetting = Field(
+        "auto", description="KV of dense models; auto is that of the weights, fp8_e4m3 takes half the room of 16 bits"
+    )
+    load_format: LoadFormat = Field(
+        "auto",
+        description="weights: auto reads the model's files; dummy draws random ones, to measure a geometry for which "
+        "config.json and a tokenizer are enough",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
 
@@ -170,6 +180,16 @@ class DecodeConfig(ServerConfig):
     max_running_requests: int = Field(32, ge=1, le=4096, description="requests in one decode batch")
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     cuda_graphs: bool = Field(True, description="on CUDA, run decode steps as CUDA graphs")
+    enable_hisparse: bool = Field(
+        False, description="KV of sparse-attention models in host memory, a small hot buffer per request on the GPU"
+    )
+    hot_rows: int | None = Field(
+        None, ge=1, le=32767, description="rows of a request's hot buffer; default: twice the model's index_topk"
+    )
+    host_memory_gib: float | None = Field(None, gt=0, description="pinned host memory for KV (HiSparse), in GiB")
+    host_memory_fraction: float = Field(
+        0.5, gt=0, le=0.95, description="share of free host memory for KV (HiSparse) when host_memory_gib is not given"
+    )
     growth_tokens: int = Field(
         128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"
     )

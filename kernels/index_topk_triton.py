@@ -24,6 +24,7 @@ _PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of diff
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
 _SELECT_THREADS = 1024
+_SELECT_CLUSTER = 4  # blocks per row, from Hopper on
 
 
 @triton.jit
@@ -163,14 +164,15 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
     if out.device.type != "cuda":  # Triton is interpreted, and nothing interprets CUDA
         out.copy_(select_top_reference(scores, visible, out.shape[1]))
         return
-    kernel = load_kernel("select_top.cu", "select_top", out.device, (("THREADS", _SELECT_THREADS),))
-    kernel.launch(
+    cluster = _SELECT_CLUSTER if torch.cuda.get_device_capability(out.device) >= (9, 0) else 1
+    constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
+    load_kernel("select_top.cu", "select_top", out.device, constants).launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),
         out.shape[1],
         out.data_ptr(),
-        blocks=len(out),
+        blocks=cluster * len(out),
         threads=_SELECT_THREADS,
         overlap_previous=True,
     )

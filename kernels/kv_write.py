@@ -5,11 +5,27 @@
 
 Shapes: key_pages, value_pages [pages, heads, page_size, head_dim], any strides (a layer of a page-major pool);
 key, value [tokens, heads, head_dim]; page_ids, offsets [tokens] int64. Two tokens never share a slot.
+
+Pages have the dtype of key and value, or are float8_e4m3fn: rows are rounded to the nearest then, and what is beyond
+its range becomes its largest number, 448.
 """
 
 from typing import Literal
 
 import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+def can_store(pages: torch.dtype, rows: torch.dtype) -> bool:
+    """Whether pages of one dtype can hold rows computed in another."""
+    return pages in (rows, FP8)
+
+
+def round_to_pages(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`rows` as pages of `dtype` keep them."""
+    return rows.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 and rows.dtype != FP8 else rows
 
 
 def kv_write_reference(
@@ -20,6 +36,7 @@ def kv_write_reference(
     page_ids: torch.Tensor,
     offsets: torch.Tensor,
 ) -> None:
+    key, value = round_to_pages(key, key_pages.dtype), round_to_pages(value, value_pages.dtype)
     if len(page_ids) == 1 and page_ids.device.type == "cpu":  # a third of the time of indexing with tensors
         page, offset = int(page_ids), int(offsets)
         key_pages[page, :, offset] = key[0]
@@ -48,6 +65,6 @@ def kv_write(
             f"key {list(key.shape)}, value {list(value.shape)} and offsets {list(offsets.shape)} do not fit "
             f"{len(page_ids)} tokens of pages {list(key_pages.shape)}"
         )
-    if key.dtype != key_pages.dtype or value.dtype != value_pages.dtype:
+    if not (can_store(key_pages.dtype, key.dtype) and can_store(value_pages.dtype, value.dtype)):
         raise ValueError(f"key is {key.dtype} and value {value.dtype}, the pages are {key_pages.dtype}")
     kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)

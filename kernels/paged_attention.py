@@ -7,7 +7,8 @@ The query at row r of sequence i stands at position p = kv_lens[i] - query_lens[
 
 Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
 any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
-out as query. Rows of a page beyond a sequence's end are never seen, but must hold finite values.
+out as query. Rows of a page beyond a sequence's end are never seen, but must hold finite values. Pages have the dtype
+of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
 
 The plan of a batch is made once and serves every layer: `GatherPlan` for torch, `WorkPlan` for the Triton kernels.
 """
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_plan import WorkPlan, make_work_plan
 from .dispatch import Impl, use_triton
+from .kv_write import can_store
 
 
 class PageTable:
@@ -206,7 +208,7 @@ def _attend_decode(
     # the query heads of one KV head stand in for query positions, so KV heads are not repeated in memory
     kv_heads = key_pages.shape[1]
     grouped = query.view(batch, kv_heads, num_heads // kv_heads, head_dim)
-    key, value = _gather(key_pages, value_pages, group.table, group.kv_len)
+    key, value = _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype)
     out = scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=scale)
     return out.reshape(batch, num_heads, head_dim)
 
@@ -218,10 +220,10 @@ def _attend_one(
     kv_heads, head_dim = key_pages.shape[1], key_pages.shape[3]
     pages = group.table.adjacent
     if pages is None:
-        keys, values = (part[0] for part in _gather(key_pages, value_pages, group.table, group.kv_len))
+        keys, values = (part[0] for part in _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype))
     else:
         keys, values = (
-            part[pages].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, : group.kv_len]
+            part[pages].transpose(0, 1).to(query.dtype).reshape(kv_heads, -1, head_dim)[:, : group.kv_len]
             for part in (key_pages, value_pages)
         )
     scores = torch.bmm(query.view(kv_heads, -1, head_dim) * scale, keys.transpose(1, 2))
@@ -235,7 +237,7 @@ def _attend_prefill(
     sequence: PrefillSequence,
     scale: float,
 ) -> torch.Tensor:
-    key, value = _gather(key_pages, value_pages, sequence.table, sequence.kv_len)
+    key, value = _gather(key_pages, value_pages, sequence.table, sequence.kv_len, query.dtype)
     out = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key,
@@ -249,9 +251,9 @@ def _attend_prefill(
 
 
 def _gather(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, kv_len: int
+    key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, kv_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a table's sequences, [B, H, kv_len, D] each, in one copy of both where the pool allows it.
+    """Keys and values of a table's sequences, [B, H, kv_len, D] of `dtype`, in one copy of both where the pool allows.
 
     In a page-major pool a page's values lie a whole number of blocks behind its keys, so both are rows of one matrix.
     Copying rows of a matrix is two to four times as fast as indexing over two dimensions.
@@ -263,10 +265,10 @@ def _gather(
     one_pool = key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
     blocky = key_pages.stride() == value_pages.stride() and key_pages.stride()[1:] == (block, head_dim, 1)
     if not (one_pool and blocky and distance > 0) or rest or odd:
-        key, value = (pages[table.pages, table.heads].flatten(2, 3) for pages in (key_pages, value_pages))
+        key, value = (pages[table.pages, table.heads].flatten(2, 3).to(dtype) for pages in (key_pages, value_pages))
         return key[:, :, :kv_len], value[:, :, :kv_len]
     matrix = key_pages.as_strided(((num_pages - 1) * per_page + distance + num_heads, block), (block, 1))
-    rows = matrix.index_select(0, table.blocks(per_page, distance))
+    rows = matrix.index_select(0, table.blocks(per_page, distance)).to(dtype)
     key, value = rows.view(2, len(table.pages), num_heads, -1, head_dim)[:, :, :, :kv_len]
     return key, value
 
@@ -285,7 +287,7 @@ def paged_attention(
         raise ValueError(
             f"query {list(query.shape)} does not fit {plan.tokens} tokens over {kv_heads} KV heads of {head_dim}"
         )
-    if not query.dtype == key_pages.dtype == value_pages.dtype:
+    if not can_store(key_pages.dtype, query.dtype) or key_pages.dtype != value_pages.dtype:
         raise ValueError(f"query is {query.dtype}, the pages are {key_pages.dtype} and {value_pages.dtype}")
     if isinstance(plan, GatherPlan):
         return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale)

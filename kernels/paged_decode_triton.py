@@ -81,6 +81,7 @@ def _decode_pieces(
     for first in range(start, end, BLOCK):
         key = load_page_rows(pages, keys, first, end, page_stride, token_stride, column, D, PAGE, BLOCK)
         value = load_page_rows(pages, values, first, end, page_stride, token_stride, column, D, PAGE, BLOCK)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
         score = tl.where((first + tl.arange(0, BLOCK) < end)[None, :], score, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1))

@@ -1,7 +1,8 @@
 """Triton kernels of paged_attention.py for sequences with several queries.
 
-Keys and values are first copied out of their pages into one contiguous tensor per head: a few percent of the work, and
-what the matrix units consume can then be fetched by the tensor memory accelerator, which is worth 30% (H200). A program
+Keys and values are first copied out of their pages into one contiguous tensor per head, in the dtype of the queries: a
+few percent of the work, and what the matrix units consume can then be fetched by the tensor memory accelerator, which
+is worth 30% (H200). A program
 has a tile of queries (half a tile where rows are wide) and one query head, and goes over the keys they see: first those
 that all of them see, then the diagonal.
 
@@ -60,8 +61,8 @@ def _copy_out(
     # rows past the end are written too, as zeros: what is there may be NaN, and 0 * NaN is not 0
     place = (head * copied_tokens + tl.load(copy_starts_ptr + sequence) + first).to(tl.int64) + tl.arange(0, BLOCK)
     target = place[:, None] * D + column[None, :]
-    tl.store(keys_ptr + target, key, mask=(column < D)[None, :])
-    tl.store(values_ptr + target, value, mask=(column < D)[None, :])
+    tl.store(keys_ptr + target, key.to(keys_ptr.dtype.element_ty), mask=(column < D)[None, :])
+    tl.store(values_ptr + target, value.to(values_ptr.dtype.element_ty), mask=(column < D)[None, :])
 
 
 @triton.jit

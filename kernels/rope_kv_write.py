@@ -10,7 +10,7 @@
 Shapes: qkv [tokens, (Hq + 2 Hkv) * D], contiguous; cos = [c, c] and signed_sin = [-s, s], both [tokens, D]; key_pages,
 value_pages [pages, Hkv, page_size, D], the last dimension contiguous, otherwise any strides; page_ids, offsets
 [tokens]; query [tokens, Hq, D]. Two tokens never share a slot. Products are rounded before they are added, as
-transformers does it.
+transformers does it. Pages have the dtype of qkv or are float8_e4m3fn, as kv_write.py has it.
 
 `live_rows`, a tensor of one integer on the device, says how many rows are real: of the others nothing is written. It is
 what lets a CUDA graph of a padded batch run. Floor: 2 * tokens * (Hq + 2 Hkv) * D elements moved.
@@ -19,7 +19,7 @@ what lets a CUDA graph of a padded batch run. Floor: 2 * tokens * (Hq + 2 Hkv) *
 import torch
 
 from .dispatch import Impl, use_triton
-from .kv_write import kv_write
+from .kv_write import can_store, kv_write
 from .rms_norm import rms_norm_reference
 
 
@@ -81,9 +81,11 @@ def rope_kv_write(
             f"cos {list(cos.shape)}, signed_sin {list(signed_sin.shape)}, page_ids {list(page_ids.shape)} and offsets "
             f"{list(offsets.shape)} do not fit {tokens} tokens of head size {head_dim}"
         )
-    if not qkv.dtype == cos.dtype == signed_sin.dtype == key_pages.dtype == value_pages.dtype:
+    pages_fit = can_store(key_pages.dtype, qkv.dtype) and key_pages.dtype == value_pages.dtype
+    if not qkv.dtype == cos.dtype == signed_sin.dtype or not pages_fit:
         raise ValueError(
-            f"qkv is {qkv.dtype}, cos {cos.dtype}, signed_sin {signed_sin.dtype}, the pages {key_pages.dtype}"
+            f"qkv is {qkv.dtype}, cos {cos.dtype}, signed_sin {signed_sin.dtype}, the pages are {key_pages.dtype} and "
+            f"{value_pages.dtype}"
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")

@@ -6,9 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .kv_write import FP8, FP8_MAX
 from .overlap_triton import overlap_options, start_next, wait_for_previous
 
 _HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _round_to_pages(x, FP8_PAGES: tl.constexpr, LARGEST: tl.constexpr):
+    if FP8_PAGES:
+        x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST).to(tl.float8e4nv)
+    return x
 
 
 @triton.jit
@@ -35,6 +43,8 @@ def _rope_kv_write(
     BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    FP8_PAGES: tl.constexpr,
+    LARGEST: tl.constexpr,
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -79,11 +89,11 @@ def _rope_kv_write(
     tl.store(query + HALF, rotated2, mask=is_query & in_half)
     slot = tl.load(page_ids_ptr + token).to(tl.int64) * page_stride + tl.load(offsets_ptr + token) * token_stride
     key = key_ptr + slot + (head - Q_HEADS) * head_stride + column
-    tl.store(key, rotated1, mask=is_key & in_half)
-    tl.store(key + HALF, rotated2, mask=is_key & in_half)
+    tl.store(key, _round_to_pages(rotated1, FP8_PAGES, LARGEST), mask=is_key & in_half)
+    tl.store(key + HALF, _round_to_pages(rotated2, FP8_PAGES, LARGEST), mask=is_key & in_half)
     value = value_ptr + slot + (head - Q_HEADS - KV_HEADS) * head_stride + column
-    tl.store(value, first, mask=is_value & in_half)
-    tl.store(value + HALF, second, mask=is_value & in_half)
+    tl.store(value, _round_to_pages(first, FP8_PAGES, LARGEST), mask=is_value & in_half)
+    tl.store(value + HALF, _round_to_pages(second, FP8_PAGES, LARGEST), mask=is_value & in_half)
 
 
 def launch_rope_kv_write(
@@ -125,6 +135,8 @@ def launch_rope_kv_write(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HEADS=_HEADS_PER_PROGRAM,
         NORM=q_norm is not None,
+        FP8_PAGES=key_pages.dtype == FP8,
+        LARGEST=FP8_MAX,
         PADDED=live_rows is not None,
         num_warps=2,
         **overlap_options(qkv.device),

@@ -38,7 +38,7 @@ from .slot_tables import SlotTables
 class SwapPlan:
     """What swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring.
 
-    `signals` [batch + 1] is the kernel's own: zero between calls.
+    One stream at a time uses it. `signals` [batch + 1] is the kernel's own: zero between calls.
     """
 
     rows: torch.Tensor
@@ -111,7 +111,6 @@ def _replace(
     vacated = slot_tokens[order[0]]
     if vacated >= 0:
         token_slots[vacated] = -1
-    slot_tokens[order[0]] = -1
     tables.eviction_order[request] = order.roll(-1).short()
     return slots, misses, loaded
 

@@ -96,14 +96,14 @@ class PageAllocator:
         grant.reserved = 0
         # Last page first: in the order of eviction a page then comes before those it builds on.
         for page in reversed(grant.pages):
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if page in self._kept:
-                self._idle[page] = None
-            else:
-                self._free.append(page)
+            self._let_go(page)
         grant.pages = []
+
+    def give_back(self, grant: PageGrant, count: int) -> None:
+        """Let go of the last `count` pages of a grant, which goes on with the others."""
+        assert grant in self._grants, f"give_back of a released grant: {grant}"
+        for _ in range(count):
+            self._let_go(grant.pages.pop())
 
     def keep(self, page: int) -> None:
         """The prefix cache wants this page, which somebody holds, to stay when it is released."""
@@ -140,6 +140,15 @@ class PageAllocator:
             assert page in self._idle, f"page {page} is free: it cannot be shared"
             del self._idle[page]
         self._holders[page] += 1
+
+    def _let_go(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if page in self._kept:
+            self._idle[page] = None
+        else:
+            self._free.append(page)
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count:

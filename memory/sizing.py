@@ -1,5 +1,8 @@
 """How large the KV pool is: what the configuration asks for, held against the memory that is really free."""
 
+import gc
+from collections.abc import Callable
+
 import torch
 
 from ..configs.errors import StartupError
@@ -17,6 +20,22 @@ def check_weights_fit(weight_bytes: int, device: torch.device) -> None:
             f"the weights need {weight_bytes / GIB:.1f} GiB and {device} has {free / GIB:.1f} GiB free: "
             "use a smaller model, another --device or a 16-bit --dtype"
         )
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Device memory that torch takes at most while `work` runs, and gives back when it is over; 0 on the CPU, which
+    does not run short of it. Runs nothing there.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        work()
+        torch.cuda.synchronize(device)
+    finally:
+        gc.collect()  # what refers to itself
+        torch.cuda.empty_cache()
+    return torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
 
 
 def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: int, free_bytes: int) -> int:
@@ -37,6 +56,6 @@ def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: in
     if pages * page_bytes > free_bytes:
         raise StartupError(
             f"{asked} = {value} asks for a KV pool of {pages * page_bytes / GIB:.2f} GiB, "
-            f"{free_bytes / GIB:.2f} GiB are free"
+            f"{free_bytes / GIB:.2f} GiB are free beside the weights and what a step needs"
         )
     return pages

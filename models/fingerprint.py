@@ -1,7 +1,8 @@
 """A name for what a model computes, equal on two hosts exactly when they hold the same files. No torch.
 
 Prefill and decode compare it when they pair. It covers the configuration, every tensor's name, shape and type, and
-4 KiB from the middle of each tensor: enough to tell fine-tunes apart, and one short read per tensor at any size.
+4 KiB from the middle of each tensor: enough to tell fine-tunes apart, and one short read per tensor at any size. Random
+weights (dummy_weights.py) follow from the configuration.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from ..configs.errors import StartupError
+from ..configs.schema import LoadFormat
 from .catalog import ModelSource, safetensors_files
 from .gguf_file import GgufFile
 
@@ -21,11 +23,14 @@ _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 TensorRecord = tuple[str, list[int], str, bytes]
 
 
-def fingerprint(source: ModelSource) -> str:
+def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
     """32 hexadecimal digits. Does not depend on paths, sharding or the order of tensors, nor on the stop tokens."""
     config = dataclasses.asdict(source.config)
     del config["eos_token_ids"]
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(b"dummy")
+        return digest.hexdigest()
     records = _gguf_records(source.path) if source.format == "gguf" else _safetensors_records(source.path)
     for name, shape, dtype, sample in sorted(records):
         digest.update(json.dumps([name, shape, dtype, len(sample)]).encode())

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
+from ..configs.schema import LoadFormat
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .catalog import ModelSource
@@ -13,6 +14,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .dsa_decoder import DsaDecoder
 from .dsa_parameters import DsaParameters
+from .dummy_weights import fill_with_noise
 from .graphs import DecodeGraphs
 from .parallel import ALONE, Parallel
 from .parameters import DecoderParameters
@@ -57,14 +59,19 @@ def allocate_parameters(
     return architecture.allocate(config, shard, device=device, dtype=dtype)
 
 
-def build_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel) -> AnyDecoder:
+def build_decoder(
+    source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel, load_format: LoadFormat
+) -> AnyDecoder:
     """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
     config = source.config
     try:
         parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"model {source.name}: not enough memory on {device} for its weights: {error}") from error
-    load_weights(source, parameters.slots(), parameters.names(config))
+    if load_format == "dummy":
+        fill_with_noise(parameters.slots())
+    else:
+        load_weights(source, parameters.slots(), parameters.names(config))
     if isinstance(parameters, DsaParameters):
         return DsaDecoder(parameters, parallel)
     return Decoder(parameters, parallel)
@@ -89,10 +96,16 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel = ALONE
+        cls,
+        source: ModelSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        parallel: Parallel = ALONE,
+        load_format: LoadFormat = "auto",
     ) -> "ModelRunner":
         """Read the weights of this rank's shard; raises StartupError when they do not fit or cannot be shared so."""
-        decoder = build_decoder(source, device=device, dtype=dtype, parallel=parallel)
+        decoder = build_decoder(source, device=device, dtype=dtype, parallel=parallel, load_format=load_format)
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod
@@ -120,6 +133,10 @@ class ModelRunner:
             return False
         self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
         return True
+
+    def release_graphs(self) -> None:
+        """Forget the graphs and their memory, if there are any; their cache may go then."""
+        self._graphs = None
 
     @torch.inference_mode()
     def forward(

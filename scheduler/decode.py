@@ -39,8 +39,19 @@ from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import ChunkArrived, InstanceId, Load, PrefillDone, TransferKey
 from .counters import DECODE_COUNTERS
 from .deadlines import overdue
-from .effects import ConnectPeer, CopyPage, DropPages, Effect, LoadPages, SavePages, SendToFront
+from .effects import (
+    ConnectPeer,
+    CopyPage,
+    DropPages,
+    Effect,
+    LoadPages,
+    OpenHot,
+    ResizeHot,
+    SavePages,
+    SendToFront,
+)
 from .front import Failed, Finished, FinishReason, InputLogprobs, Submit, Tokens
+from .hot_buffers import HotBuffer, HotBuffers, HotLimits
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
 from .orders import Orders
@@ -68,6 +79,7 @@ class DecodeRow:
     position: int
     pages: list[int]
     output_index: int
+    hot_slot: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +93,14 @@ class DecodeStep:
 class DecodeScheduler:
     """Owns every request, the page allocator and the batch of one decode server."""
 
-    def __init__(self, limits: DecodeLimits, pages: PageAllocator, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        pages: PageAllocator,
+        eos_token_ids: Iterable[int],
+        hot_limits: HotLimits | None = None,
+    ) -> None:
+        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse)."""
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
@@ -92,6 +111,9 @@ class DecodeScheduler:
         self.intake = Intake(limits, pages, self.cache, self.counters)
         self.retracted = Retractions(limits.retract_pages)
         self.orders = Orders(pages)
+        self.hot = HotBuffers(hot_limits) if hot_limits is not None else None
+        self._arrived: collections.deque[Request] = collections.deque()
+        """Their KV is here, and they wait for a hot buffer."""
         self._ready: collections.deque[Request] = collections.deque()
         self._running: list[Request] = []
         self._steps: collections.deque[DecodeStep] = collections.deque()
@@ -197,8 +219,9 @@ class DecodeScheduler:
                 self._effects.append(SendToFront(InputLogprobs(request.rid, done.input_logprobs)))
             self._accept_token(request, done.first_tokens[request.sample], now)
             if request.state is State.ARRIVED:
-                self.admit(request, now)
+                self._arrived.append(request)
         self.orders.release(grant)
+        self._admit_arrived(now)
 
     def transfer_failed(self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float) -> None:
         """The writer has stopped without having finished."""
@@ -222,8 +245,15 @@ class DecodeScheduler:
     def admit(self, request: Request, now: float) -> None:
         """Let a request into the run queue: after its transfer, with or without PP, and after a retraction.
 
-        This is the only edge into READY, so whatever a running request needs is set up here and nowhere else.
+        This is the only edge into READY, so whatever a running request needs is set up here and nowhere else: with
+        HiSparse its hot buffer, for which `_may_admit` has found room.
         """
+        if self.hot is not None:
+            buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
+            self._effects += [_resized(other) for other in shrunk]
+            self._effects.append(
+                OpenHot(buffer.slot, tuple(buffer.pages), tuple(_pages(request)), request.kv_tokens, buffer.capacity)
+            )
         request.life.to(State.READY, now)
         self._ready.append(request)
 
@@ -235,6 +265,7 @@ class DecodeScheduler:
         for fence in self.intake.fences.take_due(now):
             self.pages.release(fence.grant)
             self._free_drained(fence.prompt, now)
+        self._admit_arrived(now)
         if not self._starving:
             self._resume(now)
             if not len(self.retracted):
@@ -261,7 +292,7 @@ class DecodeScheduler:
         if not batch:
             return None
         before = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
-        step = DecodeStep(self.orders.next(), [_row(request, before) for request in batch])
+        step = DecodeStep(self.orders.next(), [_row(request, before, self.hot) for request in batch])
         for request in batch:
             request.in_flight += 1
             request.last_step = step.order
@@ -320,11 +351,14 @@ class DecodeScheduler:
     def check_integrity(self) -> None:
         """Every page accounted for, every request in exactly the place its state says."""
         self.pages.check_integrity(idle=self.idle)
+        if self.hot is not None:
+            self.hot.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
             places = {
                 State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
+                State.ARRIVED: request in self._arrived,
                 State.READY: request in self._ready,
                 State.RUNNING: request in self._running,
                 State.RETRACTED: request in self.retracted,
@@ -371,6 +405,33 @@ class DecodeScheduler:
         full = prompt.tokens // self.limits.page_size
         if prompt.tokens % self.limits.page_size and _pages(request)[full] != grant.pages[full]:
             self._effects.append(CopyPage(self.orders.next(), grant.pages[full], _pages(request)[full]))
+
+    def _may_admit(self) -> bool:
+        return self.hot is None or self.hot.can_open()
+
+    def _admit_arrived(self, now: float) -> None:
+        """The highest priority first; one that finds no hot buffer takes that of a running request of a lower one."""
+        while self._arrived:
+            request = max(self._arrived, key=lambda request: request.prompt.priority)
+            if not self._may_admit() and not self._park_for(request, now):
+                return
+            self._arrived.remove(request)
+            self.admit(request, now)
+
+    def _park_for(self, request: Request, now: float) -> bool:
+        """Retract the youngest request of the lowest priority below that of `request`: its hot buffer goes, its KV in
+        host memory stays.
+        """
+        idle = [other for other in reversed(self._running) if not other.in_flight]
+        victim = min(idle, key=lambda other: other.prompt.priority, default=None)
+        if victim is None or victim.prompt.priority >= request.prompt.priority or self.hot is None:
+            return False
+        self.counters["retractions"] += 1
+        self._running.remove(victim)
+        victim.life.to(State.RETRACTED, now)
+        self.hot.close(victim.rid)
+        self.retracted.add(victim, pages=0)
+        return self._may_admit()
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -430,6 +491,10 @@ class DecodeScheduler:
             self._retract(victim, now)
             if victim is request:
                 return True
+        if self.hot is not None:
+            grown = self.hot.grow(request.rid, request.kv_tokens + request.in_flight + 1)
+            if grown is not None:
+                self._effects.append(_resized(grown))
         return True
 
     def _retract(self, request: Request, now: float) -> None:
@@ -457,7 +522,11 @@ class DecodeScheduler:
 
     def _resume(self, now: float) -> None:
         """Bring retracted requests back, in the order in which they went."""
-        while (request := self.retracted.first()) is not None:
+        while (request := self.retracted.first()) is not None and self._may_admit():
+            if request.grant is not None:  # it has only lost its hot buffer
+                self.retracted.remove(request)
+                self.admit(request, now)
+                continue
             most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self.limits.growth_tokens)
             growth = self._pages_for(most_tokens) - request.saved_pages
             request.grant = self.pages.grant(request.rid, request.saved_pages, growth)
@@ -493,13 +562,16 @@ class DecodeScheduler:
         match request.state:
             case State.QUEUED | State.PREFILLING:
                 self._leave_prompt(request, str(outcome))
+            case State.ARRIVED if request in self._arrived:
+                self._arrived.remove(request)
             case State.READY:
                 self._ready.remove(request)
             case State.RUNNING:
                 self._running.remove(request)
             case State.RETRACTED:
+                if request.grant is None:
+                    self._effects.append(DropPages(self.orders.next(), request.rid))
                 self.retracted.remove(request)
-                self._effects.append(DropPages(self.orders.next(), request.rid))
             case _:
                 pass
         if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
@@ -532,6 +604,8 @@ class DecodeScheduler:
         )
 
     def _release(self, request: Request) -> None:
+        if self.hot is not None:
+            self.hot.close(request.rid)
         if request.grant is not None:
             self.orders.release(request.grant)
             request.grant = None
@@ -562,7 +636,11 @@ class DecodeScheduler:
         return pages_for(tokens, self.limits.page_size)
 
 
-def _row(request: Request, before: dict[Request, int]) -> DecodeRow:
+def _resized(buffer: HotBuffer) -> ResizeHot:
+    return ResizeHot(buffer.slot, tuple(buffer.pages), buffer.capacity)
+
+
+def _row(request: Request, before: dict[Request, int], hot: HotBuffers | None) -> DecodeRow:
     """The next row of a request; `before` says where it was in the step before."""
     return DecodeRow(
         request=request,
@@ -570,6 +648,7 @@ def _row(request: Request, before: dict[Request, int]) -> DecodeRow:
         follows=before[request] if request.in_flight else None,
         position=request.kv_tokens + request.in_flight,
         pages=_pages(request),
+        hot_slot=hot.of(request.rid).slot if hot is not None else None,
         output_index=len(request.output_ids) + request.in_flight,
     )
 

@@ -29,7 +29,17 @@ from ..transfer.messages import (
     TransferKey,
 )
 from .decode import DecodeRow, DecodeScheduler
-from .effects import ConnectPeer, CopyPage, DropPages, Effect, LoadPages, SavePages, SendToPeer
+from .effects import (
+    ConnectPeer,
+    CopyPage,
+    DropPages,
+    Effect,
+    LoadPages,
+    OpenHot,
+    ResizeHot,
+    SavePages,
+    SendToPeer,
+)
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
 from .loop import EngineLoop
@@ -152,6 +162,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint):
                 self._control.connect(endpoint)
+            case OpenHot() | ResizeHot():
+                self._ranks.tell(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages():
                 if isinstance(effect, SavePages):
                     self._saving[effect.order] = len(effect.pages)
@@ -206,4 +218,5 @@ def _step_row(row: DecodeRow) -> StepRow:
         prompt_ids=request.prompt_ids if counts else (),
         top_logprobs=request.logprobs.top if request.logprobs is not None else None,
         follows=row.follows,
+        hot_slot=row.hot_slot,
     )

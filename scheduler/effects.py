@@ -65,6 +65,27 @@ class DropPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     rid: str
 
 
+class OpenHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Set up the hot buffer of a request that is let in (HiSparse).
+
+    Its first `tokens` rows are in host memory, in `pages`; they are copied where they fit into `capacity`.
+    """
+
+    slot: int
+    hot_pages: tuple[int, ...]
+    pages: tuple[int, ...]
+    tokens: int
+    capacity: int
+
+
+class ResizeHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The hot buffer of a request has these pages and this capacity from now on."""
+
+    slot: int
+    hot_pages: tuple[int, ...]
+    capacity: int
+
+
 class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Stop writing for this transfer (prefill); each chunk under way still reports its end."""
 
@@ -73,5 +94,6 @@ class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 PageEffect = CopyPage | SavePages | LoadPages | DropPages
-Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | ChunkWrite | CancelChunks
+HotEffect = OpenHot | ResizeHot
+Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | ChunkWrite | CancelChunks
 """A ChunkWrite is KV that prefill has computed and decode should get."""

@@ -41,6 +41,7 @@ class DecodeLimits:
     quarantine_s: float
     verify_kv: bool = False
     prefix_cache: bool = True
+    hisparse: bool = False
     stages: int = 1
     """Pipeline stages: so many batches are under way at once, of different requests."""
     look_ahead: bool = False
@@ -138,6 +139,7 @@ class Intake:
             samples=1 + max(request.sample for request in members),
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
+            enable_hisparse=self.limits.hisparse,
         )
         new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]
         self.effects.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))

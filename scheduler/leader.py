@@ -36,6 +36,7 @@ from .decode import DecodeScheduler
 from .decode_loop import DecodeLoop
 from .front import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
 from .front_link import FrontLink
+from .hot_buffers import HotLimits
 from .intake import DecodeLimits
 from .prefill import PrefillLimits, PrefillScheduler
 from .prefill_loop import PrefillLoop
@@ -135,6 +136,7 @@ class Leader:
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._places,
+            enable_hisparse=config.enable_hisparse,
         )
         limits = DecodeLimits(
             page_size=config.page_size,
@@ -149,10 +151,13 @@ class Leader:
             quarantine_s=config.quarantine_s,
             verify_kv=config.verify_kv,
             prefix_cache=config.prefix_cache,
+            hisparse=config.enable_hisparse,
             stages=config.pp,
             look_ahead=looks_ahead(config),
         )
-        scheduler = DecodeScheduler(limits, PageAllocator(self._num_pages), self._source.config.eos_token_ids)
+        scheduler = DecodeScheduler(
+            limits, PageAllocator(self._num_pages), self._source.config.eos_token_ids, self._hot_limits(config)
+        )
         control = DecodeControl(
             hello,
             check=lambda welcome: check_pair(hello, welcome),
@@ -179,6 +184,12 @@ class Leader:
             self._run(loop, control)
         finally:
             control.close()
+
+    def _hot_limits(self, config: DecodeConfig) -> HotLimits | None:
+        first = self._ready[0]
+        if first.hot_pages is None or first.hot_rows is None:
+            return None
+        return HotLimits(first.hot_pages, config.page_size, first.hot_rows, slots=config.max_running_requests)
 
     def _serve_prefill(self, config: PrefillConfig) -> None:
         welcome = Welcome(

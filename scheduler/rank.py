@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 import torch
 
+from ..configs.errors import StartupError
+from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.device import free_memory_bytes, resolve_device
 from ..memory.kv_pool import KvCache, KvPool
-from ..memory.sizing import GIB, check_weights_fit, pool_pages
+from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
 from ..models.runner import ModelRunner, resolve_dtype
@@ -47,11 +49,10 @@ from .rank_messages import (
     VerifyKv,
     WriteChunk,
 )
+from .step import Draw, StepRow
 
 log = logging.getLogger(__name__)
 
-STEP_BYTES = 2 * GIB
-"""Left free on a GPU for activations and the workspace of libraries."""
 PREFILL_POOL_CONTEXTS = 8
 """An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -234,33 +235,15 @@ class RankEngine:
         config, source, parallel = self._config, self._source, self._parallel
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
-        check_weights_fit(ModelRunner.weight_bytes(source, dtype, parallel.shard), self._device)
+        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
+        check_weights_fit(weight_bytes, self._device)
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
-        runner = ModelRunner.load(source, device=self._device, dtype=dtype, parallel=parallel)
-        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
-        cache = self._make_cache(runner)
-        if isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda":
-            started = time.monotonic()
-            context = min(source.config.context_length, cache.num_pages * config.page_size)
-            if runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context):
-                log.info(
-                    "CUDA graphs for batches up to %d in %.1f s",
-                    config.max_running_requests,
-                    time.monotonic() - started,
-                )
-        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
-
-    def _make_cache(self, runner: ModelRunner) -> KvCache:
-        """As many pages on every rank: a page id means the same everywhere."""
-        config = self._config
-        concurrent = config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
-        pages = pool_pages(
-            config,
-            token_bytes=runner.kv_token_bytes,
-            most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=free_memory_bytes(self._device) - self._step_bytes(),
+        runner = ModelRunner.load(
+            source, device=self._device, dtype=dtype, parallel=parallel, load_format=config.load_format
         )
-        pages = self._parallel.agree_minimum(pages)
+        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
+        step_bytes = self._measure_steps(runner)
+        pages = self._pool_pages(runner, step_bytes)
         cache = runner.make_cache(pages, config.page_size)
         log.info(
             "KV pool: %d tokens in %d pages of %d, %.2f GiB",
@@ -269,15 +252,72 @@ class RankEngine:
             config.page_size,
             cache.size_bytes / GIB,
         )
-        return cache
+        started = time.monotonic()
+        if self._capture_graphs(runner, cache):
+            log.info(
+                "CUDA graphs for batches up to %d in %.1f s", config.max_running_requests, time.monotonic() - started
+            )
+        if self._device.type == "cuda":
+            log.info(
+                "memory of %s: %.2f GiB weights, %.2f GiB KV pool, %.2f GiB at most for a step and its graphs; "
+                "%.2f GiB are free",
+                self._device,
+                weight_bytes / GIB,
+                cache.size_bytes / GIB,
+                step_bytes / GIB,
+                free_memory_bytes(self._device) / GIB,
+            )
+        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
 
-    def _step_bytes(self) -> int:
-        """Device memory that a step needs beside weights and KV: activations, logits and, on decode, its graphs."""
+    def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
+        """As many on every rank: a page id means the same everywhere."""
+        config = self._config
+        concurrent = config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
+        pages = pool_pages(
+            config,
+            token_bytes=runner.kv_token_bytes,
+            most_useful_tokens=self._source.config.context_length * concurrent,
+            free_bytes=free_memory_bytes(self._device) - step_bytes,
+        )
+        return self._parallel.agree_minimum(pages)
+
+    def _capture_graphs(self, runner: ModelRunner, cache: KvCache) -> bool:
+        """Whether decode steps over `cache` are CUDA graphs from now on."""
+        config = self._config
+        if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
+            return False
+        context = min(self._source.config.context_length, cache.num_pages * config.page_size)
+        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context)
+
+    def _measure_steps(self, runner: ModelRunner) -> int:
+        """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
+        which the first request would otherwise wait for.
+        """
         if self._device.type != "cuda":
             return 0
-        config, vocab_size = self._config, self._source.config.vocab_size
-        rows = config.max_running_requests if isinstance(config, DecodeConfig) else config.chunk_size
-        return STEP_BYTES + rows * vocab_size * 4 * 2
+        started = time.monotonic()
+        config = self._config
+        longest = min(self._source.config.context_length, self._pool_pages(runner, 0) * config.page_size)
+        try:
+            needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
+        except torch.OutOfMemoryError as error:
+            rows = "max_running_requests" if isinstance(config, DecodeConfig) else "chunk_size"
+            raise StartupError(
+                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for a step of that size beside "
+                f"the weights: {error}"
+            ) from error
+        log.info("largest steps tried in %.1f s: %.2f GiB", time.monotonic() - started, needed / GIB)
+        return needed
+
+    def _dry_run(self, runner: ModelRunner, longest: int) -> None:
+        """The largest steps there can be, over a cache of a single page that stands for all others."""
+        config = self._config
+        cache = runner.make_cache(1, config.page_size)
+        self._capture_graphs(runner, cache)
+        executor = Executor(runner, cache, self._source.config.eos_token_ids)
+        for rows in largest_steps(config, longest):
+            executor.start(rows).finish()
+        runner.release_graphs()
 
     def _ready(self) -> RankReady:
         cache = self._executor.cache
@@ -310,6 +350,23 @@ def _layout(pool: KvPool) -> KvLayout:
         num_pages=pool.num_pages,
         dtype=pool.dtype_name,
     )
+
+
+def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
+    """The steps that need most memory: of decode, the largest batch; of prefill, a chunk at the end of a prompt of
+    `longest` tokens, and one of as many prompts as there may be.
+    """
+    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
+
+    def row(start: int, tokens: int) -> StepRow:
+        pages = [0] * -(-(start + tokens) // config.page_size)
+        return StepRow(range(tokens), start, pages, draws=(Draw(sampling, 0),))
+
+    if isinstance(config, DecodeConfig):
+        return [[row(0, 1)] * config.max_running_requests]
+    chunk = min(config.chunk_size, longest)
+    prompts = min(config.chunk_size, config.max_queued_requests)
+    return [[row(longest - chunk, chunk)], [row(0, config.chunk_size // prompts)] * prompts]
 
 
 def looks_ahead(config: AnyServerConfig) -> bool:

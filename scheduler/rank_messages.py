@@ -7,7 +7,7 @@ import msgspec
 
 from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
 from ..transfer.messages import Hello, InstanceId, Rank, TransferKey, Welcome
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .step import StepResult, StepRow
 
 
@@ -66,7 +66,7 @@ class StopRank(Command, frozen=True):
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-ComputeCommand = RunStep | PageCommand | VerifyKv | StopRank
+ComputeCommand = RunStep | PageCommand | OpenHot | ResizeHot | VerifyKv | StopRank
 """Carried out by the thread that computes, in order."""
 TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks
 """About KV that is complete: carried out at once, in order among themselves."""
@@ -80,12 +80,14 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class RankReady(Report, frozen=True):
-    """Loaded, with its KV in place. `place` is what peers need to know of it."""
+    """Loaded, with its KV in place. `place` is what peers need to know of it; `hot_pages` there are with HiSparse."""
 
     place: Rank
     num_pages: int
     dtype: str
     device: str
+    hot_pages: int | None = None
+    hot_rows: int | None = None
 
 
 class RankFailed(Report, frozen=True):

@@ -21,7 +21,9 @@ class Rates:
 
 
 class Retractions:
-    """Requests whose KV is in host memory, in the order in which they went."""
+    """Requests that gave up what they need to run, in the order in which they went: pages that were copied to host
+    memory, or (HiSparse) only the hot buffer of KV that is there anyway.
+    """
 
     def __init__(self, most_pages: int) -> None:
         self._most_pages = most_pages

@@ -38,6 +38,8 @@ class StepRow:
     top_logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     follows: int | None = None
+    hot_slot: int | None = None
+    """Its hot buffer (HiSparse)."""
 
     @property
     def length(self) -> int:

@@ -1,10 +1,10 @@
 // The k largest of each row of scores, by position: the second half of index_topk.py.
 //
-// A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th largest
-// is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits known so far
-// says which digit comes next. Every block counts its part of the row and adds up the histograms of all. At the end the
-// positions of the larger keys, and of as many equal ones as are needed, are written in order. A row that fits the
-// registers of the cluster is read once, a longer one for every digit, from the L2 cache.
+// A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th
+// largest is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits
+// known so far says which digit comes next. Every block counts its part of the row and adds up the histograms of all. At the
+// end the positions of the larger keys, and of as many equal ones as are needed, are written in order. A row that fits
+// the registers of the cluster is read once, a longer one for every digit, from the L2 cache.
 
 namespace {
 
@@ -102,7 +102,7 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
 
 }  // namespace
 
-// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. A cluster of blocks of THREADS per row.
+// scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. CLUSTER blocks of THREADS per row.
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads)
 #else
@@ -126,7 +126,9 @@ select_top(const float* scores, long long stride, const int* visible, long long 
     const int rounds = (n + 4 * kRoundQuads - 1) / (4 * kRoundQuads);
     const int first = 4 * kQuads * (rank * kThreads + thread);  // of this thread in round 0
     Keys keys = load_keys(scores, first, n);
-    for (int bin = thread; bin < kDigits * kBins; bin += kThreads) shared.histograms[0][bin] = 0;
+    for (int bin = thread; bin < kBins; bin += kThreads) {
+        for (int digit = 0; digit < kDigits; ++digit) shared.histograms[digit][bin] = 0;
+    }
     __syncthreads();
 
     unsigned known = 0;                          // the digits of the k-th largest key that are known, zeros below them

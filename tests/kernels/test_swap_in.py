@@ -216,8 +216,8 @@ class World:
             assert sources[row][: len(misses)] == [page * g.page_size + offset for page, offset in places]
 
             self.expected_hot[:, newest_row] = self.truth[request, :, length - 1]
-            for token, slot in misses:
-                self.expected_hot[:, first_row + slot] = self.truth[request, :, token]
+            tokens, filled = [token for token, _ in misses], [first_row + slot for _, slot in misses]
+            self.expected_hot[:, filled] = self.truth[request][:, tokens]
             page, offset = self.host_place(request, length - 1)
             self.expected_host[page, :, offset] = self.truth[request, :, length - 1]
             held = {token: first_row + slot for token, slot in zip(top_k, slots, strict=True) if slot is not None}
@@ -298,8 +298,8 @@ def test_long_traces_of_many_requests(times: int, where: Where) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("threads", [32, 64, 96, 480, 512, 960, 1024])
-@pytest.mark.parametrize(("top_k", "hot_rows"), [(512, 512), (500, 1999), (2048, 4096), (300, 8192)])
+@pytest.mark.parametrize("threads", [32, 96, 256, 960, 1024])
+@pytest.mark.parametrize(("top_k", "hot_rows"), [(500, 500), (300, 1999), (2048, 4096)])
 def test_every_block_size_plans_the_same(
     top_k: int, hot_rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +308,7 @@ def test_every_block_size_plans_the_same(
     monkeypatch.setattr(swap_in_cuda, "plan_threads", lambda *_: threads)
     geometry = Geometry(top_k, hot_rows, page_size=64, row_bytes=16, requests=3, max_context=hot_rows + 3000)
     world = World(geometry, ("cuda", torch.device("cuda", 0)), batch=3, seed=threads)
-    drifting_trace(world, random.Random(threads), steps=5, admitted=[hot_rows - 2, hot_rows + 1, hot_rows + 2900])
+    drifting_trace(world, random.Random(threads), steps=4, admitted=[hot_rows - 2, hot_rows + 1, hot_rows + 2900])
 
 
 @pytest.mark.gpu

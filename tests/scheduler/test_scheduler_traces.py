@@ -10,8 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.scheduler.world import ENDPOINTS, World
 
 WHICH = st.integers(0, 7)
-MODES = ((1, False), (1, True), (2, False), (3, False))
-"""Pipeline stages, and whether steps are given ahead."""
+MODES: tuple[tuple[int, bool, int | None], ...] = (
+    (1, False, None),
+    (1, True, None),
+    (2, False, None),
+    (3, False, None),
+    (1, True, 7),
+    (2, False, 9),
+)
+"""Pipeline stages, whether steps are given ahead, and pages of the hot pool (HiSparse): too few for three residents."""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -21,8 +28,9 @@ class PairMachine(RuleBasedStateMachine):
         self.world = World()
 
     @initialize(mode=st.sampled_from(MODES))
-    def begin(self, mode: tuple[int, bool]) -> None:
-        self.world = World(stages=mode[0], look_ahead=mode[1])
+    def begin(self, mode: tuple[int, bool, int | None]) -> None:
+        stages, look_ahead, hot_pages = mode
+        self.world = World(stages=stages, look_ahead=look_ahead, hot_pages=hot_pages)
 
     @rule(
         length=st.integers(1, 22),
@@ -101,8 +109,8 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def live(seed: int, steps: int) -> World:
     """A long life: mostly work, now and then a disaster."""
     draw = random.Random(seed)
-    stages, look_ahead = MODES[seed % len(MODES)]
-    world = World(stages=stages, look_ahead=look_ahead)
+    stages, look_ahead, hot_pages = MODES[seed % len(MODES)]
+    world = World(stages=stages, look_ahead=look_ahead, hot_pages=hot_pages)
     actions = {
         "submit": 12,
         "decode_turn": 25,
@@ -161,7 +169,7 @@ def live(seed: int, steps: int) -> World:
 def test_long_lives_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(60):
+    for seed in range(120):
         seen.update(live(seed, steps=400).decode.counters)
     for event in (
         "requests_finished",

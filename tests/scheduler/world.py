@@ -13,18 +13,22 @@ import itertools
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode import DecodeScheduler, DecodeStep
+from pdserve.scheduler.decode import DecodeRow, DecodeScheduler, DecodeStep
 from pdserve.scheduler.effects import (
     CancelChunks,
     CopyPage,
     DropPages,
+    HotEffect,
     LoadPages,
+    OpenHot,
     PageEffect,
+    ResizeHot,
     SavePages,
     SendToFront,
     SendToPeer,
 )
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
+from pdserve.scheduler.hot_buffers import HotLimits
 from pdserve.scheduler.intake import DecodeLimits
 from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
 from pdserve.scheduler.transfer import PageSpace, PrefillStep
@@ -48,6 +52,7 @@ QUARANTINE_S = 6.0
 PAGES = 12
 PAGE_SIZE = 4
 PREFILL_PAGES = 13
+HOT_ROWS = 8
 
 Row = tuple[int, int]
 """Page and slot in decode's pool."""
@@ -83,7 +88,7 @@ class Server:
 class World:
     """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
 
-    def __init__(self, *, stages: int = 1, look_ahead: bool = False) -> None:
+    def __init__(self, *, stages: int = 1, look_ahead: bool = False, hot_pages: int | None = None) -> None:
         self.now = 0.0
         self.names = itertools.count()
         limits = DecodeLimits(
@@ -100,10 +105,13 @@ class World:
             stages=stages,
             look_ahead=look_ahead,
         )
-        self.decode = DecodeScheduler(limits, PageAllocator(PAGES), [EOS])
+        hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3) if hot_pages is not None else None
+        self.decode = DecodeScheduler(limits, PageAllocator(PAGES), [EOS], hot_limits)
+        self.hot: dict[int, ResizeHot] = {}
+        """Pages and capacity of each request slot, as the ranks know them."""
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
-        self.orders: collections.deque[DecodeStep | PageEffect] = collections.deque()
+        self.orders: collections.deque[DecodeStep | PageEffect | HotEffect] = collections.deque()
         """What the ranks of the decode server have been told and not done."""
         self.drawn: list[int] = []
         """Tokens of the last step they did."""
@@ -157,13 +165,34 @@ class World:
         match self.orders.popleft():
             case DecodeStep() as step:
                 self._compute(step, eos)
+            case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity) as opened:
+                assert len(opened.pages) * PAGE_SIZE >= opened.tokens
+                self._set_hot(ResizeHot(slot, hot_pages, capacity))
+            case ResizeHot() as resized:
+                self._set_hot(resized)
             case order:
                 self._move_pages(order)
                 self.decode.order_done(order.order)
         self.act()
 
+    def _set_hot(self, buffer: ResizeHot) -> None:
+        self.hot[buffer.slot] = buffer
+        assert buffer.capacity >= HOT_ROWS
+
+    def _check_hot(self, row: DecodeRow) -> None:
+        """Its buffer holds what the step needs: all rows, or the first pages; and nobody else in it has the same."""
+        assert row.hot_slot is not None
+        buffer, tokens = self.hot[row.hot_slot], row.position + 1
+        rows = len(buffer.hot_pages) * PAGE_SIZE
+        assert rows >= (tokens if tokens <= buffer.capacity else HOT_ROWS + 1), f"{row.request.rid} lacks hot rows"
+
     def _compute(self, step: DecodeStep, eos: bool) -> None:
         drawn: list[int] = []
+        slots = [
+            row.hot_slot for row in step.rows if row.hot_slot is not None and row.request.rid in self.decode.requests
+        ]
+        hot = [page for slot in slots for page in self.hot[slot].hot_pages]
+        assert len(hot) == len(set(hot)), "two requests of a step share a hot page"
         for row in step.rows:
             rid = row.request.rid
             if row.token is None:
@@ -173,6 +202,8 @@ class World:
                 tokens = (*row.request.prompt_ids, *row.request.output_ids)
                 assert row.token == tokens[-1]
             assert row.position == len(tokens) - 1
+            if self.decode.hot is not None and rid in self.decode.requests:
+                self._check_hot(row)
             assert row.output_index == len(tokens) - len(row.request.prompt_ids)
             for position in range(row.position):
                 place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
@@ -303,6 +334,8 @@ class World:
             self.check()
         assert self.decode.idle, self.decode.state_counts()
         assert self.decode.pages.available == PAGES
+        if self.decode.hot is not None:
+            assert self.decode.hot.pages.available == self.decode.hot.limits.num_pages
         for server in self.servers.values():
             assert server.scheduler.idle, server.scheduler.state_counts()
             assert server.scheduler.pages.available == PREFILL_PAGES
@@ -320,7 +353,7 @@ class World:
                         self.servers[instance].to_prefill.append(effect)
                 case SendToFront():
                     self._answer(effect)
-                case CopyPage() | SavePages() | LoadPages() | DropPages():
+                case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
                     self.orders.append(effect)
         for server in self.servers.values():
             if not server.hung:

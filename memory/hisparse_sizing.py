@@ -1,0 +1,93 @@
+"""How much of what a HiSparse server gets: pages in host memory and their index on the device, hot pages on the device.
+
+    host memory     num_pages pages of latent rows: the KV of everybody
+    device budget   num_pages pages of indexer keys + hot_pages pages of latent rows
+
+The host decides how many pages there are, unless their index would leave less than half of the device budget, or than a
+hot buffer for every request that may run, to hot pages. What the index leaves is for hot pages: the more, the more
+requests stay resident.
+"""
+
+from dataclasses import dataclass
+
+from ..configs.errors import StartupError
+from ..configs.schema import DecodeConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class HiSparseSize:
+    """Pages of a HiSparse cache and rows of a hot buffer."""
+
+    num_pages: int
+    hot_pages: int
+    hot_rows: int
+
+
+def hisparse_size(
+    config: DecodeConfig,
+    *,
+    latent_token_bytes: int,
+    indexer_token_bytes: int,
+    top_k: int,
+    context_length: int,
+    host_bytes: int,
+    device_bytes: int,
+) -> HiSparseSize:
+    """Sizes for what is free; token bytes are of all layers. Raises StartupError naming field, limit and value."""
+    page_size = config.page_size
+    hot_rows = config.hot_rows if config.hot_rows is not None else -(-2 * top_k // page_size) * page_size
+    if hot_rows < top_k:
+        raise StartupError(
+            f"hot_rows = {hot_rows} is below the model's index_topk = {top_k}: a step reads that many rows"
+        )
+    if hot_rows % page_size:
+        raise StartupError(f"hot_rows = {hot_rows} must be a multiple of page_size = {page_size}")
+    latent_page, indexer_page = latent_token_bytes * page_size, indexer_token_bytes * page_size
+    buffer_pages = hot_rows // page_size + 1
+    budget = int(
+        config.kv_memory_gib * GIB if config.kv_memory_gib is not None else config.kv_memory_fraction * device_bytes
+    )
+    if budget > device_bytes:
+        raise StartupError(
+            f"kv_memory_gib = {config.kv_memory_gib} asks for {budget / GIB:.2f} GiB, "
+            f"{device_bytes / GIB:.2f} GiB are free"
+        )
+    num_pages = _host_pages(config, latent_page, context_length, host_bytes)
+    if config.kv_tokens is None:
+        hot_floor = min(config.max_running_requests * buffer_pages * latent_page, budget // 2)
+        num_pages = min(num_pages, (budget - hot_floor) // indexer_page)
+    most_useful = num_pages + config.max_running_requests * buffer_pages
+    hot_pages = min(most_useful, (budget - num_pages * indexer_page) // latent_page)
+    if num_pages < 1 or hot_pages < buffer_pages:
+        raise StartupError(
+            f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the index "
+            f"of {max(num_pages, 1)} pages ({max(num_pages, 1) * indexer_page / GIB:.3f} GiB) and one hot buffer of "
+            f"hot_rows = {hot_rows} ({buffer_pages * latent_page / GIB:.3f} GiB)"
+        )
+    return HiSparseSize(num_pages, hot_pages, hot_rows)
+
+
+def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, free_bytes: int) -> int:
+    if config.host_memory_gib is not None:
+        budget, asked = int(config.host_memory_gib * GIB), f"host_memory_gib = {config.host_memory_gib}"
+    else:
+        budget, asked = (
+            int(config.host_memory_fraction * free_bytes),
+            f"host_memory_fraction = {config.host_memory_fraction}",
+        )
+    if budget > free_bytes:
+        raise StartupError(f"{asked} asks for more than the {free_bytes / GIB:.2f} GiB of host memory that are free")
+    pages = budget // page_bytes
+    if config.kv_tokens is not None:
+        wanted = -(-config.kv_tokens // config.page_size)
+        if wanted > pages:
+            raise StartupError(
+                f"kv_tokens = {config.kv_tokens} takes {wanted * page_bytes / GIB:.2f} GiB of host memory, {asked} "
+                f"allows {budget / GIB:.2f} GiB"
+            )
+        return wanted
+    if pages < 1:
+        raise StartupError(f"{asked} is less than one page of {page_bytes} bytes")
+    return min(pages, -(-context_length * config.max_running_requests // config.page_size))

@@ -1,0 +1,88 @@
+"""Hot buffers: what is reserved, who is resident, who shrinks, over random lives and in the cases that matter."""
+
+import random
+
+import pytest
+
+from pdserve.scheduler.hot_buffers import HotBuffers, HotLimits
+
+PAGE = 4
+LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
+
+
+def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer, shrunk = hot.open("a", 3)
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles, shrunk) == (1, 8, False, [])
+    assert hot.pages.available == 12 - LIMITS.buffer_pages
+    assert hot.grow("a", 4) is None
+    assert hot.grow("a", 5) is buffer
+    assert (len(buffer.pages), buffer.capacity) == (2, 8)
+
+
+def test_a_sequence_beyond_the_buffer_stays_resident_while_there_is_room() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer, _ = hot.open("a", 20)
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (5, 20, False)
+    assert hot.grow("a", 21) is buffer
+    assert (len(buffer.pages), buffer.capacity) == (6, 24)
+
+
+def test_residents_shrink_for_newcomers_the_largest_first() -> None:
+    hot = HotBuffers(LIMITS)
+    large, _ = hot.open("large", 24)
+    small, _ = hot.open("small", 16)
+    assert hot.pages.available == 2
+    kept = large.pages[:3]
+    newcomer, shrunk = hot.open("new", 30)
+    assert shrunk == [large]
+    assert (large.pages, large.capacity, large.cycles) == (kept, 8, True)
+    assert (len(small.pages), small.cycles) == (4, False)
+    assert (len(newcomer.pages), newcomer.capacity, newcomer.cycles) == (3, 8, True)
+    assert hot.grow("large", 25) is None
+
+
+def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer, _ = hot.open("a", 48)
+    assert hot.grow("a", 49) is buffer
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (3, 8, True)
+    assert hot.pages.available == 9
+
+
+def test_no_slot_or_no_room_means_waiting() -> None:
+    hot = HotBuffers(HotLimits(num_pages=7, page_size=PAGE, hot_rows=8, slots=3))
+    hot.open("a", 3)
+    hot.open("b", 3)
+    assert not hot.can_open()  # 6 of 7 pages are reserved
+    hot.close("a")
+    assert hot.can_open()
+    hot.close("nobody")
+    hot.check_integrity(idle=False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int) -> None:
+    draw, hot = random.Random(seed), HotBuffers(LIMITS)
+    tokens: dict[str, int] = {}
+    for step in range(300):
+        if draw.random() < 0.2 and hot.can_open():
+            tokens[f"r{step}"] = draw.randint(1, 40)
+            hot.open(f"r{step}", tokens[f"r{step}"])
+        if tokens and draw.random() < 0.15:
+            hot.close(tokens.popitem()[0])
+        for rid in tokens:
+            tokens[rid] += 1
+            hot.grow(rid, tokens[rid])
+        for rid, length in tokens.items():
+            buffer = hot.of(rid)
+            needed = length if length <= buffer.capacity else LIMITS.hot_rows + 1
+            assert len(buffer.pages) * PAGE >= needed
+            assert buffer.capacity >= LIMITS.hot_rows
+            assert buffer.cycles == (length > buffer.capacity)
+        pages = [page for rid in tokens for page in hot.of(rid).pages]
+        assert len(pages) == len(set(pages))
+        hot.check_integrity(idle=False)
+    for rid in tokens:
+        hot.close(rid)
+    hot.check_integrity(idle=True)

@@ -3,16 +3,16 @@
     q, c, r, k              =  the parts of x[t], k only where the layer has an indexer
     compressed[t]           =  rms_norm(q, q_norm)
     pages[rows[t]]          =  [rms_norm(c, kv_norm), rotate(r)]
-    key.pages[key.rows[t]]  =  [rotate(the first P of n), the rest of n]      with  n = layer_norm(k, key.norm, key.bias)
+    key.pages[key.rows[t]]  =  [rotate(the first P of n), the rest of n]   with n = layer_norm(k, key.norm, key.bias)
 
     rotate(x)  =  x * cos[t] + [x2, x1] * signed_sin[t]     with x1, x2 the halves of x, or where pairs are interleaved,
                                                             its even and its odd elements
 
-Shapes: x [T, Q + R + P (+ Di)], contiguous; q_norm [Q]; kv_norm [R]; cos = [c, c] and signed_sin = [-s, s], both [T, P];
-pages [pages, page_size, R + P] and key.pages [pages, page_size, Di], rows contiguous, otherwise any strides; rows,
-key.rows [T] int32: page * page_size + slot, or -1 for a row that is written nowhere, such as those that pad the batch
-of a CUDA graph. No two tokens share a row. r has its pairs interleaved; k as `key.interleaved` says. Roundings are
-transformers': norms and products before they are used.
+Shapes: x [T, Q + R + P (+ Di)], contiguous; q_norm [Q]; kv_norm [R]; cos = [c, c] and signed_sin = [-s, s], both
+[T, P]; pages [pages, page_size, R + P] and key.pages [pages, page_size, Di], rows contiguous, otherwise any strides;
+rows, key.rows [T] int32: page * page_size + slot, or -1 for a row that is written nowhere, such as those that pad the
+batch of a CUDA graph. No two tokens share a row. r has its pairs interleaved; k as `key.interleaved` says. Roundings
+are transformers': norms and products before they are used.
 
 Floor: 2 * T * (Q + R + P + Di) elements moved; at decode sizes one launch latency.
 """
@@ -141,4 +141,6 @@ def _check_rows(
             f"{name} {pages.dtype} {list(pages.shape)} do not hold contiguous {dtype} rows of {row_size} elements"
         )
     if rows.shape != (tokens,) or rows.dtype != torch.int32:
-        raise ValueError(f"rows {rows.dtype} {list(rows.shape)} of {name} are not one int32 for each of {tokens} tokens")
+        raise ValueError(
+            f"rows {rows.dtype} {list(rows.shape)} of {name} are not one int32 for each of {tokens} tokens"
+        )

@@ -173,10 +173,10 @@ class _Tile:
     num_stages: int
 
 
-def _tile(tokens: int, heads: int, dtype: torch.dtype) -> _Tile:
+def _tile(heads: int, dtype: torch.dtype) -> _Tile:
     if dtype.itemsize > 2:
         return _Tile(16, 16, 4, 2)
-    if heads <= 16 or tokens <= 2:  # few programs: smaller ones, and more of them
+    if heads <= 16:
         return _Tile(16, 64, 4, 3)
     if heads <= 32:
         return _Tile(32, 32, 4, 3)
@@ -188,7 +188,7 @@ def num_shares(tiles: int, blocks: int, sms: int) -> int:
     """Into how many shares to cut the `blocks` of rows of each of `tiles` (a token, some heads), one program per SM."""
 
     def duration(shares: int) -> float:  # in blocks; a program and a partial result cost something, too
-        return -(-tiles * shares // sms) * (-(-blocks // shares) + 2) + (shares > 1) * 2 + shares / 8
+        return -(-tiles * shares // sms) * (-(-blocks // shares) + 2) + (shares > 1) * 2 + shares / 20
 
     return min(range(1, blocks + 1), key=duration)
 
@@ -200,7 +200,7 @@ def launch_sparse_mla(
     tokens, heads, dim = query.shape
     num_rows, value_dim = rows.shape[1], out.shape[2]
     device = query.device
-    tile = _tile(tokens, heads, query.dtype)
+    tile = _tile(heads, query.dtype)
     tiles = tokens * triton.cdiv(heads, tile.heads)
     blocks = max(triton.cdiv(num_rows, tile.rows), 1)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

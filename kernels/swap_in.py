@@ -111,6 +111,7 @@ def _replace(
     vacated = slot_tokens[order[0]]
     if vacated >= 0:
         token_slots[vacated] = -1
+    slot_tokens[order[0]] = -1
     tables.eviction_order[request] = order.roll(-1).short()
     return slots, misses, loaded
 

@@ -62,9 +62,9 @@ def hisparse_size(
     hot_pages = min(most_useful, (budget - num_pages * indexer_page) // latent_page)
     if num_pages < 1 or hot_pages < buffer_pages:
         raise StartupError(
-            f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the index "
-            f"of {max(num_pages, 1)} pages ({max(num_pages, 1) * indexer_page / GIB:.3f} GiB) and one hot buffer of "
-            f"hot_rows = {hot_rows} ({buffer_pages * latent_page / GIB:.3f} GiB)"
+            f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the "
+            f"index of {max(num_pages, 1)} pages ({max(num_pages, 1) * indexer_page / GIB:.3f} GiB) and one hot buffer "
+            f"of hot_rows = {hot_rows} ({buffer_pages * latent_page / GIB:.3f} GiB)"
         )
     return HiSparseSize(num_pages, hot_pages, hot_rows)
 

@@ -8,15 +8,16 @@ among the tokens up to itself.
 import torch
 
 from ..kernels.index_topk import IndexPlan, index_topk
+from ..kernels.latent_write import KeyWrite
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.sparse_mla import sparse_mla
 from ..memory.kv_pool import KvCache, KvPool
 from .batch import ForwardBatch
 from .dsa_parameters import DsaParameters
-from .indexer import index_keys, index_queries, index_weights
-from .latent_rows import PagedLatentRows, RowWriter
-from .mla import compress_kv, compress_query, latent_queries, project_output
-from .moe import MlpParameters, mixture, mlp
+from .indexer import IndexerParameters, index_weights
+from .latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
+from .mla import compress, expand_queries, project_output
+from .moe import MlpParameters, MoeParameters, mixture, mlp
 from .parallel import ALONE, Parallel
 from .rope import Rotary, score_factor
 from .vocabulary import Vocabulary
@@ -47,6 +48,14 @@ class DsaDecoder:
         row_size = self._dsa.latent_dim + self._dsa.index_dim
         return len(self.parameters.layers) * row_size * self.parameters.dtype.itemsize
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be part of a CUDA graph: torch multiplies groups of rows without waiting for the device in
+        bfloat16 only (moe.py).
+        """
+        has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
+        return self.parameters.dtype == torch.bfloat16 or not has_experts
+
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
         layers = self.config.stage_layers(self.parameters.shard)
@@ -74,17 +83,21 @@ class DsaDecoder:
         hidden: torch.Tensor | None = None,
         live_rows: torch.Tensor | None = None,
         plan: IndexPlan | None = None,
+        rows: LatentRows | None = None,
     ) -> torch.Tensor:
         """Write the rows and keys of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]:
         for `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
 
         `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
         nothing, and what is returned for them means nothing. `plan` is that of a batch without slices, in a CUDA graph.
+        Latent rows are where `rows` has them, by default in the pages of `cache`.
         """
-        latent_pool, index_pool = cache.pools
+        *latent_pools, index_pool = cache.pools
         plan = plan or _plan(batch, cache.page_size)
-        writer = RowWriter(batch, live_rows)
-        rows = PagedLatentRows(latent_pool, plan, writer)
+        new_rows = new_token_rows(batch, cache.page_size, live_rows)
+        if rows is None:
+            (latent_pool,) = latent_pools
+            rows = PagedLatentRows(latent_pool, plan, new_rows)
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
@@ -92,18 +105,16 @@ class DsaDecoder:
         sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # as in the pools, `index` counts the layers of this rank
-            compressed = compress_query(normed, layer.attention)
-            rows.write(index, compress_kv(normed, layer.attention, dsa, *cos_sin))
-            if layer.indexer is None:
-                pages, selected = rows.reselect(index)
+            (key_pages,) = index_pool.layer(index)
+            key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
+            compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
+            query, index_query = expand_queries(compressed, layer.attention, dsa, *cos_sin)
+            if layer.indexer is None or index_query is None:
+                selected = rows.reselect(index)
             else:
-                (key_pages,) = index_pool.layer(index)
-                writer.write(key_pages.squeeze(1), index_keys(normed, layer.indexer, dsa, *cos_sin))
-                query = index_queries(compressed, layer.indexer, dsa, *cos_sin)
-                weights = index_weights(normed, layer.indexer, dsa)
-                pages, selected = rows.select(index, index_topk(query, weights, key_pages, plan, dsa.index_topk))
-            query = latent_queries(compressed, layer.attention, dsa, *cos_sin)
-            attended = sparse_mla(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)
+                weights = index_weights(normed, layer.indexer)
+                selected = rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+            attended = sparse_mla(query, *selected, scale=self._scale, value_dim=dsa.kv_rank)
             attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             if isinstance(layer.mlp, MlpParameters):
@@ -117,6 +128,11 @@ class DsaDecoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of any rows of `hidden`, as vocabulary.py has it."""
         return self._vocabulary.logits(hidden, out)
+
+    def _key_write(self, indexer: IndexerParameters | None, places: RowPlaces) -> KeyWrite | None:
+        if indexer is None:
+            return None
+        return KeyWrite(indexer.key_norm, indexer.key_norm_bias, *places, self._dsa.index_interleaved)
 
 
 def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:

@@ -84,8 +84,7 @@ class DsaParameters:
             parts = {
                 "input_layernorm.weight": Slot.whole(layer.input_norm),
                 "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
-                **self._attention_slots(layer.attention),
-                **self._indexer_slots(layer.indexer),
+                **self._attention_slots(layer),
                 **self._mlp_slots(layer.mlp),
             }
             slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
@@ -96,32 +95,35 @@ class DsaParameters:
         assert self.config.dsa is not None
         return self.config.dsa
 
-    def _attention_slots(self, layer: MlaParameters) -> dict[str, Slot]:
-        dsa, num_heads = self._dsa, self.config.num_heads
-        first = self.shard.part("num_attention_heads", num_heads).start
+    def _attention_slots(self, layer: DsaLayerParameters) -> dict[str, Slot]:
+        """Of attention and its indexer, which share the matrices that compress and expand."""
+        dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
+        heads = self.shard.part("num_attention_heads", num_heads)
         q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
+        q_a, kv_a, key = _split(attention.compress, dsa.q_rank, dsa.latent_dim)
+        q_b, index_query = _split(attention.expand, len(heads) * q_dim)
         slots = {
-            "q_a_proj": Slot.whole(layer.q_a),
-            "q_a_layernorm": Slot.whole(layer.q_a_norm),
-            "q_b_proj": Slot.part(layer.q_b, dim=0, start=first * q_dim, size=num_heads * q_dim),
-            "kv_a_proj_with_mqa": Slot.whole(layer.kv_a),
-            "kv_a_layernorm": Slot.whole(layer.kv_a_norm),
-            "kv_b_proj": Slot.part(layer.kv_b.flatten(0, 1), dim=0, start=first * kv_dim, size=num_heads * kv_dim),
-            "o_proj": Slot.part(layer.o, dim=1, start=first * dsa.value_dim, size=num_heads * dsa.value_dim),
+            "q_a_proj.weight": Slot.whole(q_a),
+            "q_a_layernorm.weight": Slot.whole(attention.q_norm),
+            "q_b_proj.weight": Slot.part(q_b, dim=0, start=heads.start * q_dim, size=num_heads * q_dim),
+            "kv_a_proj_with_mqa.weight": Slot.whole(kv_a),
+            "kv_a_layernorm.weight": Slot.whole(attention.kv_norm),
+            "kv_b_proj.weight": Slot.part(
+                attention.kv_b.flatten(0, 1), dim=0, start=heads.start * kv_dim, size=num_heads * kv_dim
+            ),
+            "o_proj.weight": Slot.part(
+                attention.o, dim=1, start=heads.start * dsa.value_dim, size=num_heads * dsa.value_dim
+            ),
         }
-        return {f"self_attn.{name}.weight": slot for name, slot in slots.items()}
-
-    def _indexer_slots(self, layer: IndexerParameters | None) -> dict[str, Slot]:
-        if layer is None:
-            return {}
-        tensors = {
-            "wq_b.weight": layer.query,
-            "wk.weight": layer.key,
-            "k_norm.weight": layer.key_norm,
-            "k_norm.bias": layer.key_norm_bias,
-            "weights_proj.weight": layer.weights,
-        }
-        return {f"self_attn.indexer.{name}": Slot.whole(tensor) for name, tensor in tensors.items()}
+        if layer.indexer is not None:
+            slots |= {
+                "indexer.wq_b.weight": Slot.whole(index_query),
+                "indexer.wk.weight": Slot.whole(key),
+                "indexer.k_norm.weight": Slot.whole(layer.indexer.key_norm),
+                "indexer.k_norm.bias": Slot.whole(layer.indexer.key_norm_bias),
+                "indexer.weights_proj.weight": Slot.whole(layer.indexer.weights),
+            }
+        return {f"self_attn.{name}": slot for name, slot in slots.items()}
 
     def _mlp_slots(self, layer: MlpParameters | MoeParameters) -> dict[str, Slot]:
         if isinstance(layer, MlpParameters):
@@ -146,6 +148,11 @@ class DsaParameters:
         }
 
 
+def _split(matrix: torch.Tensor, *rows: int) -> tuple[torch.Tensor, ...]:
+    """Parts of so many rows, and the rest."""
+    return torch.split_with_sizes(matrix, [*rows, len(matrix) - sum(rows)])
+
+
 class _Memory:
     """Allocates the layers of one rank."""
 
@@ -160,33 +167,32 @@ class _Memory:
     def layer(self, index: int) -> DsaLayerParameters:
         return DsaLayerParameters(
             input_norm=self.tensor(self._config.hidden_size),
-            attention=self._attention(),
+            attention=self._attention(index),
             indexer=self._indexer() if self._dsa.indexed[index] else None,
             mlp_norm=self.tensor(self._config.hidden_size),
             mlp=self._mixture() if self._dsa.mixed[index] else self._dense(),
         )
 
-    def _attention(self) -> MlaParameters:
+    def _attention(self, index: int) -> MlaParameters:
         dsa, hidden = self._dsa, self._config.hidden_size
         heads = len(self._shard.part("num_attention_heads", self._config.num_heads))
+        index_heads = dsa.index_heads if dsa.indexed[index] else 0
+        key_dim = dsa.index_dim if dsa.indexed[index] else 0
         return MlaParameters(
-            q_a=self.tensor(dsa.q_rank, hidden),
-            q_a_norm=self.tensor(dsa.q_rank),
-            q_b=self.tensor(heads * (dsa.nope_dim + dsa.rope_dim), dsa.q_rank),
-            kv_a=self.tensor(dsa.latent_dim, hidden),
-            kv_a_norm=self.tensor(dsa.kv_rank),
+            compress=self.tensor(dsa.q_rank + dsa.latent_dim + key_dim, hidden),
+            q_norm=self.tensor(dsa.q_rank),
+            kv_norm=self.tensor(dsa.kv_rank),
+            expand=self.tensor(heads * (dsa.nope_dim + dsa.rope_dim) + index_heads * dsa.index_dim, dsa.q_rank),
             kv_b=self.tensor(heads, dsa.nope_dim + dsa.value_dim, dsa.kv_rank),
             o=self.tensor(hidden, heads * dsa.value_dim),
         )
 
     def _indexer(self) -> IndexerParameters:
-        dsa, hidden = self._dsa, self._config.hidden_size
+        dsa = self._dsa
         return IndexerParameters(
-            query=self.tensor(dsa.index_heads * dsa.index_dim, dsa.q_rank),
-            key=self.tensor(dsa.index_dim, hidden),
             key_norm=self.tensor(dsa.index_dim),
             key_norm_bias=self.tensor(dsa.index_dim),
-            weights=self.tensor(dsa.index_heads, hidden, dtype=torch.float32),
+            weights=self.tensor(dsa.index_heads, self._config.hidden_size, dtype=torch.float32),
         )
 
     def _dense(self) -> MlpParameters:

@@ -1,21 +1,23 @@
 """Multi-head latent attention in the latent space: all query heads read the same short row per token.
 
-    row        =  [rms_norm(c), rotate(k)]            with  c, k = x @ kv_a.T;  what the cache holds
-    query_h    =  [q_h @ up_key_h, rotate(r_h)]       with  q_h, r_h = head h of rms_norm(x @ q_a.T) @ q_b.T
+    row        =  [rms_norm(c), rotate(k)]            with  p, c, k = x @ compress.T;  what the cache holds
+    query_h    =  [q_h @ up_key_h, rotate(r_h)]       with  q_h, r_h = head h of rms_norm(p) @ expand.T
     result_h   =  up_value_h @ (attention of query_h over the rows, summing only their first part)
 
 Keys and values are never expanded per head: their matrices are absorbed by the queries and the result. That is the
-product of the same matrices in another order, for a whole prompt and for a single token alike.
+product of the same matrices in another order, for a whole prompt and for a single token alike. What a layer's indexer
+makes of the same inputs comes out of the same two products.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from ..kernels.latent_write import KeyWrite, latent_write
 from ..kernels.linear import linear
-from ..kernels.rms_norm import rms_norm
+from ..kernels.rotate_queries import rotate_queries
 from .dsa_config import DsaConfig
-from .rope import rotate
+from .latent_rows import RowPlaces
 
 NORM_EPS = 1e-6
 """Of the norms inside attention: transformers 5.17 does not take the model's own here."""
@@ -23,44 +25,71 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class MlaParameters:
-    """Attention's weights; `heads` are this rank's own, what comes before them is the same on every rank."""
+    """Attention's weights; `heads` are this rank's own, what comes before them is the same on every rank.
 
-    q_a: torch.Tensor  # [q_rank, hidden]
-    q_a_norm: torch.Tensor  # [q_rank]
-    q_b: torch.Tensor  # [heads * (nope_dim + rope_dim), q_rank]
-    kv_a: torch.Tensor  # [kv_rank + rope_dim, hidden]
-    kv_a_norm: torch.Tensor  # [kv_rank]
+    The rows of `compress` make the queries' latent, the cache's row and, in layers with an indexer, its key; those of
+    `expand` make the heads' queries and the indexer's.
+    """
+
+    compress: torch.Tensor  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
+    q_norm: torch.Tensor  # [q_rank]
+    kv_norm: torch.Tensor  # [kv_rank]
+    expand: torch.Tensor  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
     kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: what expands keys, then what expands values
     o: torch.Tensor  # [hidden, heads * value_dim]
 
 
-def compress_query(x: torch.Tensor, parameters: MlaParameters) -> torch.Tensor:
-    """[T, q_rank]: what the queries of attention and of the indexer are made of."""
-    return rms_norm(linear(x, parameters.q_a), parameters.q_a_norm, NORM_EPS)
-
-
-def compress_kv(
-    x: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+def compress(
+    x: torch.Tensor,
+    parameters: MlaParameters,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    places: RowPlaces,
+    key: KeyWrite | None,
 ) -> torch.Tensor:
-    """[T, kv_rank + rope_dim]: the rows of the tokens, for the cache."""
-    latent, key = torch.split_with_sizes(linear(x, parameters.kv_a), (config.kv_rank, config.rope_dim), dim=-1)
-    latent = rms_norm(latent.contiguous(), parameters.kv_a_norm, NORM_EPS)
-    rotated = rotate(key.unsqueeze(1), cos, signed_sin, interleaved=True).squeeze(1)
-    return torch.cat((latent, rotated), dim=-1)
+    """Put the rows of the tokens [T, hidden], and their indexer keys, where they belong; returns [T, q_rank]: what the
+    queries of attention and of the indexer are made of.
+    """
+    return latent_write(
+        linear(x, parameters.compress),
+        parameters.q_norm,
+        parameters.kv_norm,
+        cos,
+        signed_sin,
+        places.pages,
+        places.rows,
+        eps=NORM_EPS,
+        key=key,
+    )
 
 
-def latent_queries(
+def expand_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
-) -> torch.Tensor:
-    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones."""
-    heads = linear(compressed, parameters.q_b).view(len(compressed), -1, config.nope_dim + config.rope_dim)
-    plain, turning = torch.split_with_sizes(heads, (config.nope_dim, config.rope_dim), dim=-1)
-    absorbed = torch.bmm(plain.transpose(0, 1), parameters.kv_b[:, : config.nope_dim]).transpose(0, 1)
-    return torch.cat((absorbed, rotate(turning, cos, signed_sin, interleaved=True)), dim=-1)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones. And those of the
+    indexer, where there is one: [T, index_heads, index_dim].
+    """
+    tokens, heads, head_dim = len(compressed), len(parameters.kv_b), config.nope_dim + config.rope_dim
+    expanded = linear(compressed, parameters.expand)
+    plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
+    query = compressed.new_empty(tokens, heads, config.latent_dim)
+    absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
+    torch.bmm(plain.transpose(0, 1), parameters.kv_b[:, : config.nope_dim], out=absorbed)
+    index_query = rotate_queries(
+        expanded,
+        cos,
+        signed_sin,
+        query,
+        head_dim=head_dim,
+        index_dim=config.index_dim,
+        interleaved=config.index_interleaved,
+    )
+    return query, index_query
 
 
 def project_output(attended: torch.Tensor, parameters: MlaParameters, config: DsaConfig) -> torch.Tensor:
     """From sums of latents [T, heads, kv_rank] to [T, hidden], this rank's part of the sum over heads."""
     up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
-    values = torch.bmm(attended.transpose(0, 1), up_value).transpose(0, 1)
+    values = attended.new_empty(*attended.shape[:2], config.value_dim)
+    torch.bmm(attended.transpose(0, 1), up_value, out=values.transpose(0, 1))
     return linear(values.flatten(1), parameters.o)

@@ -127,9 +127,12 @@ class ModelRunner:
         """From now on run decode steps over `cache` as CUDA graphs; no other cache may be used then. Takes seconds.
 
         The logits of such a step are overwritten by the next one. Returns False, and does nothing, where graphs are not
-        possible: with several ranks, whose exchanges are not captured, and for other models than dense ones.
+        possible: with several ranks, whose exchanges are not captured, and for mixtures of experts in other dtypes than
+        bfloat16, which torch computes expert by expert.
         """
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
+            return False
+        if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
             return False
         self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
         return True

@@ -17,7 +17,6 @@ computed anew by prefill where that is cheaper, and it goes on later with the sa
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -58,36 +57,12 @@ from .orders import Orders
 from .request import Prompt, Request
 from .reservation import pages_for, pages_needed
 from .retraction import Retractions
+from .run_queue import DecodeRow, DecodeStep, RunQueue
 
 MAX_ATTEMPTS = 2
 """One try and one retry, into fresh pages, on another prefill server where there is one."""
 _WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
 """States in which the KV of all tokens but the newest is in the request's pages."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`.
-
-    A token that is not known yet is None: it is the one that row `follows` of the step before this one draws.
-    `output_index` is the index, in the output, of the token that this step draws.
-    """
-
-    request: Request
-    token: int | None
-    follows: int | None
-    position: int
-    pages: list[int]
-    output_index: int
-    hot_slot: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """A batch that is under way. Steps end in the order in which they were given."""
-
-    order: int
-    rows: list[DecodeRow]
 
 
 class DecodeScheduler:
@@ -114,10 +89,9 @@ class DecodeScheduler:
         self.hot = HotBuffers(hot_limits) if hot_limits is not None else None
         self._arrived: collections.deque[Request] = collections.deque()
         """Their KV is here, and they wait for a hot buffer."""
-        self._ready: collections.deque[Request] = collections.deque()
-        self._running: list[Request] = []
-        self._steps: collections.deque[DecodeStep] = collections.deque()
-        """Under way, oldest first."""
+        self.runs = RunQueue(
+            stages=limits.stages, look_ahead=limits.look_ahead, most_running=limits.max_running_requests
+        )
         self._starving = False
         """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
@@ -255,7 +229,7 @@ class DecodeScheduler:
                 OpenHot(buffer.slot, tuple(buffer.pages), tuple(_pages(request)), request.kv_tokens, buffer.capacity)
             )
         request.life.to(State.READY, now)
-        self._ready.append(request)
+        self.runs.ready.append(request)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -272,44 +246,30 @@ class DecodeScheduler:
                 self.intake.dispatch(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
-        """The next decode step to give to the ranks; None when there is none to give, for now or at all.
-
-        With several stages, as many batches of different requests are under way. With one, the step after the one
-        under way is given already if look-ahead is on: its rows feed tokens that are drawn by then.
-        """
-        if not self._may_give_step():
+        """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
+        if not self.runs.may_give_step():
             return None
-        while self._ready and len(self._running) < self.limits.max_running_requests:
-            request = self._ready.popleft()
+        for request in self.runs.fill():
             request.life.to(State.RUNNING, now)
-            self._running.append(request)
-        batch = self._next_batch()
+        batch = self.runs.next_batch()
         for request in batch:
             self._starving = request.state is State.RUNNING and not self._make_room(request, now)
             if self._starving:
                 return None  # once what is under way has ended, somebody can be retracted
         batch = [request for request in batch if request.state is State.RUNNING]
-        if not batch:
-            return None
-        before = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
-        step = DecodeStep(self.orders.next(), [_row(request, before, self.hot) for request in batch])
-        for request in batch:
-            request.in_flight += 1
-            request.last_step = step.order
-        self._steps.append(step)
-        return step
+        return self.runs.give(batch, self.orders.next(), self.hot) if batch else None
 
     def step_done(self, order: int, tokens: list[TokenLogprob], now: float) -> None:
         """The sampled token of each row. Those of requests that ended during the step are dropped."""
         self.counters["decode_steps"] += 1
-        for row, token in zip(self._take_step(order).rows, tokens, strict=True):
+        for row, token in zip(self._take_step(order), tokens, strict=True):
             if row.request.state is State.RUNNING:
                 self._accept_token(row.request, token, now)
 
     def step_failed(self, order: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in self._take_step(order).rows:
+        for row in self._take_step(order):
             if row.request.state is State.RUNNING:
                 self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
 
@@ -332,7 +292,7 @@ class DecodeScheduler:
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return len(self.runs.running)
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in State if state is not State.FREED}
@@ -343,7 +303,7 @@ class DecodeScheduler:
     def load(self) -> Load:
         return Load(
             waiting_requests=len(self.intake.queue),
-            running_requests=len(self._running),
+            running_requests=len(self.runs.running),
             waiting_tokens=sum(prompt.tokens for prompt in self.intake.queue.in_order()),
             free_pages=self.pages.available,
         )
@@ -359,8 +319,8 @@ class DecodeScheduler:
                 State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
                 State.ARRIVED: request in self._arrived,
-                State.READY: request in self._ready,
-                State.RUNNING: request in self._running,
+                State.READY: request in self.runs.ready,
+                State.RUNNING: request in self.runs.running,
                 State.RETRACTED: request in self.retracted,
             }
             assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
@@ -422,43 +382,21 @@ class DecodeScheduler:
         """Retract the youngest request of the lowest priority below that of `request`: its hot buffer goes, its KV in
         host memory stays.
         """
-        idle = [other for other in reversed(self._running) if not other.in_flight]
+        idle = [other for other in reversed(self.runs.running) if not other.in_flight]
         victim = min(idle, key=lambda other: other.prompt.priority, default=None)
         if victim is None or victim.prompt.priority >= request.prompt.priority or self.hot is None:
             return False
         self.counters["retractions"] += 1
-        self._running.remove(victim)
+        self.runs.remove(victim)
         victim.life.to(State.RETRACTED, now)
         self.hot.close(victim.rid)
         self.retracted.add(victim, pages=0)
         return self._may_admit()
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
-    def _may_give_step(self) -> bool:
-        if self.limits.stages > 1:
-            return len(self._steps) < self.limits.stages
-        if not self._steps:
-            return True
-        known_late = any(request.sampling.counts_tokens for request in self._running)
-        return self.limits.look_ahead and len(self._steps) < 2 and not known_late
-
-    def _next_batch(self) -> list[Request]:
-        """Who is in the next step. With several stages, each batch is an even share of those whose turn it is."""
-        if self.limits.stages == 1:
-            return [request for request in self._running if request.may_step]
-        waiting = sorted(
-            (request for request in self._running if not request.in_flight), key=lambda request: request.last_step
-        )
-        return waiting[: -(-len(self._running) // self.limits.stages)]
-
-    def _take_step(self, order: int) -> DecodeStep:
-        step = self._steps.popleft()
-        assert step.order == order, f"step {order} has ended before step {step.order}"
-        for row in step.rows:
-            row.request.in_flight -= 1
+    def _take_step(self, order: int) -> list[DecodeRow]:
+        rows = self.runs.take(order)
         self.orders.done(order)
-        return step
+        return rows
 
     # -- retry and retraction ----------------------------------------------------------------------------------
 
@@ -486,8 +424,8 @@ class DecodeScheduler:
                 continue
             if len(self.orders):
                 return False
-            youngest = range(len(self._running) - 1, -1, -1)
-            victim = self._running[min(youngest, key=lambda index: self._running[index].prompt.priority)]
+            youngest = range(len(self.runs.running) - 1, -1, -1)
+            victim = self.runs.running[min(youngest, key=lambda index: self.runs.running[index].prompt.priority)]
             self._retract(victim, now)
             if victim is request:
                 return True
@@ -500,7 +438,7 @@ class DecodeScheduler:
     def _retract(self, request: Request, now: float) -> None:
         """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing."""
         self.counters["retractions"] += 1
-        self._running.remove(request)
+        self.runs.remove(request)
         request.life.to(State.RETRACTED, now)
         pages = self._pages_for(request.kv_tokens)
         if self.retracted.worth_saving(pages, request.kv_tokens):
@@ -564,10 +502,8 @@ class DecodeScheduler:
                 self._leave_prompt(request, str(outcome))
             case State.ARRIVED if request in self._arrived:
                 self._arrived.remove(request)
-            case State.READY:
-                self._ready.remove(request)
-            case State.RUNNING:
-                self._running.remove(request)
+            case State.READY | State.RUNNING:
+                self.runs.remove(request)
             case State.RETRACTED:
                 if request.grant is None:
                     self._effects.append(DropPages(self.orders.next(), request.rid))
@@ -638,19 +574,6 @@ class DecodeScheduler:
 
 def _resized(buffer: HotBuffer) -> ResizeHot:
     return ResizeHot(buffer.slot, tuple(buffer.pages), buffer.capacity)
-
-
-def _row(request: Request, before: dict[Request, int], hot: HotBuffers | None) -> DecodeRow:
-    """The next row of a request; `before` says where it was in the step before."""
-    return DecodeRow(
-        request=request,
-        token=None if request.in_flight else request.output_ids[-1],
-        follows=before[request] if request.in_flight else None,
-        position=request.kv_tokens + request.in_flight,
-        pages=_pages(request),
-        hot_slot=hot.of(request.rid).slot if hot is not None else None,
-        output_index=len(request.output_ids) + request.in_flight,
-    )
 
 
 def _pages(request: Request) -> list[int]:

@@ -28,7 +28,7 @@ from ..transfer.messages import (
     TransferFailed,
     TransferKey,
 )
-from .decode import DecodeRow, DecodeScheduler
+from .decode import DecodeScheduler
 from .effects import (
     ConnectPeer,
     CopyPage,
@@ -45,6 +45,7 @@ from .front_link import FrontLink
 from .loop import EngineLoop
 from .rank_messages import ExpectedChunk, KvVerified, OrderDone, RunStep, StepDone, VerifyKv
 from .ranks import Ranks
+from .run_queue import DecodeRow
 from .step import Draw, StepRow
 
 log = logging.getLogger(__name__)

@@ -254,9 +254,7 @@ class RankEngine:
         )
         started = time.monotonic()
         if self._capture_graphs(runner, cache):
-            log.info(
-                "CUDA graphs for batches up to %d in %.1f s", config.max_running_requests, time.monotonic() - started
-            )
+            log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
         if self._device.type == "cuda":
             log.info(
                 "memory of %s: %.2f GiB weights, %.2f GiB KV pool, %.2f GiB at most for a step and its graphs; "
@@ -303,8 +301,8 @@ class RankEngine:
         except torch.OutOfMemoryError as error:
             rows = "max_running_requests" if isinstance(config, DecodeConfig) else "chunk_size"
             raise StartupError(
-                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for a step of that size beside "
-                f"the weights: {error}"
+                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for such a step beside the "
+                f"weights: {error}"
             ) from error
         log.info("largest steps tried in %.1f s: %.2f GiB", time.monotonic() - started, needed / GIB)
         return needed
@@ -360,7 +358,7 @@ def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
 
     def row(start: int, tokens: int) -> StepRow:
         pages = [0] * -(-(start + tokens) // config.page_size)
-        return StepRow(range(tokens), start, pages, draws=(Draw(sampling, 0),))
+        return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
 
     if isinstance(config, DecodeConfig):
         return [[row(0, 1)] * config.max_running_requests]

@@ -217,13 +217,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("copies", [1, 4, 12])
 @pytest.mark.parametrize("values", ["random", "few", "equal"])
 @pytest.mark.parametrize("k", [1, 2048])
-def test_selection_on_the_gpu(k: int, values: str) -> None:
+def test_selection_on_the_gpu(k: int, values: str, copies: int) -> None:
+    """7, 28 and 84 rows: four, two blocks and one have a row of them on a GPU of 132 multiprocessors."""
     from pdserve.kernels.index_topk_triton import launch_select_top
 
-    visible = torch.tensor([0, 1, k, k + 1, 16384, 40001, 40448], dtype=torch.int32, device="cuda")
-    scores = torch.randn(len(visible), 40448, device="cuda") * torch.logspace(-9, 9, 40448, device="cuda")
+    seen = [0, 1, k, k + 1, 16384, 40001, 131072]
+    visible = torch.tensor(seen * copies, dtype=torch.int32, device="cuda")
+    scores = torch.randn(len(visible), max(seen), device="cuda") * torch.logspace(-9, 9, max(seen), device="cuda")
     if values == "few":
         scores = scores.sign() * torch.randint(3, scores.shape, device="cuda")
     elif values == "equal":

@@ -13,7 +13,7 @@ import itertools
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode import DecodeRow, DecodeScheduler, DecodeStep
+from pdserve.scheduler.decode import DecodeScheduler
 from pdserve.scheduler.effects import (
     CancelChunks,
     CopyPage,
@@ -31,6 +31,7 @@ from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.hot_buffers import HotLimits
 from pdserve.scheduler.intake import DecodeLimits
 from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdserve.scheduler.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.transfer import PageSpace, PrefillStep
 from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import (

@@ -1,0 +1,301 @@
+"""A prefill and a decode server that share one GPU, at Qwen3-8B's geometry with random weights, KV over CUDA IPC.
+
+    python -m benchmarks.pair [--json results.json]
+
+Real servers, loaded over HTTP by the code of `pdserve bench`:
+
+    ttft     one prompt of 8,192 tokens at a time: time to first token, and what the transfer adds to it
+    burst    64 clients, each with one prompt of 1,024 tokens and 256 new ones
+    steady   the same clients, four requests each
+    tokens   time between the tokens of 8 streams, alone and while prefill computes prompts of 8,192 tokens
+
+Two processes take turns on a GPU: while both have work, each gets about half of it, and neither gives up its turn early.
+What a pair on two GPUs would gain does not show here.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from pdserve.configs.errors import PdserveError
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.server.bench import measure
+from pdserve.server.bench_options import BenchOptions
+from pdserve.server.bench_report import BenchResult
+from pdserve.server.bench_summary import Distribution
+from pdserve.server.pair import PairConfig
+from pdserve.server.up import RunningPair, base_url, running_pair
+
+QWEN3_8B: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+LONG_PROMPT, PROMPT, OUTPUT, CLIENTS, STREAMS = 8192, 1024, 256, 64, 8
+TARGET_TRANSFER_SHARE = 0.03
+TARGET_TOKENS_PER_S = 3500
+VLLM_TOKENS_PER_S = 4569
+"""vLLM 0.22.1 on the same GPU and geometry, both phases in one process, in one burst of 64."""
+
+BEFORE_FIRST_TOKEN = ("queue", "prefill_queue", "prefill", "transfer", "control", "admission")
+
+
+def write_model(directory: Path, config: Mapping[str, Any]) -> None:
+    """What a server needs of a model but its weights. The tokenizer has a short word for each id."""
+    (directory / "config.json").write_text(json.dumps(config))
+    letters = sorted(ByteLevel.alphabet())
+    words = letters + [f"{first}{second}{third}" for first in letters for second in letters for third in letters[:4]]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words[: config["vocab_size"] - 1]))}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
+    shared: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "kv_dtype": options.kv_dtype,
+        "transport": options.transport,
+        "device": options.device,
+        "kv_memory_gib": options.kv_memory_gib,
+    }
+    prefill = PrefillConfig(
+        **shared, port=free_port(), bootstrap_port=free_port(), chunk_size=options.chunk_size, max_queued_requests=1024
+    )
+    decode = DecodeConfig(
+        **shared,
+        port=free_port(),
+        prefill=(f"127.0.0.1:{prefill.bootstrap_port}",),
+        max_running_requests=CLIENTS + STREAMS,
+        max_queued_requests=1024,
+        growth_tokens=OUTPUT,
+    )
+    return PairConfig(prefill, decode)
+
+
+class Load:
+    """Runs loads against a pair, each with prompts that nobody has seen."""
+
+    def __init__(self, pair: RunningPair, screen: Console) -> None:
+        self._pair = pair
+        self._screen = screen
+        self._seed = 0
+
+    async def run(
+        self, *, requests: int, concurrency: int, input_len: int, output_len: int, warmup: int = 0
+    ) -> BenchResult:
+        self._seed += 1
+        options = BenchOptions(
+            url=self._pair.url,
+            requests=requests,
+            concurrency=concurrency,
+            input_len=input_len,
+            output_len=output_len,
+            warmup=warmup,
+            seed=self._seed,
+        )
+        return await measure(options, self._screen)
+
+    def usage(self) -> dict[str, dict[str, float]]:
+        """What each server has done and used so far: its counters, and the CPU time of its processes."""
+        found = {}
+        for config in self._pair.config:
+            time.sleep(0.6)  # counters are published a few times a second
+            info = httpx.get(f"{base_url(config)}/server_info", timeout=5).json()
+            busy = {name: value for name, value in info["gauges"].items() if name.endswith("busy_seconds")}
+            found[config.role] = {**info["counters"], **busy, **cpu_seconds(config.port)}
+        return found
+
+
+def cpu_seconds(port: int) -> dict[str, float]:
+    """CPU time of the front that was started with this port, and of its leader."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError, ValueError):
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"pdserve.server" not in command or f"--port={port}".encode() not in command:
+                continue
+            children = (entry / "task" / entry.name / "children").read_text().split()
+            times = []
+            for process in (entry.name, children[0]):
+                fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                times.append((int(fields[11]) + int(fields[12])) / ticks)
+            return {"front_cpu_s": times[0], "leader_cpu_s": times[1]}
+    return {}
+
+
+def difference(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        role: {name: value - before[role].get(name, 0.0) for name, value in values.items()}
+        for role, values in after.items()
+    }
+
+
+async def between_tokens(load: Load) -> tuple[BenchResult, BenchResult]:
+    """8 streams alone, and 8 streams while there is always a long prompt to compute."""
+    streams = {"requests": STREAMS, "concurrency": STREAMS, "input_len": 256, "output_len": 384}
+    alone = await load.run(**streams)
+    prompts = asyncio.create_task(load.run(requests=1000, concurrency=2, input_len=LONG_PROMPT, output_len=1))
+    await asyncio.sleep(2.0)
+    busy = await load.run(**streams)
+    prompts.cancel()  # ends the load, and lets it be summed up
+    await prompts
+    return alone, busy
+
+
+def main() -> int:
+    options = _parse()
+    screen = Console(stderr=True, highlight=False, width=160)
+    out = Console(highlight=False, width=120)
+    results: dict[str, Any] = {"command": sys.argv, "kv_dtype": options.kv_dtype, "chunk_size": options.chunk_size}
+    config = {**QWEN3_8B, "num_hidden_layers": options.layers}
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            write_model(Path(directory), config)
+            began = time.perf_counter()
+            with (
+                running_pair(pair_config(Path(directory), options), screen) as pair,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                pair.wait_ready(timeout_s=120)
+                results["start_s"] = time.perf_counter() - began
+                load = Load(pair, screen)
+                for name, requests, concurrency, input_len, output_len, warmup in (
+                    ("ttft", 6, 1, LONG_PROMPT, 2, 2),
+                    ("burst", CLIENTS, CLIENTS, PROMPT, OUTPUT, 2),
+                    ("steady", 4 * CLIENTS, CLIENTS, PROMPT, OUTPUT, 0),
+                ):
+                    before = load.usage()
+                    result = runner.run(
+                        load.run(
+                            requests=requests,
+                            concurrency=concurrency,
+                            input_len=input_len,
+                            output_len=output_len,
+                            warmup=warmup,
+                        )
+                    )
+                    results[name] = _figures(result) | {"usage": difference(before, load.usage())}
+                    screen.print(f"{name}: {json.dumps(results[name])}", soft_wrap=True)
+                    if options.json is not None:
+                        options.json.write_text(json.dumps(results, indent=2) + "\n")
+                for name, result in zip(("alone", "busy"), runner.run(between_tokens(load)), strict=True):
+                    results[name] = _figures(result)
+    except PdserveError as error:
+        screen.print(f"error: {error}", style="red", markup=False)
+        return 1
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    out.print(_table(results))
+    failed = sum(results[name]["failed"] for name in ("ttft", "burst", "steady", "alone", "busy"))
+    return 1 if failed else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--chunk-size", type=int, default=2048, help="of prefill (default: 2048)")
+    parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV pool of each server (default: 24)")
+    parser.add_argument("--kv-dtype", default="auto", help="auto or fp8_e4m3")
+    parser.add_argument("--transport", default="auto", help="default: auto, which is CUDA IPC here")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
+    return parser.parse_args()
+
+
+def _figures(result: BenchResult) -> dict[str, Any]:
+    summary = result.summary
+
+    def seconds(found: Distribution | None) -> dict[str, float]:
+        return {} if found is None else {"p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.max}
+
+    return {
+        "ok": summary.ok,
+        "failed": summary.failed,
+        "failures": summary.failures,
+        "duration_s": summary.duration_s,
+        "tokens_per_s": summary.output_tokens_per_s,
+        "ttft_s": seconds(summary.ttft_s),
+        "itl_s": seconds(summary.itl_s),
+        "stages_s": {name: found.p50 for name, found in summary.stages_s.items()},
+        "client_cpu_s": result.client_cpu_s,
+    }
+
+
+def _table(results: dict[str, Any]) -> Table:
+    ttft, burst, steady, alone, busy = (results[name] for name in ("ttft", "burst", "steady", "alone", "busy"))
+    stages = ttft["stages_s"]
+    added = stages.get("transfer", 0.0) + stages.get("control", 0.0)
+    table = Table(title="prefill and decode on one GPU, random weights at Qwen3-8B's geometry")
+    for column in ("figure", "found", "target", "anchor"):
+        table.add_column(column, no_wrap=True)
+    table.add_row(f"TTFT of {LONG_PROMPT} tokens, p50", f"{ttft['ttft_s']['p50'] * 1e3:.1f} ms", "", "")
+    for name in BEFORE_FIRST_TOKEN:
+        if name in stages:
+            table.add_row(f"  {name}", f"{stages[name] * 1e3:.2f} ms", "", "")
+    table.add_row("  transfer + control", f"{added / ttft['ttft_s']['p50']:.2%}", f"< {TARGET_TRANSFER_SHARE:.0%}", "")
+    for name, figures in (("one burst", burst), ("steady", steady)):
+        table.add_row(
+            f"{CLIENTS} x ({PROMPT} in, {OUTPUT} out), {name}",
+            f"{figures['tokens_per_s']:.0f} tokens/s",
+            f">= {TARGET_TOKENS_PER_S}",
+            f"vLLM, one process: {VLLM_TOKENS_PER_S}" if name == "one burst" else "",
+        )
+    for name, figures in (("prefill idle", alone), ("prefill busy", busy)):
+        itl = figures["itl_s"]
+        table.add_row(
+            f"time between tokens, {STREAMS} streams, {name}",
+            f"{itl['p50'] * 1e3:.2f} ms (p99 {itl['p99'] * 1e3:.2f})",
+            "",
+            "",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

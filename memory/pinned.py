@@ -1,0 +1,61 @@
+"""Host memory that the GPU reads and writes itself: page-locked, zeroed, as large as the machine allows.
+
+It comes from the kernel in 2 MiB pages where it has them, and is registered with CUDA chunk by chunk: one huge
+registration holds up everything else that the process wants from the driver. Where there is no CUDA device it is plain
+memory, so that everything above works on any machine.
+"""
+
+import ctypes
+import mmap
+
+import torch
+
+from ..configs.errors import StartupError
+from .device import free_memory_bytes
+
+GIB = 1 << 30
+CHUNK_BYTES = 4 * GIB
+_PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
+
+
+class PinnedMemory:
+    """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes, of whole pages.
+
+    `close` lets the GPU go of it, not the memory itself, which lives as long as its views. Nothing may be running on
+    it then. A process that ends without closing is cleaned up by the driver, only more slowly.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises StartupError, naming sizes in GiB, where the machine has too little memory or will not lock it."""
+        available = free_memory_bytes(torch.device("cpu"))
+        if size_bytes > available:
+            raise StartupError(
+                f"KV in host memory asks for {size_bytes / GIB:.2f} GiB, {available / GIB:.2f} GiB are available"
+            )
+        memory = mmap.mmap(-1, max(size_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.data = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._chunks: list[int] = []
+        if torch.cuda.is_available():
+            self._register(len(memory))
+
+    def close(self) -> None:
+        """Undo the page-locking. Harmless the second time."""
+        while self._chunks:
+            torch.cuda.cudart().cudaHostUnregister(self._address + self._chunks.pop())  # type: ignore[no-untyped-call]
+
+    def _register(self, size_bytes: int) -> None:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for start in range(0, size_bytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, size_bytes - start)
+            status = cudart.cudaHostRegister(self._address + start, length, _PORTABLE_AND_MAPPED)
+            if int(status) != 0:
+                self.close()
+                raise StartupError(
+                    f"cannot page-lock {size_bytes / GIB:.2f} GiB of host memory for KV: {status!r} after "
+                    f"{start / GIB:.2f} GiB; {free_memory_bytes(torch.device('cpu')) / GIB:.2f} GiB are available, "
+                    "and the locked-memory limit (ulimit -l) must allow it"
+                )
+            self._chunks.append(start)

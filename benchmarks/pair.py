@@ -9,8 +9,8 @@ Real servers, loaded over HTTP by the code of `pdserve bench`:
     steady   the same clients, four requests each
     tokens   time between the tokens of 8 streams, alone and while prefill computes prompts of 8,192 tokens
 
-Two processes take turns on a GPU: while both have work, each gets about half of it, and neither gives up its turn early.
-What a pair on two GPUs would gain does not show here.
+Two processes take turns on a GPU: while both have work, each gets about half of it, and kernels of one do not fill the
+gaps of the other. What a pair on two GPUs would gain does not show here.
 """
 
 import argparse
@@ -70,7 +70,7 @@ TARGET_TOKENS_PER_S = 3500
 VLLM_TOKENS_PER_S = 4569
 """vLLM 0.22.1 on the same GPU and geometry, both phases in one process, in one burst of 64."""
 
-BEFORE_FIRST_TOKEN = ("queue", "prefill_queue", "prefill", "transfer", "control", "admission")
+BEFORE_FIRST_TOKEN = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
 
 
 def write_model(directory: Path, config: Mapping[str, Any]) -> None:

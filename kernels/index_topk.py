@@ -96,7 +96,7 @@ def index_scores_reference(
 ) -> torch.Tensor:
     """[T, max_visible] float32 scores, -inf for tokens that are not visible."""
     scores = torch.full((plan.tokens, plan.max_visible), -torch.inf, device=query.device)
-    for sequence in plan.sequence.unique().tolist():
+    for sequence in set(plan.sequence.tolist()):
         tokens = (plan.sequence == sequence).nonzero().flatten()
         seen = int(plan.visible[tokens].max())
         if seen == 0:
@@ -104,7 +104,8 @@ def index_scores_reference(
         pages = plan.page_table[sequence, : -(-seen // plan.page_size)]
         keys = key_pages[pages.long(), 0].flatten(0, 1)[:seen].float()
         at_once = max(_REFERENCE_PRODUCTS // (query.shape[1] * seen), 1)
-        for some in tokens.split(at_once):
+        for start in range(0, len(tokens), at_once):
+            some = tokens[start : start + at_once]
             products = torch.relu(query[some].float() @ keys.T)  # [n, Hi, seen]
             scores[some, :seen] = (weights[some].unsqueeze(1) @ products).squeeze(1)
     positions = torch.arange(plan.max_visible, device=query.device)

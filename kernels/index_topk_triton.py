@@ -161,8 +161,8 @@ def _launch_scores(
 def blocks_per_row(rows: int, width: int, sms: int) -> int:
     """How many blocks share a row of `width` scores: as many as all find room at once, and have enough to do.
 
-    The blocks of a row run in one group of SMs, and groups are not all of one size: only half of the SMs are counted on.
-    With 4 blocks for each of 32 rows of 32,768 (H200), some waited for others and all took 26 us, not 13 as for one row.
+    The blocks of a row must run within one group of SMs, so not every SM can be used: half of them are counted on. With
+    4 blocks for each of 32 rows of 32,768 scores some had to wait: 26 us, where one row alone took 13 (H200).
     """
     return next((blocks for blocks in (4, 2) if 2 * blocks * rows <= sms and 4096 * blocks < width), 1)
 

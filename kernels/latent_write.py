@@ -45,7 +45,7 @@ def rotate_pairs_reference(
     pairs in the first half: another order than it found, the same for queries and keys.
     """
     if interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
     return rotate_reference(x, cos, signed_sin)
 
 

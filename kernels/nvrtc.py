@@ -39,11 +39,6 @@ class CudaKernel:
         # A kernel may start while the one before it ends (it waits for it where it says so) from Hopper on.
         self._can_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
-    @property
-    def max_threads(self) -> int:
-        """The most threads a block may have, given the registers that the kernel needs."""
-        return int(self._kernel.attributes[self._device.index].max_threads_per_block)
-
     def launch(
         self,
         *args: int,

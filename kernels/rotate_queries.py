@@ -31,7 +31,7 @@ def rotate_queries_reference(
     query[:, :, -rope_dim:] = rotate_pairs_reference(turning, cos, signed_sin, interleaved=True)
     if x.shape[1] == own:
         return None
-    index_heads = x[:, own:].unflatten(1, (-1, index_dim))
+    index_heads = x[:, own:].view(tokens, -1, index_dim)
     rotated = rotate_pairs_reference(index_heads[:, :, :rope_dim], cos, signed_sin, interleaved=interleaved)
     return torch.cat((rotated, index_heads[:, :, rope_dim:]), dim=-1)
 

@@ -26,7 +26,8 @@ def sparse_mla_reference(
     page_size, dim = pages.shape[1:]
     out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
     at_once = max(_REFERENCE_ELEMENTS // max(rows.shape[1] * dim, 1), 1)
-    for part in torch.arange(len(query), device=query.device).split(at_once):
+    for start in range(0, len(query), at_once):
+        part = slice(start, start + at_once)
         chosen = rows[part].long()
         row = pages[chosen.clamp(min=0) // page_size, chosen.clamp(min=0) % page_size].float()  # [n, K, D]
         # what lies where nothing was chosen may be anything, and 0 * nan is nan

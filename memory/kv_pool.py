@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .pinned import PinnedMemory
+
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -36,7 +38,9 @@ class KvPool:
         planes: tuple[str, ...] = ("k", "v"),
         first_layer: int = 0,
         first_head: int = 0,
+        pinned: bool = False,
     ) -> None:
+        """`pinned` host memory is page-locked for the GPU: raises StartupError where that much cannot be had."""
         self.planes = planes
         self.num_pages = num_pages
         self.num_layers = num_layers
@@ -45,7 +49,14 @@ class KvPool:
         self.heads = range(first_head, first_head + num_heads)
         self.page_size = page_size
         self.head_dim = head_dim
-        self.data = _zeros((num_pages, num_layers, len(planes), num_heads, page_size, head_dim), dtype, device)
+        shape = (num_pages, num_layers, len(planes), num_heads, page_size, head_dim)
+        self._pinned: PinnedMemory | None = None
+        if pinned:
+            assert device.type == "cpu", f"memory of {device} cannot be page-locked"
+            self._pinned = PinnedMemory(math.prod(shape) * dtype.itemsize)
+            self.data = self._pinned.data.view(dtype).view(shape)
+        else:
+            self.data = _zeros(shape, dtype, device)
         self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
 
     @property
@@ -68,6 +79,11 @@ class KvPool:
     def head_token_bytes(self) -> int:
         """Bytes of one token of one head in one plane."""
         return self.head_dim * self.data.element_size()
+
+    def close(self) -> None:
+        """Let the GPU go of pinned memory; nothing may be running on it. Harmless for other pools."""
+        if self._pinned is not None:
+            self._pinned.close()
 
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
         """A view per plane of local layer `index`, of shape [page, head, token, dim]."""
@@ -121,6 +137,11 @@ class KvCache:
     @property
     def size_bytes(self) -> int:
         return sum(pool.size_bytes for pool in self.pools)
+
+    def close(self) -> None:
+        """Let the GPU go of pinned memory; nothing may be running on it."""
+        for pool in self.pools:
+            pool.close()
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page to another."""

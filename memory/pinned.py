@@ -5,7 +5,6 @@ registration holds up everything else that the process wants from the driver. Wh
 memory, so that everything above works on any machine.
 """
 
-import ctypes
 import mmap
 
 import torch
@@ -19,7 +18,7 @@ _PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
 
 
 class PinnedMemory:
-    """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes, of whole pages.
+    """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes.
 
     `close` lets the GPU go of it, not the memory itself, which lives as long as its views. Nothing may be running on
     it then. A process that ends without closing is cleaned up by the driver, only more slowly.
@@ -36,7 +35,6 @@ class PinnedMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._chunks: list[int] = []
         if torch.cuda.is_available():
             self._register(len(memory))
@@ -44,13 +42,13 @@ class PinnedMemory:
     def close(self) -> None:
         """Undo the page-locking. Harmless the second time."""
         while self._chunks:
-            torch.cuda.cudart().cudaHostUnregister(self._address + self._chunks.pop())  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._chunks.pop())  # type: ignore[no-untyped-call]
 
     def _register(self, size_bytes: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         for start in range(0, size_bytes, CHUNK_BYTES):
             length = min(CHUNK_BYTES, size_bytes - start)
-            status = cudart.cudaHostRegister(self._address + start, length, _PORTABLE_AND_MAPPED)
+            status = cudart.cudaHostRegister(self.data.data_ptr() + start, length, _PORTABLE_AND_MAPPED)
             if int(status) != 0:
                 self.close()
                 raise StartupError(
@@ -58,4 +56,4 @@ class PinnedMemory:
                     f"{start / GIB:.2f} GiB; {free_memory_bytes(torch.device('cpu')) / GIB:.2f} GiB are available, "
                     "and the locked-memory limit (ulimit -l) must allow it"
                 )
-            self._chunks.append(start)
+            self._chunks.append(self.data.data_ptr() + start)

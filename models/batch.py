@@ -15,12 +15,13 @@ class SequenceSlice:
     """Run `token_ids` at positions [start, start + len) of a sequence whose KV lives in `pages`.
 
     KV of [0, start) is in the pool already; that of the slice is written by the pass. A whole prompt, a chunk of one
-    and a single decode step differ only in length.
+    and a single decode step differ only in length. Over a HiSparse cache the request has a `hot_slot`.
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
+    hot_slot: int | None = None
 
     @property
     def end(self) -> int:
@@ -38,6 +39,7 @@ class ForwardBatch:
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
     last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
     attention: AttentionPlan
+    hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
 
     @staticmethod
     def build(
@@ -71,6 +73,7 @@ class ForwardBatch:
         ]
         rows = np.stack((own_ids, np.concatenate(positions), np.concatenate(page_ids)))
         index = torch.from_numpy(rows).to(device)
+        hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
         last_rows = torch.tensor([end - 1 for end in ends], device=device) if total != len(slices) else None
         return ForwardBatch(
             slices=tuple(slices),
@@ -87,4 +90,5 @@ class ForwardBatch:
                 num_kv_heads=num_kv_heads,
                 device=device,
             ),
+            hot_slots=torch.tensor(hot_slots, dtype=torch.int32, device=device) if hot_slots else None,
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster, wait_until
+from tests.cluster.servers import Cluster, Server, cluster, free_port, wait_until
 
 NEW_TOKENS = 10
 LENGTHS = (1, 17, 48, 131)
@@ -164,3 +164,19 @@ def test_a_lost_rank_takes_its_server_down_within_seconds(
     assert decode.process is not None
     assert decode.process.wait(10) == 1
     wait_until(lambda: not Path(f"/proc/{ranks[0]}").exists(), 5, "the rank is gone")
+
+
+def test_a_server_on_two_machines(model: Model, tmp_path: Path) -> None:
+    """Two machines are two sets of processes that meet at an address; the second has no HTTP and ends with the first."""
+    with cluster(tmp_path) as servers:
+        key = ["--cluster-key", "a secret of the whole cluster"]
+        prefill = servers.add("prefill", model.directory, *key)
+        both = [*key, *flags((2, 1), 16), "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+        decode = servers.add("decode", model.directory, "--prefill", prefill.endpoint, *both)
+        second = servers.add("decode", model.directory, *both, "--node-rank", "1")
+        decode.wait_ready(peers=1)
+        assert rank_pids(decode) == []
+        assert decode.generate(model.prompts[2], NEW_TOKENS) == model.expected[2]
+        assert decode.stop() == 0
+        assert second.process is not None
+        assert second.process.wait(15) == 0

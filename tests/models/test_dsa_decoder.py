@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.index_topk import IndexPlan
+from pdserve.kernels.index_topk import IndexPlan, position_rows
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.batch import ForwardBatch, SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
+from pdserve.models.latent_rows import RowPlaces, new_token_rows
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
 
@@ -209,3 +210,46 @@ def test_padded_rows_write_nothing_and_disturb_nobody(glm: tuple[ModelRunner, An
             last = len(token_ids) - 1
             expected[pages[last // 4], last % 4] = layers
         assert changed.equal(expected)
+
+
+class ElsewhereRows:
+    """Latent rows in memory of their own, in another order and page size: what a hot buffer is to the decoder.
+
+    Row r of the cache is row `order[r]` here.
+    """
+
+    def __init__(
+        self, layers: int, row_size: int, plan: IndexPlan, new_rows: torch.Tensor, order: torch.Tensor
+    ) -> None:
+        self._pages = torch.full((layers, len(order), 1, row_size), torch.nan)
+        self._plan, self._new_rows, self._order = plan, new_rows, order
+
+    def place(self, layer: int) -> RowPlaces:
+        return RowPlaces(self._pages[layer], self._order[self._new_rows.long()].int())
+
+    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
+        rows = position_rows(positions, self._plan)
+        self._selected = torch.where(rows < 0, rows, self._order[rows.clamp(min=0).long()].int())
+        return self.reselect(layer)
+
+    def reselect(self, layer: int) -> RowPlaces:
+        return RowPlaces(self._pages[layer], self._selected)
+
+
+def test_latent_rows_may_be_elsewhere(glm: tuple[ModelRunner, Any]) -> None:
+    runner, reference = glm
+    decoder = runner._decoder
+    assert isinstance(decoder, DsaDecoder)
+    cache = poisoned_cache(runner, 16, 4)
+    latent_pool, _ = cache.pools
+    before = latent_pool.data.clone()
+    token_ids, pages = prompt(30, 40), random.Random(30).sample(range(16), 10)
+    piece = SequenceSlice(token_ids, 0, pages)
+    batch = ForwardBatch.build([piece], page_size=4, num_kv_heads=1, device=CPU)
+    plan = IndexPlan.build([40], [40], [pages], page_size=4, device=CPU)
+    rows = ElsewhereRows(4, 64, plan, new_token_rows(batch, 4, None), torch.randperm(64))
+    with torch.inference_mode():
+        logits = decoder.logits(decoder.hidden(batch, cache, rows=rows))
+    assert logits is not None
+    torch.testing.assert_close(logits, reference_logits(reference, token_ids), rtol=0, atol=TOLERANCE)
+    assert latent_pool.data.equal(before)

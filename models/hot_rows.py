@@ -1,0 +1,108 @@
+"""Latent rows of a decode step over a HiSparse cache: hot rows on the GPU, the others fetched from host memory.
+
+    place      the step's new rows go straight into the hot buffer
+    select     the first layer of an index group decides what is fetched, evicted and reused, and fetches its own rows;
+               those of the group's other layers are on their way from then on, beside the layers in between
+    reselect   such a layer waits for its rows
+    finish     the new rows are in host memory
+
+Write-back starts when the last layer has placed its rows, and runs beside that layer. All of it has joined the stream
+of the step by its end, so whatever comes after a step finds the rows of all its tokens in host memory: the next step,
+which may evict them or fetch them again, as well as whoever frees the pages. Nothing is enqueued that depends on values
+only the host knows, and all memory stays in place, so that a CUDA graph captures a step.
+"""
+
+import torch
+
+from ..kernels.index_topk import IndexPlan
+from ..kernels.swap_in import copy_misses, swap_in
+from ..kernels.write_back import write_back
+from ..memory.hisparse import HiSparseCache
+from .latent_rows import RowPlaces
+
+
+class HotLatentRows:
+    """LatentRows of one step, of one token per sequence."""
+
+    def __init__(self, cache: HiSparseCache, plan: IndexPlan, new_rows: torch.Tensor, hot_slots: torch.Tensor) -> None:
+        """`plan` sees 0 tokens of padding. `new_rows` [T] are the rows of the new tokens in host memory, -1 for padding;
+        `hot_slots` [T] int32 the slots of the requests, any valid one for padding.
+        """
+        if len(plan.page_table) != plan.tokens:
+            raise ValueError(f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed")
+        self._cache = cache
+        self._plan = plan
+        self._host_rows = new_rows
+        self._requests = hot_slots
+        self._swaps = cache.swaps(plan.tokens)
+        self._hot_rows = cache.tables.newest_rows(hot_slots, plan.visible)  # [groups, T]
+        self._fetched: dict[int, torch.cuda.Event] = {}
+        self._last_layer = len(cache.groups) - 1
+
+    def place(self, layer: int) -> RowPlaces:
+        return RowPlaces(self._pages(layer), self._hot_rows[self._cache.groups[layer]])
+
+    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
+        cache = self._cache
+        swap_in(
+            self._swaps,
+            positions,
+            self._requests,
+            self._plan.visible,
+            cache.group_tables[cache.groups[layer]],
+            self._plan.page_table,
+            cache.host_bytes[:, layer],
+            cache.hot_bytes[:, layer],
+        )
+        self._fetch_followers(layer)
+        return self._selected(layer)
+
+    def reselect(self, layer: int) -> RowPlaces:
+        if layer in self._fetched:
+            torch.cuda.current_stream(self._cache.device).wait_event(self._fetched[layer])
+        return self._selected(layer)
+
+    def finish(self) -> None:
+        if self._cache.side_stream is not None:
+            torch.cuda.current_stream(self._cache.device).wait_stream(self._cache.side_stream)
+
+    def _fetch_followers(self, layer: int) -> None:
+        """Fetch for the layers that will reselect. The plan stays as it is until all of them have."""
+        cache, side = self._cache, self._cache.side_stream
+        followers = [at for at, group in enumerate(cache.groups) if group == cache.groups[layer] and at > layer]
+        if side is None:
+            for follower in followers:
+                copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
+            return
+        if not followers:
+            return
+        side.wait_stream(torch.cuda.current_stream(cache.device))
+        with torch.cuda.stream(side):
+            for follower in followers:
+                copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
+                self._fetched[follower] = side.record_event()
+
+    def _selected(self, layer: int) -> RowPlaces:
+        if layer == self._last_layer:
+            self._start_write_back()
+        return RowPlaces(self._pages(layer), self._swaps.rows)
+
+    def _start_write_back(self) -> None:
+        """Rows of a step's new tokens are not evicted in that step, so nothing else touches them meanwhile."""
+        cache, side = self._cache, self._cache.side_stream
+        if side is None:
+            self._write_back()
+            return
+        side.wait_stream(torch.cuda.current_stream(cache.device))
+        with torch.cuda.stream(side):
+            self._write_back()
+
+    def _write_back(self) -> None:
+        cache = self._cache
+        hot_rows = self._hot_rows[cache.layer_groups]
+        write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)
+        cache.rows_written += (self._host_rows >= 0).sum() * len(cache.groups)
+
+    def _pages(self, layer: int) -> torch.Tensor:
+        (pages,) = self._cache.hot.layer(layer)
+        return pages.squeeze(1)

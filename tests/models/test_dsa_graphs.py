@@ -1,0 +1,199 @@
+"""Decode of sparse-attention models in CUDA graphs: against transformers, and against the same decoder without graphs."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.index_topk import IndexPlan, position_rows
+from pdserve.models.batch import SequenceSlice
+from pdserve.models.catalog import locate_model
+from pdserve.models.dsa_decoder import DsaDecoder
+from pdserve.models.dsa_parameters import DsaParameters
+from pdserve.models.graphs import DecodeGraphs
+from pdserve.models.latent_rows import LatentRows, RowPlaces
+from pdserve.models.runner import ModelRunner
+from pdserve.models.weights import load_weights
+from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+
+pytestmark = pytest.mark.gpu
+
+PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
+TOLERANCE = 3e-5  # as in test_dsa_decoder.py
+
+
+class Setup:
+    """A tiny model on the GPU, its cache and graphs, and transformers' version on the CPU."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, architecture: Any, **overrides: Any) -> None:
+        device = torch.device("cuda")
+        make_dsa_checkpoint(directory, architecture, **overrides)
+        source = locate_model(str(directory))
+        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype)
+        load_weights(source, parameters.slots())
+        self.reference: Any = load_reference(directory)
+        self.decoder = DsaDecoder(parameters)
+        self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
+        self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
+        self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
+
+    def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        logits = self._without_graphs.forward(self.cache, slices)
+        assert logits is not None
+        return logits
+
+    def prefill(self, lengths: list[int], room: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Random prompts, their rows in scattered pages with room for more; everything else in the cache is poison."""
+        for pool in self.cache.pools:
+            pool.data.fill_(50.0)
+        free = random.Random(5).sample(range(NUM_PAGES), NUM_PAGES)
+        prompts = [random.Random(index).choices(range(256), k=length) for index, length in enumerate(lengths)]
+        pages = [[free.pop() for _ in range(-(-(length + room) // PAGE_SIZE))] for length in lengths]
+        self.eager([SequenceSlice(ids, 0, where) for ids, where in zip(prompts, pages, strict=True)])
+        return prompts, pages
+
+    def contents(self) -> list[torch.Tensor]:
+        return [pool.data.clone() for pool in self.cache.pools]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """In float32 and without experts, whose products torch cannot capture in float32."""
+    pattern = {"index_topk_pattern": "FSSF"} if request.param == "glm_moe_dsa" else {}
+    directory = tmp_path_factory.mktemp(request.param)
+    return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """In bfloat16, with experts."""
+    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32")
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 13])
+def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batch: int) -> None:
+    """Contexts grow over page borders and over the 16 tokens that are selected; padded batches run in larger graphs."""
+    steps = 12
+    lengths = [1 + 7 * index for index in range(batch)]
+    prompts, pages = dense.prefill(lengths, steps + 1)
+    expected = [reference_greedy(dense.reference, ids, steps + 1) for ids in prompts]
+    for step in range(steps):
+        slices = [
+            SequenceSlice([tokens[step]], length + step, where)
+            for tokens, length, where in zip(expected, lengths, pages, strict=True)
+        ]
+        assert dense.graphs.fits(slices)
+        logits = dense.graphs.run(slices)
+        assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
+    full = [ids + tokens[:steps] for ids, tokens in zip(prompts, expected, strict=True)]
+    last = torch.stack([reference_logits(dense.reference, ids)[-1] for ids in full])
+    torch.testing.assert_close(logits.cpu(), last, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: int) -> None:
+    """As many rows as the graph has: the same kernels on the same shapes, so the same bits."""
+    lengths = [5 + 9 * index for index in range(batch)]
+    _, pages = mixed.prefill(lengths, 4)
+    slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
+    before = mixed.contents()
+    expected = mixed.eager(slices)
+    by_eager = mixed.contents()
+    for pool, old in zip(mixed.cache.pools, before, strict=True):
+        pool.data.copy_(old)
+    assert mixed.graphs.run(slices).equal(expected)
+    assert all(found.equal(known) for found, known in zip(mixed.contents(), by_eager, strict=True))
+
+
+@pytest.mark.parametrize("setup", ["dense", "mixed"])
+def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(
+    setup: str, request: pytest.FixtureRequest
+) -> None:
+    model: Setup = request.getfixturevalue(setup)
+    lengths = [9, 30, 4, 17, 1]
+    _, pages = model.prefill(lengths, 4)
+    slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
+    before = model.contents()
+    model.graphs.run(slices)  # 5 rows in the graph of 8
+    slots = {
+        (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
+    }
+    for pool, old in zip(model.cache.pools, before, strict=True):
+        written = (pool.data != old).any(-1).any(3).any(2).any(1)  # [page, token]
+        assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+
+
+def test_steps_of_other_batches_in_between_leave_no_trace(mixed: Setup) -> None:
+    lengths = [40, 3, 77]
+    _, pages = mixed.prefill(lengths, 4)
+    slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
+    first = mixed.graphs.run(slices).clone()
+    mixed.graphs.run([slices[2]] * 13)
+    mixed.graphs.run(slices[1:2])
+    assert mixed.graphs.run(slices).equal(first)
+
+
+def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
+    lengths = [12, 50]
+    _, pages = mixed.prefill(lengths, 4)
+    known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
+    unknown = [SequenceSlice([0], length, pages[index]) for index, length in enumerate(lengths)]
+    expected = mixed.graphs.run(known).clone()
+    assert not mixed.graphs.run(unknown).equal(expected)
+    assert mixed.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
+
+
+class ElsewhereRows:
+    """Latent rows in memory of their own, in another order and page size: what a hot buffer is to a graph."""
+
+    def __init__(self, pages: torch.Tensor, order: torch.Tensor, plan: IndexPlan, new_rows: torch.Tensor) -> None:
+        self._pages, self._order, self._plan = pages, order, plan
+        self._new_rows = self._moved(new_rows)
+
+    def place(self, layer: int) -> RowPlaces:
+        return RowPlaces(self._pages[layer], self._new_rows)
+
+    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
+        self._selected = self._moved(position_rows(positions, self._plan))
+        return self.reselect(layer)
+
+    def reselect(self, layer: int) -> RowPlaces:
+        return RowPlaces(self._pages[layer], self._selected)
+
+    def _moved(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows < 0, rows, self._order[rows.clamp(min=0).long()])
+
+
+def test_latent_rows_elsewhere_are_captured(dense: Setup) -> None:
+    lengths = [40, 3, 77]
+    _, pages = dense.prefill(lengths, 4)
+    slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
+    latent, _ = dense.cache.pools
+    order = torch.randperm(NUM_PAGES * PAGE_SIZE, dtype=torch.int32, device="cuda")
+    elsewhere = torch.full((latent.num_layers, len(order), 1, latent.head_dim), 50.0, device="cuda")
+    elsewhere[:, order.long(), 0] = latent.data.squeeze(3).squeeze(2).transpose(0, 1).flatten(1, 2)
+
+    def make_rows(plan: IndexPlan, new_rows: torch.Tensor) -> LatentRows:
+        return ElsewhereRows(elsewhere, order, plan, new_rows)
+
+    graphs = DecodeGraphs(dense.decoder, dense.cache, max_batch=4, max_context=MAX_CONTEXT, make_rows=make_rows)
+    expected = dense.graphs.run(slices).clone()
+    by_pages = latent.data.clone()
+    latent.data.fill_(torch.nan)
+    assert graphs.run(slices).equal(expected)
+    new = [
+        where[piece.start // PAGE_SIZE] * PAGE_SIZE + piece.start % PAGE_SIZE
+        for piece, where in zip(slices, pages, strict=True)
+    ]
+    rows = by_pages.squeeze(3).squeeze(2).transpose(0, 1).flatten(1, 2)[:, new]
+    assert elsewhere[:, order[new].long(), 0].equal(rows)
+
+
+def test_what_fits(dense: Setup) -> None:
+    pages = list(range(100))
+    assert dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH)
+    assert not dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
+    with pytest.raises(ValueError, match="have 2 pages"):
+        dense.graphs.run([SequenceSlice([1], 10, [3, 4])])

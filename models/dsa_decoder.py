@@ -58,22 +58,22 @@ class DsaDecoder:
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
+        return KvCache(self._pool("latent", num_pages, page_size), self._pool("indexer", num_pages, page_size))
+
+    def _pool(self, plane: str, num_pages: int, page_size: int, *, in_host_memory: bool = False) -> KvPool:
         layers = self.config.stage_layers(self.parameters.shard)
-
-        def pool(plane: str, row_size: int) -> KvPool:
-            return KvPool(
-                num_pages=num_pages,
-                num_layers=len(layers),
-                first_layer=layers.start,
-                num_heads=1,
-                page_size=page_size,
-                head_dim=row_size,
-                dtype=self.parameters.dtype,
-                device=self.parameters.device,
-                planes=(plane,),
-            )
-
-        return KvCache(pool("latent", self._dsa.latent_dim), pool("indexer", self._dsa.index_dim))
+        return KvPool(
+            num_pages=num_pages,
+            num_layers=len(layers),
+            first_layer=layers.start,
+            num_heads=1,
+            page_size=page_size,
+            head_dim=self._dsa.latent_dim if plane == "latent" else self._dsa.index_dim,
+            dtype=self.parameters.dtype,
+            device=torch.device("cpu") if in_host_memory else self.parameters.device,
+            planes=(plane,),
+            pinned=in_host_memory,
+        )
 
     def hidden(
         self,

@@ -1,4 +1,4 @@
-"""Decode of sparse-attention models in CUDA graphs: against transformers, and against the same decoder without graphs."""
+"""Sparse-attention decode in CUDA graphs: against transformers, and against the same decoder without graphs."""
 
 import random
 from pathlib import Path

@@ -54,9 +54,9 @@ def _rotate_queries(
         x1 = tl.load(turning, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(turning + 1, mask=inside, other=0.0).to(tl.float32)
         rotated1, rotated2 = rotate_pair(x1, x2, cos, sin, dtype)
-        out = query_ptr + token * query_stride + head[:, None] * head_stride + tail + pair[None, :]
-        tl.store(out, rotated1, mask=inside)
-        tl.store(out + HALF, rotated2, mask=inside)
+        end = query_ptr + token * query_stride + head[:, None] * head_stride + tail + pair[None, :]
+        tl.store(end, rotated1, mask=inside)
+        tl.store(end + HALF, rotated2, mask=inside)
     elif INDEX_HEADS > 0:
         head = (number - programs) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_head = (head < INDEX_HEADS)[:, None]

@@ -2,8 +2,9 @@
 
 The rows of all tokens are in pinned host memory; the GPU holds B of each request, least recently used out, and the
 newest. Once per step and index group, `swap_in` decides, updates the tables (slot_tables.py) and fetches what is
-missing in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence longer than B,
-with n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written before):
+missing in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence beyond its
+capacity, with n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written
+before):
 
     hits      slots of selected tokens, in eviction order; stale = the other slots, in eviction order
     misses    selected tokens without a slot, n aside, in the order of top-k, each once
@@ -14,14 +15,15 @@ This is LRU exactly: a slot is evicted before all that were used in a later step
 row where it is, and is not fetched.
 
     rows[t, i]                           flat hot row of token top_k[t, i], the same for duplicates; -1 where the token
-                                         is not in [0, seq_len) or batch row t is padding
+                                         is not in [0, seq_len)
     miss_sources[t, j], miss_rows[t, j]  host row and hot row of the j-th of miss_counts[t] misses
 
-A sequence of at most B tokens has token p in slot p and no misses, and its tables do not change. Every selectable token
-but the newest must be in host memory. Shapes: top_k [batch, K] int32, K <= B; requests (distinct), seq_lens [batch]
-int32, at most max_context; host_pages [requests, pages] int32. Pools of one layer: host [pages, page_size, row_bytes]
-uint8, pinned where hot is on a GPU; hot [rows, row_bytes] uint8; rows contiguous, other strides free. Rows that start
-at multiples of 16 bytes are faster.
+A sequence within its capacity has token p in slot p and no misses, and its tables do not change: nor do those that a
+padded batch row names, whose seq_len is 0. Every selectable token but the newest must be in host memory. Shapes: top_k
+[batch, K] int32, K <= B; requests (distinct but for padding), seq_lens [batch] int32, at most max_context; host_pages
+[batch, pages] int32, those of each row's sequence up to its newest token. Pools of one layer, host (pinned where hot is
+on a GPU) and hot: [pages, S, row_bytes] uint8; rows contiguous, other strides free. Rows that start at multiples of 16
+bytes are faster.
 
 Floor: misses * row bytes over PCIe. On the GPU one launch does both, so that fetching starts while plans are made.
 """
@@ -53,6 +55,16 @@ class SwapPlan:
         counts, signals = (torch.zeros(size, dtype=torch.int32, device=device) for size in (batch, batch + 1))
         return cls(rows, sources, destinations, counts, signals)
 
+    def first(self, batch: int) -> "SwapPlan":
+        """Its first rows: a plan for a smaller batch, in the same memory."""
+        return SwapPlan(
+            self.rows[:batch],
+            self.miss_sources[:batch],
+            self.miss_rows[:batch],
+            self.miss_counts[:batch],
+            self.signals[: batch + 1],
+        )
+
 
 def plan_reference(
     plan: SwapPlan,
@@ -61,27 +73,22 @@ def plan_reference(
     seq_lens: torch.Tensor,
     tables: SlotTables,
     host_pages: torch.Tensor,
-    page_size: int,
-    live_rows: torch.Tensor | None = None,
 ) -> None:
     plan.rows.fill_(-1)
     plan.miss_counts.zero_()
-    live = len(top_k) if live_rows is None else min(len(top_k), int(live_rows))
-    for row in range(live):
-        request, seq_len = int(requests[row]), int(seq_lens[row])
+    for row, (request, seq_len) in enumerate(zip(requests.tolist(), seq_lens.tolist(), strict=True)):
         selected = top_k[row].long()
         valid = (selected >= 0) & (selected < seq_len)
         tokens = selected[valid]
-        first_row = request * (tables.hot_rows + 1)
-        if seq_len <= tables.hot_rows:
-            plan.rows[row, valid] = (first_row + tokens).int()
+        if seq_len <= int(tables.capacity[request]):
+            plan.rows[row, valid] = tables.flat_rows(requests[row], tokens.int())
             continue
         slots, misses, loaded = _replace(tables, request, tokens, newest=seq_len - 1)
-        plan.rows[row, valid] = (first_row + slots).int()
+        plan.rows[row, valid] = tables.flat_rows(requests[row], slots.int())
         plan.miss_counts[row] = len(misses)
-        pages = host_pages[request, misses // page_size]
-        plan.miss_sources[row, : len(misses)] = pages * page_size + (misses % page_size).int()
-        plan.miss_rows[row, : len(misses)] = (first_row + loaded).int()
+        pages = host_pages[row, misses // tables.page_size]
+        plan.miss_sources[row, : len(misses)] = pages * tables.page_size + (misses % tables.page_size).int()
+        plan.miss_rows[row, : len(misses)] = tables.flat_rows(requests[row], loaded.int())
 
 
 def _replace(
@@ -100,6 +107,7 @@ def _replace(
     used[present[present >= 0].long()] = True
     hits, stale = order[used[order]], order[~used[order]]
     loaded, left = stale[: len(misses)], stale[len(misses) :]
+    tables.lookups.add_(tables.lookups.new_tensor([len(hits), len(misses)]))
 
     evicted = slot_tokens[loaded]
     token_slots[evicted[evicted >= 0].long()] = -1
@@ -120,8 +128,9 @@ def copy_misses_reference(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor)
     page_size = host.shape[1]
     for row, count in enumerate(plan.miss_counts.tolist()):
         sources = plan.miss_sources[row, :count].to(host.device)
+        targets = plan.miss_rows[row, :count]
         rows = host[sources // page_size, sources % page_size]
-        hot[plan.miss_rows[row, :count]] = rows.to(hot.device)
+        hot[targets // page_size, targets % page_size] = rows.to(hot.device)
 
 
 def swap_in(
@@ -134,13 +143,11 @@ def swap_in(
     host: torch.Tensor,
     hot: torch.Tensor,
     *,
-    live_rows: torch.Tensor | None = None,
     impl: CudaImpl = "auto",
 ) -> None:
     """Fill `plan`, update `tables`, fetch the misses into `hot`; see the module docstring.
 
-    Once per step: `seq_lens` of a long sequence grow by one from call to call. `live_rows`, one int32 on the device,
-    says how many batch rows are real; the others change nothing and get -1 and no misses.
+    Once per step: `seq_lens` of a long sequence grow by one from call to call.
     """
     batch, width = top_k.shape
     if tables.slot_tokens.dim() != 2:
@@ -152,25 +159,22 @@ def swap_in(
     if not plan.miss_counts.shape == requests.shape == seq_lens.shape == (batch,):
         raise ValueError(f"requests {list(requests.shape)} and seq_lens {list(seq_lens.shape)} do not fit {batch} rows")
     _check_pools(host, hot)
-    if len(host_pages) != tables.requests or host_pages.shape[1] * host.shape[1] < tables.max_context:
-        raise ValueError(
-            f"host_pages {list(host_pages.shape)} of {host.shape[1]} tokens do not hold {tables.requests} requests of "
-            f"{tables.max_context} tokens"
-        )
-    if len(hot) < tables.requests * (tables.hot_rows + 1):
-        raise ValueError(f"hot has {len(hot)} rows, {tables.requests} requests have {tables.hot_rows + 1} each")
-    integers = [top_k, requests, seq_lens, host_pages, *([] if live_rows is None else [live_rows])]
+    if host.shape[1] != tables.page_size:
+        raise ValueError(f"pools have pages of {host.shape[1]} rows, the tables are for {tables.page_size}")
+    if len(host_pages) != batch:
+        raise ValueError(f"host_pages {list(host_pages.shape)} do not fit {batch} rows")
+    integers = (top_k, requests, seq_lens, host_pages)
     if any(tensor.dtype != torch.int32 or tensor.device != hot.device for tensor in integers):
         raise ValueError(f"indices must be int32 on {hot.device}, got {[(t.dtype, t.device) for t in integers]}")
-    if any(tensor.stride(-1) != 1 for tensor in (top_k, requests, seq_lens, host_pages)):
+    if any(tensor.stride(-1) != 1 for tensor in integers):
         raise ValueError("the last dimension of all indices must be contiguous")
     if not use_cuda(impl, hot.device):
-        plan_reference(plan, top_k, requests, seq_lens, tables, host_pages, host.shape[1], live_rows)
+        plan_reference(plan, top_k, requests, seq_lens, tables, host_pages)
         copy_misses_reference(plan, host, hot)
         return
     from .swap_in_cuda import launch_swap_in
 
-    launch_swap_in(plan, top_k, requests, seq_lens, tables, host_pages, host, hot, live_rows)
+    launch_swap_in(plan, top_k, requests, seq_lens, tables, host_pages, host, hot)
 
 
 def copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor, *, impl: CudaImpl = "auto") -> None:
@@ -185,9 +189,9 @@ def copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor, *, impl: 
 
 
 def _check_pools(host: torch.Tensor, hot: torch.Tensor) -> None:
-    if host.dtype != torch.uint8 or hot.dtype != torch.uint8 or host.shape[2] != hot.shape[1]:
+    if host.dtype != torch.uint8 or hot.dtype != torch.uint8 or host.shape[1:] != hot.shape[1:]:
         raise ValueError(
-            f"host {list(host.shape)} {host.dtype} and hot {list(hot.shape)} {hot.dtype} are not rows of equal bytes"
+            f"host {list(host.shape)} {host.dtype} and hot {list(hot.shape)} {hot.dtype} are not pages of equal bytes"
         )
-    if host.stride(2) != 1 or hot.stride(1) != 1:
+    if host.stride(2) != 1 or hot.stride(2) != 1:
         raise ValueError(f"rows must be contiguous, strides are {host.stride()} and {hot.stride()}")

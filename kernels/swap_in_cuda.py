@@ -32,36 +32,38 @@ def launch_swap_in(
     host_pages: torch.Tensor,
     host: torch.Tensor,
     hot: torch.Tensor,
-    live_rows: torch.Tensor | None,
 ) -> None:
-    (batch, width), row_bytes = top_k.shape, hot.shape[1]
+    (batch, width), row_bytes = top_k.shape, hot.shape[2]
     if batch == 0:
         return
     threads = plan_threads(width, tables.hot_rows)
-    shared_bytes = max(plan_shared_bytes(width, tables.hot_rows), 4 * batch)
+    shared_bytes = max(plan_shared_bytes(width, tables.hot_rows, tables.page_size), 4 * batch)
     constants = {
         "TOP_K": width,
         "HOT_ROWS": tables.hot_rows,
-        "PAGE_SIZE": host.shape[1],
+        "PAGE_SIZE": tables.page_size,
         "ROW_BYTES": row_bytes,
         "THREADS": threads,
         "BUCKET_BITS": bucket_bits(width),
     }
     host_address = device_address(host)
-    in_words = (host_address, host.stride(0), host.stride(1), hot.data_ptr(), hot.stride(0), row_bytes)
+    in_words = (host_address, *host.stride()[:2], hot.data_ptr(), *hot.stride()[:2], row_bytes)
     early = row_bytes <= MAX_EARLY_ROW_BYTES and all(number % 16 == 0 for number in in_words)
     load_kernel("swap_in.cu", "swap_in", hot.device, tuple(constants.items()), shared_bytes).launch(
         top_k.data_ptr(),
         top_k.stride(0),
         requests.data_ptr(),
         seq_lens.data_ptr(),
-        0 if live_rows is None else live_rows.data_ptr(),
+        tables.capacity.data_ptr(),
+        tables.hot_pages.data_ptr(),
+        tables.hot_pages.stride(0),
         tables.slot_tokens.data_ptr(),
         tables.slot_tokens.stride(0),
         tables.token_slots.data_ptr(),
         tables.token_slots.stride(0),
         tables.eviction_order.data_ptr(),
         tables.eviction_order.stride(0),
+        tables.lookups.data_ptr(),
         host_pages.data_ptr(),
         host_pages.stride(0),
         plan.rows.data_ptr(),
@@ -75,6 +77,7 @@ def launch_swap_in(
         host.stride(1),
         hot.data_ptr(),
         hot.stride(0),
+        hot.stride(1),
         threads // 32 - 1 if early else 0,
         blocks=batch + copy_blocks(hot.device),
         threads=threads,
@@ -86,7 +89,7 @@ def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) ->
     batch, width = plan.miss_sources.shape
     if batch == 0:
         return
-    constants = {"TOP_K": width, "PAGE_SIZE": host.shape[1], "ROW_BYTES": hot.shape[1], "THREADS": COPY_THREADS}
+    constants = {"TOP_K": width, "PAGE_SIZE": host.shape[1], "ROW_BYTES": hot.shape[2], "THREADS": COPY_THREADS}
     load_kernel("copy_misses.cu", "copy_misses", hot.device, tuple(constants.items()), 4 * batch).launch(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
@@ -97,6 +100,7 @@ def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) ->
         host.stride(1),
         hot.data_ptr(),
         hot.stride(0),
+        hot.stride(1),
         blocks=copy_blocks(hot.device),
         threads=COPY_THREADS,
         shared_bytes=4 * batch,

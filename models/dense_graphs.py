@@ -1,6 +1,7 @@
 """The decode step of a dense decoder as a CUDA graph has it: how attention is cut changes from step to step."""
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from ..kernels.attention_plan import WorkPlan, cut_decode, num_pieces
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .decoder import Decoder
-from .graph_inputs import TOKEN_SECTIONS, DecodeRows, InputBuffer
+from .graph_inputs import TOKEN_SECTIONS, InputBuffer, fill_tokens, pages_in_use
 
 
 class DenseStep:
@@ -45,23 +46,26 @@ class DenseStep:
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> None:
         """Padded rows have no keys, so no piece."""
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
-        rows = DecodeRows.gather(slices, page_size)
+        used = pages_in_use(slices, page_size)
+        pages = np.fromiter(
+            chain.from_iterable(piece.pages[:count] for piece, count in zip(slices, used, strict=True)), dtype=np.int32
+        )
         kv_lens = np.zeros(size, dtype=np.int32)
-        kv_lens[:live] = rows.starts + 1
+        kv_lens[:live] = [piece.end for piece in slices]
         pieces, piece_starts = cut_decode(kv_lens, num_pieces(size, self._pool.num_heads, self._cache.device))
 
         self._inputs.wait()
         host["live_rows"][0] = live
-        rows.fill_tokens(host, size, page_size)
+        fill_tokens(host, slices, size, page_size)
         host["kv_lens"][:size] = kv_lens
-        host["page_starts"][:live] = rows.ends - rows.used
+        host["page_starts"][:live] = list(accumulate(used, initial=0))[:live]
         host["page_starts"][live:size] = 0
         host["piece_starts"][: size + 1] = piece_starts
         table = host["pieces"].reshape(4, -1)
         table[:, : pieces.shape[1]] = pieces
         table[:, pieces.shape[1] :] = 0
-        host["pages"][: len(rows.pages)] = rows.pages
-        self._inputs.upload(len(rows.pages))
+        host["pages"][: len(pages)] = pages
+        self._inputs.upload(len(pages))
 
     def _batch(self, size: int) -> ForwardBatch:
         """The first `size` rows as a batch of single tokens."""

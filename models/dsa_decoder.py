@@ -5,15 +5,19 @@ rows that are selected. Prompts, chunks of them and single tokens are the same t
 among the tokens up to itself.
 """
 
+from itertools import accumulate
+
 import torch
 
 from ..kernels.index_topk import IndexPlan, index_topk
 from ..kernels.latent_write import KeyWrite
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.sparse_mla import sparse_mla
+from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache, KvPool
 from .batch import ForwardBatch
 from .dsa_parameters import DsaParameters
+from .hot_rows import HotLatentRows
 from .indexer import IndexerParameters, index_weights
 from .latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
 from .mla import compress, expand_queries, project_output
@@ -60,6 +64,23 @@ class DsaDecoder:
         """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
         return KvCache(self._pool("latent", num_pages, page_size), self._pool("indexer", num_pages, page_size))
 
+    def make_hisparse_cache(
+        self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
+    ) -> HiSparseCache:
+        """A cache whose latent rows are in host memory, with `hot_pages` pages of hot ones for up to `slots` requests
+        of `max_context` tokens, `hot_rows` rows each. Raises StartupError for sizes that do not go together.
+        """
+        return HiSparseCache(
+            self._pool("latent", num_pages, page_size, in_host_memory=True),
+            self._pool("indexer", num_pages, page_size),
+            self._pool("latent", hot_pages, page_size),
+            slots=slots,
+            hot_rows=hot_rows,
+            max_context=max_context,
+            top_k=self._dsa.index_topk,
+            groups=[at - 1 for at in accumulate(layer.indexer is not None for layer in self.parameters.layers)],
+        )
+
     def _pool(self, plane: str, num_pages: int, page_size: int, *, in_host_memory: bool = False) -> KvPool:
         layers = self.config.stage_layers(self.parameters.shard)
         return KvPool(
@@ -90,13 +111,15 @@ class DsaDecoder:
 
         `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
         nothing, and what is returned for them means nothing. `plan` is that of a batch without slices, in a CUDA graph.
-        Latent rows are where `rows` has them, by default in the pages of `cache`.
+        Latent rows are where `rows` has them, by default where `cache` does: in its pages, or in hot buffers.
         """
-        *latent_pools, index_pool = cache.pools
+        latent_pool, index_pool = cache.pools
         plan = plan or _plan(batch, cache.page_size)
         new_rows = new_token_rows(batch, cache.page_size, live_rows)
-        if rows is None:
-            (latent_pool,) = latent_pools
+        if rows is None and isinstance(cache, HiSparseCache):
+            assert batch.hot_slots is not None, "a sequence over a HiSparse cache has a hot slot"
+            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots)
+        elif rows is None:
             rows = PagedLatentRows(latent_pool, plan, new_rows)
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
@@ -123,6 +146,7 @@ class DsaDecoder:
                 update = sum_over_ranks(mixture(normed, layer.mlp, dsa.moe))
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+        rows.finish()
         return hidden + update
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ class DsaStep:
                 "live_rows": 1,
                 **dict.fromkeys(TOKEN_SECTIONS, max_batch),
                 "visible": max_batch,
+                "hot_slots": max_batch,
                 "page_table": max_batch * max_pages,
             },
             cache.device,
@@ -64,6 +65,7 @@ class DsaStep:
             positions=parts["positions"][:size],
             page_ids=parts["page_ids"][:size],
             offsets=parts["offsets"][:size],
+            hot_slots=parts["hot_slots"][:size],
         )
         rows = None
         if self._make_rows is not None:
@@ -79,6 +81,8 @@ class DsaStep:
         rows.fill_tokens(host, size, page_size)
         host["visible"][:live] = rows.starts + 1
         host["visible"][live:size] = 0
+        host["hot_slots"][:live] = [piece.hot_slot or 0 for piece in slices]
+        host["hot_slots"][live:size] = 0
         for row, pages in zip(self._table, np.split(rows.pages, rows.ends[:-1]), strict=False):
             row[: len(pages)] = pages
         self._inputs.upload(live * self._max_pages)

@@ -1,10 +1,7 @@
 """What the steps of a CUDA graph read and what changes between them, brought to the device by one copy."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 
 from ..kernels.attention_plan import IntArray
@@ -40,36 +37,21 @@ TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")
 """One element per row of the batch; every architecture has them."""
 
 
-@dataclass(frozen=True)
-class DecodeRows:
-    """A batch of single tokens as arrays: where each is in its sequence, and the pages of all up to there."""
+def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
+    """The sections of TOKEN_SECTIONS, for a batch of single tokens padded to `size` rows."""
+    live = len(slices)
+    host["token_ids"][:live] = [piece.token_ids[0] for piece in slices]
+    host["positions"][:live] = [piece.start for piece in slices]
+    host["page_ids"][:live] = [piece.pages[piece.start // page_size] for piece in slices]
+    host["offsets"][:live] = [piece.start % page_size for piece in slices]
+    for name in TOKEN_SECTIONS:
+        host[name][live:size] = 0
 
-    token_ids: list[int]
-    starts: IntArray
-    used: list[int]  # pages of each sequence
-    ends: IntArray  # of each sequence's pages in `pages`
-    pages: IntArray  # all of them, end to end
 
-    @staticmethod
-    def gather(slices: Sequence[SequenceSlice], page_size: int) -> "DecodeRows":
-        """Raises ValueError when a sequence lacks pages."""
-        live = len(slices)
-        starts = np.fromiter((piece.start for piece in slices), dtype=np.int32, count=live)
-        used = [-(-piece.end // page_size) for piece in slices]
-        pages = np.fromiter(
-            chain.from_iterable(piece.pages[:count] for piece, count in zip(slices, used, strict=True)), dtype=np.int32
-        )
-        if len(pages) != sum(used):
-            raise ValueError(f"{live} sequences have {len(pages)} pages of {page_size} tokens and need {sum(used)}")
-        ends = np.cumsum(used, dtype=np.int32) if live else np.zeros(0, dtype=np.int32)
-        return DecodeRows([piece.token_ids[0] for piece in slices], starts, used, ends, pages)
-
-    def fill_tokens(self, host: Mapping[str, IntArray], size: int, page_size: int) -> None:
-        """The sections of TOKEN_SECTIONS, for a batch padded to `size` rows."""
-        live = len(self.token_ids)
-        host["token_ids"][:live] = self.token_ids
-        host["positions"][:live] = self.starts
-        host["page_ids"][:live] = self.pages[self.ends - 1]
-        host["offsets"][:live] = self.starts % page_size
-        for name in TOKEN_SECTIONS:
-            host[name][live:size] = 0
+def pages_in_use(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
+    """How many pages each sequence has up to the end of its slice; raises ValueError when one has fewer."""
+    used = [-(-piece.end // page_size) for piece in slices]
+    if any(len(piece.pages) < count for piece, count in zip(slices, used, strict=True)):
+        present = sum(min(len(piece.pages), count) for piece, count in zip(slices, used, strict=True))
+        raise ValueError(f"{len(slices)} sequences have {present} pages of {page_size} tokens and need {sum(used)}")
+    return used

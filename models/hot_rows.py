@@ -25,8 +25,9 @@ class HotLatentRows:
     """LatentRows of one step, of one token per sequence."""
 
     def __init__(self, cache: HiSparseCache, plan: IndexPlan, new_rows: torch.Tensor, hot_slots: torch.Tensor) -> None:
-        """`plan` sees 0 tokens of padding. `new_rows` [T] are the rows of the new tokens in host memory, -1 for padding;
-        `hot_slots` [T] int32 the slots of the requests, any valid one for padding.
+        """`new_rows` [T] are those of the new tokens in host memory, `hot_slots` [T] int32 the slots of their requests.
+
+        Padding sees nothing in `plan`, its row is -1 and its slot any valid one.
         """
         if len(plan.page_table) != plan.tokens:
             raise ValueError(f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed")

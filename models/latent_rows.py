@@ -36,7 +36,8 @@ def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor 
 class LatentRows(Protocol):
     """The latent rows of one batch's sequences; `layer` counts those of this rank.
 
-    Of each layer in turn: `place`, then `select` or `reselect`. Rows that were placed count as written by then.
+    Of each layer in turn: `place`, then `select` or `reselect`. Rows that were placed count as written by then. After
+    the last layer: `finish`.
     """
 
     def place(self, layer: int) -> RowPlaces:
@@ -50,6 +51,9 @@ class LatentRows(Protocol):
 
     def reselect(self, layer: int) -> RowPlaces:
         """The tokens of the last `select`, in another layer."""
+
+    def finish(self) -> None:
+        """New rows are where later batches will look for them."""
 
 
 MakeLatentRows = Callable[[IndexPlan, torch.Tensor], LatentRows]
@@ -75,6 +79,9 @@ class PagedLatentRows:
     def reselect(self, layer: int) -> RowPlaces:
         assert self._selected is not None, "a stage starts with a layer that selects"
         return RowPlaces(self._pages(layer), self._selected)
+
+    def finish(self) -> None:
+        pass
 
     def _pages(self, layer: int) -> torch.Tensor:
         (pages,) = self._pool.layer(layer)

@@ -7,6 +7,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.schema import LoadFormat
+from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .catalog import ModelSource
@@ -122,6 +123,15 @@ class ModelRunner:
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's geometry, dtype and device."""
         return self._decoder.make_cache(num_pages, page_size)
+
+    def make_hisparse_cache(
+        self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
+    ) -> HiSparseCache:
+        """A KV cache in host memory with hot rows on the device, as DsaDecoder has it; for sparse attention only."""
+        assert isinstance(self._decoder, DsaDecoder), "the configuration was checked against the model"
+        return self._decoder.make_hisparse_cache(
+            num_pages, page_size, hot_pages=hot_pages, slots=slots, hot_rows=hot_rows, max_context=max_context
+        )
 
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> bool:
         """From now on run decode steps over `cache` as CUDA graphs; no other cache may be used then. Takes seconds.

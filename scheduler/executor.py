@@ -59,7 +59,8 @@ class Executor:
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it, unless a token could not be settled on the device."""
         slices = [
-            SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages) for row in rows
+            SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages, row.hot_slot)
+            for row in rows
         ]
         prompt_parts: list[tuple[int, Logprobs]] = []
         if any(row.scored for row in rows):

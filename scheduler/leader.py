@@ -40,7 +40,7 @@ from .hot_buffers import HotLimits
 from .intake import DecodeLimits
 from .prefill import PrefillLimits, PrefillScheduler
 from .prefill_loop import PrefillLoop
-from .rank import looks_ahead
+from .rank_builder import looks_ahead
 from .rank_messages import RankFailed, RankReady
 from .ranks import RankLostError, Ranks
 

@@ -14,15 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from ..configs.errors import StartupError
-from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ..memory.device import free_memory_bytes, resolve_device
-from ..memory.kv_pool import KvCache, KvPool
-from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ..memory.device import resolve_device
+from ..memory.hisparse import HiSparseCache
+from ..memory.kv_pool import KvPool
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
-from ..models.runner import ModelRunner, resolve_dtype
 from ..models.sharding import Shard
 from ..transfer.checksum import add_sums, block_sum
 from ..transfer.chunk_writer import ChunkWriter, LocalPool
@@ -30,8 +27,9 @@ from ..transfer.layout import KvLayout, Plane
 from ..transfer.messages import Pool, Rank
 from ..transfer.receivers import Receivers
 from ..transfer.transports import machine_id
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
-from .executor import Executor, PendingStep
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
+from .executor import PendingStep
+from .rank_builder import RankBuilder
 from .rank_messages import (
     ChunkReport,
     ClosePeer,
@@ -49,12 +47,9 @@ from .rank_messages import (
     VerifyKv,
     WriteChunk,
 )
-from .step import Draw, StepRow
 
 log = logging.getLogger(__name__)
 
-PREFILL_POOL_CONTEXTS = 8
-"""An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
 STEPS_AHEAD = 2
@@ -87,7 +82,7 @@ class RankEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at)
-        self._executor = self._build()
+        self._executor = RankBuilder(config, source, self._parallel, self._device).build()
         self._pools = [LocalPool(pool, _layout(pool)) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
@@ -150,6 +145,7 @@ class RankEngine:
             self._writer.close_all()
         if self._receivers is not None:
             self._receivers.close()
+        self._executor.cache.close()
         self._parallel.close()
 
     def _carry_out(self, command: ComputeCommand) -> None:
@@ -158,6 +154,8 @@ class RankEngine:
                 self._start_step(command)
             case CopyPage() | SavePages() | LoadPages() | DropPages():
                 self._move_pages(command)
+            case OpenHot() | ResizeHot():
+                self._set_hot(command)
             case VerifyKv():
                 self._report(KvVerified(self._rank, command.key, *self._verify(command)))
             case _:
@@ -215,6 +213,16 @@ class RankEngine:
             torch.cuda.current_stream(self._device).synchronize()
         self._report(OrderDone(self._rank, command.order, time.monotonic() - started))
 
+    def _set_hot(self, command: OpenHot | ResizeHot) -> None:
+        """In line with the steps: the device does it after those that were started."""
+        cache = self._executor.cache
+        assert isinstance(cache, HiSparseCache), "only a HiSparse cache has hot buffers"
+        match command:
+            case OpenHot():
+                cache.open(command.slot, command.hot_pages, command.pages, command.tokens, command.capacity)
+            case ResizeHot():
+                cache.resize(command.slot, command.hot_pages, command.capacity)
+
     def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
         """Chunks compared, and the first difference from what was sent."""
         for count, chunk in enumerate(command.chunks):
@@ -229,98 +237,19 @@ class RankEngine:
                 return count, f"KV checksum differs for {span} on rank {self._rank}"
         return len(command.chunks), None
 
-    # -- building ----------------------------------------------------------------------------------------------
-
-    def _build(self) -> Executor:
-        config, source, parallel = self._config, self._source, self._parallel
-        dtype = resolve_dtype(config.dtype, source.config, self._device)
-        started = time.monotonic()
-        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
-        check_weights_fit(weight_bytes, self._device)
-        log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
-        runner = ModelRunner.load(
-            source, device=self._device, dtype=dtype, parallel=parallel, load_format=config.load_format
-        )
-        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
-        step_bytes = self._measure_steps(runner)
-        pages = self._pool_pages(runner, step_bytes)
-        cache = runner.make_cache(pages, config.page_size)
-        log.info(
-            "KV pool: %d tokens in %d pages of %d, %.2f GiB",
-            pages * config.page_size,
-            pages,
-            config.page_size,
-            cache.size_bytes / GIB,
-        )
-        started = time.monotonic()
-        if self._capture_graphs(runner, cache):
-            log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
-        if self._device.type == "cuda":
-            log.info(
-                "memory of %s: %.2f GiB weights, %.2f GiB KV pool, %.2f GiB at most for a step and its graphs; "
-                "%.2f GiB are free",
-                self._device,
-                weight_bytes / GIB,
-                cache.size_bytes / GIB,
-                step_bytes / GIB,
-                free_memory_bytes(self._device) / GIB,
-            )
-        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
-
-    def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
-        """As many on every rank: a page id means the same everywhere."""
-        config = self._config
-        concurrent = config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
-        pages = pool_pages(
-            config,
-            token_bytes=runner.kv_token_bytes,
-            most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=free_memory_bytes(self._device) - step_bytes,
-        )
-        return self._parallel.agree_minimum(pages)
-
-    def _capture_graphs(self, runner: ModelRunner, cache: KvCache) -> bool:
-        """Whether decode steps over `cache` are CUDA graphs from now on."""
-        config = self._config
-        if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
-            return False
-        context = min(self._source.config.context_length, cache.num_pages * config.page_size)
-        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context)
-
-    def _measure_steps(self, runner: ModelRunner) -> int:
-        """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
-        which the first request would otherwise wait for.
-        """
-        if self._device.type != "cuda":
-            return 0
-        started = time.monotonic()
-        config = self._config
-        longest = min(self._source.config.context_length, self._pool_pages(runner, 0) * config.page_size)
-        try:
-            needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
-        except torch.OutOfMemoryError as error:
-            rows = "max_running_requests" if isinstance(config, DecodeConfig) else "chunk_size"
-            raise StartupError(
-                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for such a step beside the "
-                f"weights: {error}"
-            ) from error
-        log.info("largest steps tried in %.1f s: %.2f GiB", time.monotonic() - started, needed / GIB)
-        return needed
-
-    def _dry_run(self, runner: ModelRunner, longest: int) -> None:
-        """The largest steps there can be, over a cache of a single page that stands for all others."""
-        config = self._config
-        cache = runner.make_cache(1, config.page_size)
-        self._capture_graphs(runner, cache)
-        executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in largest_steps(config, longest):
-            executor.start(rows).finish()
-        runner.release_graphs()
-
     def _ready(self) -> RankReady:
         cache = self._executor.cache
         sessions = self._receivers.sessions if self._receivers is not None else {}
-        pools = (Pool(pool.layout, pool.memory.base_address, pool.memory.size_bytes) for pool in self._pools)
+        hot = cache if isinstance(cache, HiSparseCache) else None
+        pools = [
+            Pool(
+                pool.layout,
+                pool.memory.base_address,
+                pool.memory.size_bytes,
+                memory="host" if hot is not None and pool.memory is hot.host else "device",
+            )
+            for pool in self._pools
+        ]
         return RankReady(
             self._rank,
             place=Rank(
@@ -334,6 +263,8 @@ class RankEngine:
             num_pages=cache.num_pages,
             dtype=cache.pools[0].dtype_name,
             device=str(self._device),
+            hot_pages=hot.hot.num_pages if hot is not None else None,
+            hot_rows=hot.tables.hot_rows if hot is not None else None,
         )
 
 
@@ -348,28 +279,6 @@ def _layout(pool: KvPool) -> KvLayout:
         num_pages=pool.num_pages,
         dtype=pool.dtype_name,
     )
-
-
-def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
-    """The steps that need most memory: of decode, the largest batch; of prefill, a chunk at the end of a prompt of
-    `longest` tokens, and one of as many prompts as there may be.
-    """
-    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
-
-    def row(start: int, tokens: int) -> StepRow:
-        pages = [0] * -(-(start + tokens) // config.page_size)
-        return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
-
-    if isinstance(config, DecodeConfig):
-        return [[row(0, 1)] * config.max_running_requests]
-    chunk = min(config.chunk_size, longest)
-    prompts = min(config.chunk_size, config.max_queued_requests)
-    return [[row(longest - chunk, chunk)], [row(0, config.chunk_size // prompts)] * prompts]
-
-
-def looks_ahead(config: AnyServerConfig) -> bool:
-    """Whether steps are given before the tokens they feed are known: with one stage, which has them on the device."""
-    return isinstance(config, DecodeConfig) and config.pp == 1
 
 
 def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:

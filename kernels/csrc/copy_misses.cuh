@@ -8,12 +8,14 @@ struct Pools {
     const char* host;
     long long host_page_stride, host_token_stride;
     char* hot;
-    long long hot_row_stride;
+    long long hot_page_stride, hot_token_stride;
 
     __device__ const char* source(int row) const {
         return host + row / PAGE_SIZE * host_page_stride + row % PAGE_SIZE * host_token_stride;
     }
-    __device__ char* destination(int row) const { return hot + row * hot_row_stride; }
+    __device__ char* destination(int row) const {
+        return hot + row / PAGE_SIZE * hot_page_stride + row % PAGE_SIZE * hot_token_stride;
+    }
 };
 
 __device__ __forceinline__ unsigned inclusive_warp_scan(unsigned value) {

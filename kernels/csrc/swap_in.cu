@@ -16,6 +16,7 @@ constexpr int SLOTS = HOT_ROWS + 1;
 constexpr int WARPS = THREADS / 32;
 constexpr int SELECTED = (TOP_K + THREADS - 1) / THREADS;    // entries of top-k per thread, consecutive
 constexpr int ORDERED = (HOT_ROWS + THREADS - 1) / THREADS;  // entries of the eviction order per thread, consecutive
+constexpr int BUFFER_PAGES = HOT_ROWS / PAGE_SIZE + 1;
 constexpr int BUCKETS = 1 << BUCKET_BITS;
 constexpr int EMPTY = 0x7fffffff;
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps, and one warp scans the sums of all");
@@ -27,8 +28,11 @@ struct Shared {
     int tokens[TOP_K];
     unsigned warp_sums[32];
     int early_sources[32];
+    int pages[BUFFER_PAGES];  // of the hot pool
     short victims[TOP_K];  // the slot that takes the n-th miss
     unsigned char used[SLOTS];
+
+    __device__ int row_of(int slot) const { return pages[slot / PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE; }
 };
 
 // The bucket of tokens[index], shared by its duplicates; keeps the smallest index.
@@ -89,14 +93,15 @@ __device__ int await_signal(const int* address) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
-        const int* __restrict__ seq_lens, const int* __restrict__ live_rows, int* slot_tokens,
-        long long slot_tokens_stride, short* token_slots, long long token_slots_stride, short* eviction_order,
-        long long eviction_order_stride, const int* __restrict__ host_pages, long long host_pages_stride,
+        const int* __restrict__ seq_lens, const int* __restrict__ capacity, const int* __restrict__ hot_pages,
+        long long hot_pages_stride, int* slot_tokens, long long slot_tokens_stride,
+        short* token_slots, long long token_slots_stride, short* eviction_order, long long eviction_order_stride,
+        unsigned long long* lookups, const int* __restrict__ host_pages, long long host_pages_stride,
         int* __restrict__ rows, int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals,
         long long batch, const char* host, long long host_page_stride, long long host_token_stride, char* hot,
-        long long hot_row_stride, long long early_rows) {
+        long long hot_page_stride, long long hot_token_stride, long long early_rows) {
     extern __shared__ __align__(16) char dynamic[];
-    const Pools pools{host, host_page_stride, host_token_stride, hot, hot_row_stride};
+    const Pools pools{host, host_page_stride, host_token_stride, hot, hot_page_stride, hot_token_stride};
     if (blockIdx.x >= batch) {
         const int block = blockIdx.x - batch, blocks = gridDim.x - batch;
         copy_misses_of_batch(pools, miss_sources, miss_rows, batch, early_rows, block, blocks,
@@ -126,14 +131,14 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
     }
     const int request = requests[row];
     const int seq_len = seq_lens[row];
-    const bool padding = live_rows != nullptr && row >= *live_rows;
-    const int first_row = request * SLOTS;
-    if (padding || seq_len <= HOT_ROWS) {  // a short sequence is resident: token p in slot p
+    hot_pages += request * hot_pages_stride;
+    if (seq_len <= capacity[request]) {  // resident: token p in slot p
 #pragma unroll
         for (int s = 0; s < SELECTED; s++) {
             const int index = thread * SELECTED + s;
-            const bool valid = !padding && token[s] >= 0 && token[s] < seq_len;
-            if (index < TOP_K) rows[index] = valid ? first_row + token[s] : -1;
+            const bool valid = token[s] >= 0 && token[s] < seq_len;
+            if (index < TOP_K)
+                rows[index] = valid ? hot_pages[token[s] / PAGE_SIZE] * PAGE_SIZE + token[s] % PAGE_SIZE : -1;
         }
         if (thread == 0) {
             miss_counts[row] = 0;
@@ -144,7 +149,7 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
     slot_tokens += request * slot_tokens_stride;
     token_slots += request * token_slots_stride;
     eviction_order += request * eviction_order_stride;
-    host_pages += request * host_pages_stride;
+    host_pages += row * host_pages_stride;
 
     // Everything the plan reads from memory, in flight together, while shared memory is cleared.
     const int newest = seq_len - 1;
@@ -165,6 +170,7 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         slot[s] = wanted ? token_slots[token[s]] : 0;
         page[s] = wanted ? host_pages[token[s] / PAGE_SIZE] : 0;
     }
+    for (int i = thread; i < BUFFER_PAGES; i += THREADS) shared.pages[i] = hot_pages[i];
     for (int i = thread; i < BUCKETS; i += THREADS) shared.first_of[i] = EMPTY;
     for (int i = thread; i < SLOTS; i += THREADS) shared.used[i] = 0;
 #pragma unroll
@@ -250,10 +256,10 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
                 slot_tokens[at] = vacated ? -1 : token[s];
                 if (!vacated) token_slots[token[s]] = at;
                 miss_sources[rank] = page[s];
-                miss_rows[rank] = first_row + at;
+                miss_rows[rank] = shared.row_of(at);
             }
         }
-        rows[index] = token[s] < 0 ? -1 : first_row + at;
+        rows[index] = token[s] < 0 ? -1 : shared.row_of(at);
     }
     __syncthreads();
     if (thread == 0) {
@@ -262,9 +268,11 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         eviction_order[HOT_ROWS - 1] = reserved;
         slot_tokens[reserved] = newest;
         token_slots[newest] = reserved;
+        atomicAdd(lookups, static_cast<unsigned long long>(HOT_ROWS - stale));
+        atomicAdd(lookups + 1, static_cast<unsigned long long>(misses));
     }
 #pragma unroll
     for (int o = 0; o < ORDERED; o++)
         if (evicted[o] >= 0) token_slots[evicted[o]] = -1;
-    if (fetches) row_in_flight.store(pools.destination(first_row + shared.victims[early]), lane);
+    if (fetches) row_in_flight.store(pools.destination(shared.row_of(shared.victims[early])), lane);
 }

@@ -95,6 +95,7 @@ def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The real model behind one prefill server and two decode servers, one with CUDA graphs and one without."""
     if SMOLLM2_FILE is None:
         pytest.skip("SmolLM2's weights: set PDSERVE_SMOLLM2 to the path of its GGUF file")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
     file, dtype = Path(SMOLLM2_FILE), request.param
     tokenizer = load_tokenizer(locate_model(str(file)))
     prompts = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.kernels import nvrtc
 from pdserve.kernels.nvrtc import CudaImpl
-from pdserve.kernels.slot_tables import SlotTables, check_geometry, host_rows
+from pdserve.kernels.slot_tables import SlotTables, buffer_pages, check_geometry
 from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
 from pdserve.kernels.write_back import write_back
 
@@ -40,20 +40,19 @@ def where(request: pytest.FixtureRequest) -> Where:
 class ListLru:
     """One request's hot buffer in lists, written from the definition of LRU: no tensors, no inverse table."""
 
-    def __init__(self, hot_rows: int, cached_tokens: int) -> None:
-        self.hot_rows = hot_rows
-        resident = cached_tokens <= hot_rows
+    def __init__(self, hot_rows: int, *, capacity: int, resident: bool) -> None:
+        self.capacity = capacity
         self.tokens: list[int | None] = [slot if resident else None for slot in range(hot_rows)] + [None]
         self.order = list(range(hot_rows))
         self.reserved = hot_rows
 
     def newest_slot(self, seq_len: int) -> int:
-        return seq_len - 1 if seq_len <= self.hot_rows else self.reserved
+        return seq_len - 1 if seq_len <= self.capacity else self.reserved
 
     def step(self, top_k: Sequence[int], seq_len: int) -> tuple[list[int | None], list[tuple[int, int]]]:
         """The slot of each selected token, and (token, slot) of each miss."""
         selected = [token if 0 <= token < seq_len else None for token in top_k]
-        if seq_len <= self.hot_rows:
+        if seq_len <= self.capacity:
             return list(selected), []
         newest = seq_len - 1
         wanted = {token for token in selected if token not in (None, newest)}
@@ -82,6 +81,11 @@ class Geometry:
     requests: int = 3
     max_context: int = 40
 
+    @property
+    def most_hot_pages(self) -> int:
+        """Of one request: its buffer, or all its tokens."""
+        return max(buffer_pages(self.hot_rows, self.page_size), -(-self.max_context // self.page_size))
+
 
 class World:
     """Both pools, the tables, and what they should hold by the list model. `step` runs a step and checks all of it."""
@@ -95,70 +99,99 @@ class World:
             hot_rows=g.hot_rows,
             requests=g.requests,
             max_context=g.max_context,
+            page_size=g.page_size,
             row_bytes=g.row_bytes,
             host_rows=g.requests * g.max_context,
+            hot_pool_rows=g.requests * g.most_hot_pages * g.page_size,
             device=self.device,
         )
         pages = -(-g.max_context // g.page_size)
-        order = torch.randperm(g.requests * pages + 2, generator=self.generator)[: g.requests * pages]
-        self.page_lists = order.view(g.requests, pages).tolist()
-        self.host_pages = order.view(g.requests, pages).int().to(self.device)
+        self.page_lists = self.shuffled_pages(g.requests, pages)
         self.host = self.noise(g.requests * pages + 2, LAYERS, g.page_size, g.row_bytes)
         if self.device.type == "cuda":
             self.host = self.host.pin_memory()
-        self.hot = self.noise(LAYERS, g.requests * (g.hot_rows + 1), g.row_bytes).to(self.device)
+        self.hot_page_lists = self.shuffled_pages(g.requests, g.most_hot_pages)
+        # nobody has the last page
+        self.hot = self.noise(g.requests * g.most_hot_pages + 3, LAYERS, g.page_size, g.row_bytes).to(self.device)
         self.expected_host, self.expected_hot = self.host.clone(), self.hot.cpu()
         self.all_tables = SlotTables.allocate(
-            groups=2, requests=g.requests, hot_rows=g.hot_rows, max_context=g.max_context, device=self.device
+            groups=2,
+            requests=g.requests,
+            hot_rows=g.hot_rows,
+            max_context=g.max_context,
+            page_size=g.page_size,
+            device=self.device,
         )
         self.tables = self.all_tables.group(1)
-        self.plan = SwapPlan.allocate(batch, g.top_k, self.device)
-        self.models = [ListLru(g.hot_rows, g.hot_rows + 1) for _ in range(g.requests)]
+        self.plan = SwapPlan.allocate(batch + 1, g.top_k, self.device).first(batch)
+        self.models = [ListLru(g.hot_rows, capacity=g.hot_rows, resident=False) for _ in range(g.requests)]
+        self.hits = self.misses = 0
         self.lengths = [0] * g.requests  # tokens of each request, cached and generated
         self.truth = self.noise(g.requests, LAYERS, g.max_context, g.row_bytes)
         # what the kernels read, in memory that stays in place for a CUDA graph
         self.top_k = torch.zeros(batch, g.top_k, dtype=torch.int32, device=self.device)
         self.requests = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.live_rows = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.new_rows = torch.zeros(LAYERS, batch, g.row_bytes, dtype=torch.uint8, device=self.device)
+        self.host_pages = torch.zeros(batch, pages, dtype=torch.int32, device=self.device)
+        self.targets = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.new_rows = torch.zeros(batch, LAYERS, g.row_bytes, dtype=torch.uint8, device=self.device)
 
     def noise(self, *shape: int) -> torch.Tensor:
         return torch.randint(256, shape, dtype=torch.uint8, generator=self.generator)
 
-    def host_place(self, request: int, token: int) -> tuple[int, int]:
-        page, offset = divmod(token, self.geometry.page_size)
-        return self.page_lists[request][page], offset
+    def shuffled_pages(self, requests: int, pages: int) -> list[list[int]]:
+        order = torch.randperm(requests * pages + 2, generator=self.generator)[: requests * pages]
+        lists: list[list[int]] = order.view(requests, pages).tolist()
+        return lists
 
-    def admit(self, request: int, cached_tokens: int) -> None:
+    def host_row(self, request: int, token: int) -> int:
+        page, offset = divmod(token, self.geometry.page_size)
+        return self.page_lists[request][page] * self.geometry.page_size + offset
+
+    def hot_row(self, request: int, slot: int) -> int:
+        page, offset = divmod(slot, self.geometry.page_size)
+        return self.hot_page_lists[request][page] * self.geometry.page_size + offset
+
+    def put(self, pool: torch.Tensor, rows: Sequence[int], content: torch.Tensor) -> None:
+        """Set rows of a pool to `content` [layers, rows, bytes]."""
+        index = torch.tensor(rows, dtype=torch.long, device=pool.device)
+        pages, offsets = index // self.geometry.page_size, index % self.geometry.page_size
+        pool[pages, :, offsets] = content.transpose(0, 1).to(pool.device)
+
+    def admit(self, request: int, cached_tokens: int, capacity: int | None = None) -> None:
         """A new request in this slot, with contents of its own; what the last one left stays as poison."""
         g = self.geometry
+        capacity = g.hot_rows if capacity is None else capacity
+        resident = cached_tokens <= capacity
         self.lengths[request] = cached_tokens
-        self.models[request] = ListLru(g.hot_rows, cached_tokens)
+        self.models[request] = ListLru(g.hot_rows, capacity=capacity, resident=resident)
         self.truth[request] = self.noise(LAYERS, g.max_context, g.row_bytes)
-        self.all_tables.admit(request, cached_tokens)
-        tokens = torch.arange(cached_tokens)
-        pages = torch.tensor(self.page_lists[request])[tokens // g.page_size]
+        self.all_tables.admit(request, resident=resident)
+        self.set_capacity(request, capacity)
+        rows = [self.host_row(request, token) for token in range(cached_tokens)]
         for pool in (self.host, self.expected_host):
-            pool[pages, :, tokens % g.page_size] = self.truth[request, :, :cached_tokens].transpose(0, 1)
-        if cached_tokens <= g.hot_rows:
-            first = request * (g.hot_rows + 1)
-            resident = self.truth[request, :, :cached_tokens]
-            self.hot[:, first : first + cached_tokens] = resident.to(self.device)
-            self.expected_hot[:, first : first + cached_tokens] = resident
+            self.put(pool, rows, self.truth[request, :, :cached_tokens])
+        if resident:
+            rows = [self.hot_row(request, slot) for slot in range(cached_tokens)]
+            for pool in (self.hot, self.expected_hot):
+                self.put(pool, rows, self.truth[request, :, :cached_tokens])
+
+    def set_capacity(self, request: int, capacity: int) -> None:
+        """With the pages that are needed for it; those it gives up are poisoned, those it gets are poison."""
+        g = self.geometry
+        kept = max(buffer_pages(g.hot_rows, g.page_size), -(-capacity // g.page_size))
+        self.models[request].capacity = capacity
+        self.all_tables.set_pages(request, self.hot_page_lists[request][:kept], capacity)
+        for page in self.hot_page_lists[request][kept:]:
+            noise = self.noise(LAYERS, g.page_size, g.row_bytes)
+            self.hot[page], self.expected_hot[page] = noise.to(self.device), noise
 
     def run(self) -> None:
         """What a decode step does around sparse attention; CUDA graphs capture this."""
-        g = self.geometry
         newest_rows = self.tables.newest_rows(self.requests, self.seq_lens)
-        targets = host_rows(self.host_pages, g.page_size, self.requests, self.seq_lens - 1)
-        every_layer = newest_rows.expand(LAYERS, -1)
-        store = torch.where(
-            (torch.arange(self.batch, device=self.device) < self.live_rows)[None, :, None],
-            self.new_rows,
-            self.hot[:, newest_rows.long()],
-        )
-        self.hot[:, newest_rows.long()] = store
+        real, page_size = (newest_rows >= 0)[:, None, None], self.geometry.page_size
+        pages, offsets = newest_rows.long() // page_size, newest_rows.long() % page_size
+        self.hot[pages, :, offsets] = torch.where(real, self.new_rows, self.hot[pages, :, offsets])
         swap_in(
             self.plan,
             self.top_k,
@@ -167,13 +200,12 @@ class World:
             self.tables,
             self.host_pages,
             self.host[:, 0],
-            self.hot[0],
-            live_rows=self.live_rows,
+            self.hot[:, 0],
             impl=self.impl,
         )
         for layer in range(1, LAYERS):
-            copy_misses(self.plan, self.host[:, layer], self.hot[layer], impl=self.impl)
-        write_back(self.hot, every_layer, self.host, targets, live_rows=self.live_rows, impl=self.impl)
+            copy_misses(self.plan, self.host[:, layer], self.hot[:, layer], impl=self.impl)
+        write_back(self.hot, newest_rows.expand(LAYERS, -1), self.host, self.targets, impl=self.impl)
 
     def set_inputs(self, selected: dict[int, list[int]]) -> None:
         """Live requests first; padding repeats slots that are not live and selects real tokens, to no effect."""
@@ -181,14 +213,16 @@ class World:
         slots = (list(selected) + padding * self.batch)[: self.batch]
         for request in selected:
             self.lengths[request] += 1
-        lengths = [max(1, self.lengths[request]) for request in slots]
+        lengths = [self.lengths[request] if request in selected else 0 for request in slots]
         ids = [selected.get(request, [0] * self.geometry.top_k) for request in slots]
         self.top_k.copy_(torch.tensor(ids, dtype=torch.int32))
         self.requests.copy_(torch.tensor(slots, dtype=torch.int32))
         self.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self.live_rows.fill_(len(selected))
+        self.host_pages.copy_(torch.tensor([self.page_lists[request] for request in slots], dtype=torch.int32))
+        targets = [self.host_row(slots[row], length - 1) if length else -1 for row, length in enumerate(lengths)]
+        self.targets.copy_(torch.tensor(targets, dtype=torch.int32))
         new = [self.truth[request, :, length - 1] for request, length in zip(slots, lengths, strict=True)]
-        self.new_rows.copy_(torch.stack(new, dim=1))
+        self.new_rows.copy_(torch.stack(new))
         for tensor in (self.plan.rows, self.plan.miss_sources, self.plan.miss_rows, self.plan.miss_counts):
             tensor.fill_(POISON)
 
@@ -206,22 +240,25 @@ class World:
         rows, counts = self.plan.rows.tolist(), self.plan.miss_counts.tolist()
         sources, destinations = self.plan.miss_sources.tolist(), self.plan.miss_rows.tolist()
         for row, (request, top_k) in enumerate(selected.items()):
-            model, length, first_row = self.models[request], self.lengths[request], request * (g.hot_rows + 1)
-            newest_row = first_row + model.newest_slot(length)
+            model, length, truth = self.models[request], self.lengths[request], self.truth[request]
+            newest_row = self.hot_row(request, model.newest_slot(length))
             slots, misses = model.step(top_k, length)
-            assert rows[row] == [-1 if slot is None else first_row + slot for slot in slots]
+            assert rows[row] == [-1 if slot is None else self.hot_row(request, slot) for slot in slots]
             assert counts[row] == len(misses)
-            assert destinations[row][: len(misses)] == [first_row + slot for _, slot in misses]
-            places = [self.host_place(request, token) for token, _ in misses]
-            assert sources[row][: len(misses)] == [page * g.page_size + offset for page, offset in places]
+            filled = [self.hot_row(request, slot) for _, slot in misses]
+            assert destinations[row][: len(misses)] == filled
+            assert sources[row][: len(misses)] == [self.host_row(request, token) for token, _ in misses]
+            if length > model.capacity:
+                self.hits += len({token for token in top_k if 0 <= token < length - 1}) - len(misses)
+                self.misses += len(misses)
 
-            self.expected_hot[:, newest_row] = self.truth[request, :, length - 1]
-            tokens, filled = [token for token, _ in misses], [first_row + slot for _, slot in misses]
-            self.expected_hot[:, filled] = self.truth[request][:, tokens]
-            page, offset = self.host_place(request, length - 1)
-            self.expected_host[page, :, offset] = self.truth[request, :, length - 1]
-            held = {token: first_row + slot for token, slot in zip(top_k, slots, strict=True) if slot is not None}
-            assert self.expected_hot[:, list(held.values())].equal(self.truth[request][:, list(held)])
+            self.put(self.expected_hot, [newest_row], truth[:, length - 1 : length])
+            self.put(self.expected_hot, filled, truth[:, [token for token, _ in misses]])
+            self.put(self.expected_host, [self.host_row(request, length - 1)], truth[:, length - 1 : length])
+            for token, found in zip(top_k, rows[row], strict=True):
+                if found >= 0:
+                    held = self.expected_hot[found // g.page_size, :, found % g.page_size]
+                    assert held.equal(truth[:, token])
         for row in range(len(selected), self.batch):
             assert rows[row] == [-1] * g.top_k
             assert counts[row] == 0
@@ -235,6 +272,7 @@ class World:
             inverse = {token: slot for slot, token in enumerate(model.tokens) if token is not None}
             assert token_slots[request] == [inverse.get(token, -1) for token in range(g.max_context)]
             assert order[request] == [*model.order, model.reserved]
+        assert self.tables.lookups.tolist() == [self.hits, self.misses]
         assert self.plan.signals.count_nonzero() == 0
         assert self.hot.cpu().equal(self.expected_hot)
         assert self.host.equal(self.expected_host)
@@ -252,17 +290,25 @@ GEOMETRIES = [
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
-    """Requests come at any length, cross from resident to swapped, select anything, finish and leave their slot."""
+    """Requests come at any length, cross from resident to swapped, lose or win residency, select anything, finish and
+    leave their slot.
+    """
     geometry = data.draw(st.sampled_from(GEOMETRIES))
+    capacities = st.integers(geometry.hot_rows, geometry.max_context)
     world = World(geometry, where, batch=3, seed=data.draw(st.integers(0, 3)))
     for _ in range(data.draw(st.integers(1, 10))):
         selected = {}
         for request in data.draw(st.permutations(range(geometry.requests))):
             length = world.lengths[request]
             if length == 0 or length + 1 > geometry.max_context or data.draw(st.integers(0, 9)) == 0:
-                near_capacity = st.integers(max(0, geometry.hot_rows - 2), geometry.hot_rows + 2)
-                world.admit(request, data.draw(near_capacity | st.integers(0, geometry.max_context - 10)))
+                capacity = data.draw(st.just(geometry.hot_rows) | capacities)
+                near_capacity = st.integers(max(0, capacity - 2), min(capacity + 2, geometry.max_context - 1))
+                world.admit(request, data.draw(near_capacity | st.integers(0, geometry.max_context - 10)), capacity)
                 length = world.lengths[request]
+            elif data.draw(st.integers(0, 3)) == 0:
+                larger = data.draw(capacities)
+                shrinks = length > world.models[request].capacity or larger < world.models[request].capacity
+                world.set_capacity(request, geometry.hot_rows if shrinks else larger)
             if data.draw(st.integers(0, 3)) == 0:
                 continue  # not in this step's batch
             token = st.integers(-1, length + 1) | st.integers(max(0, length - 3), length)
@@ -355,7 +401,7 @@ def test_any_size_at_any_address(row_bytes: int, where: Where) -> None:
     """Rows lie apart by more than their size, so each has guard bytes around it."""
     impl, device = where
     generator = torch.Generator().manual_seed(row_bytes)
-    pages, page_size, rows, stride = 5, 3, 11, row_bytes + 32 - row_bytes % 16
+    pages, page_size, stride = 5, 3, row_bytes + 32 - row_bytes % 16
     misses = [[(14, 10), (0, 2)], [], [(7, 0), (3, 4), (8, 5), (1, 9)]]
     plan = SwapPlan.allocate(len(misses), 4, device)
     for row, pairs in enumerate(misses):
@@ -363,22 +409,19 @@ def test_any_size_at_any_address(row_bytes: int, where: Where) -> None:
         for index, (source, destination) in enumerate(pairs):
             plan.miss_sources[row, index], plan.miss_rows[row, index] = source, destination
 
-    def rows_of(memory: torch.Tensor, count: int, shift: int) -> torch.Tensor:
-        return memory[shift : shift + count * stride].view(count, stride)[:, :row_bytes]
+    def pool(memory: torch.Tensor, shift: int) -> torch.Tensor:
+        return memory.as_strided((pages, page_size, row_bytes), (page_size * stride, stride, 1), shift)
 
     for host_shift, hot_shift in [(0, 0), (8, 0), (0, 4), (2, 2), (1, 0), (16, 15)]:
-        host_memory = torch.randint(256, (64 + pages * page_size * stride,), dtype=torch.uint8, generator=generator)
-        hot_memory = torch.randint(256, (64 + rows * stride,), dtype=torch.uint8, generator=generator)
+        size = (64 + pages * page_size * stride,)
+        host_memory, hot_memory = (torch.randint(256, size, dtype=torch.uint8, generator=generator) for _ in range(2))
         expected = hot_memory.clone()
         for source, destination in itertools.chain(*misses):
-            source_row = rows_of(host_memory, pages * page_size, host_shift)[source]
-            rows_of(expected, rows, hot_shift)[destination] = source_row
+            row = pool(host_memory, host_shift)[divmod(source, page_size)]
+            pool(expected, hot_shift)[divmod(destination, page_size)] = row
         if device.type == "cuda":
             host_memory, hot_memory = host_memory.pin_memory(), hot_memory.to(device)
-        host = rows_of(host_memory, pages * page_size, host_shift).as_strided(
-            (pages, page_size, row_bytes), (page_size * stride, stride, 1), host_shift
-        )
-        copy_misses(plan, host, rows_of(hot_memory, rows, hot_shift), impl=impl)
+        copy_misses(plan, pool(host_memory, host_shift), pool(hot_memory, hot_shift), impl=impl)
         assert hot_memory.cpu().equal(expected)
 
 
@@ -388,14 +431,25 @@ def test_any_size_at_any_address(row_bytes: int, where: Where) -> None:
         ("top_k", 65, "64"),
         ("top_k", 0, "1"),
         ("hot_rows", 32768, "32767"),
-        ("requests", 2**31 // 65 + 1, str((2**31 - 1) // 65)),
+        ("requests", 0, "1"),
+        ("page_size", 0, "1"),
+        ("hot_pool_rows", 64, "65"),
         ("row_bytes", 0, "1"),
         ("host_rows", 2**31, str(2**31 - 1)),
         ("max_context", 0, "1"),
     ],
 )
 def test_geometry_is_refused_with_field_limit_and_value(field: str, value: int, limit: str) -> None:
-    fits = {"top_k": 64, "hot_rows": 64, "requests": 8, "max_context": 100, "row_bytes": 16, "host_rows": 100}
+    fits = {
+        "top_k": 64,
+        "hot_rows": 64,
+        "requests": 8,
+        "max_context": 100,
+        "page_size": 4,
+        "row_bytes": 16,
+        "host_rows": 100,
+        "hot_pool_rows": 68,
+    }
     check_geometry(**fits, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"{field} must be in \[.*{limit}.*got {value}"):
         check_geometry(**{**fits, field: value}, device=torch.device("cpu"))
@@ -409,8 +463,10 @@ def test_more_shared_memory_than_a_block_has_is_refused() -> None:
             hot_rows=30000,
             requests=1,
             max_context=10**6,
+            page_size=64,
             row_bytes=16,
             host_rows=10**6,
+            hot_pool_rows=10**6,
             device=torch.device("cuda", 0),
         )
 
@@ -427,7 +483,7 @@ def test_what_does_not_fit_is_refused() -> None:
             "tables": world.tables,
             "host_pages": world.host_pages,
             "host": world.host[:, 0],
-            "hot": world.hot[0],
+            "hot": world.hot[:, 0],
         } | changed
         swap_in(**arguments)  # type: ignore[arg-type]
 
@@ -439,22 +495,24 @@ def test_what_does_not_fit_is_refused() -> None:
         plan(seq_lens=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="must be int32"):
         plan(requests=world.requests.long())
-    with pytest.raises(ValueError, match="do not hold 3 requests of 40 tokens"):
-        plan(host_pages=world.host_pages[:, :9])
-    with pytest.raises(ValueError, match="hot has 14 rows, 3 requests have 5 each"):
-        plan(hot=world.hot[0, :14])
+    with pytest.raises(ValueError, match=r"host_pages \[1, 10\] do not fit 2 rows"):
+        plan(host_pages=world.host_pages[:1])
+    with pytest.raises(ValueError, match="pages of 3 rows, the tables are for 4"):
+        plan(host=world.host[:, 0, :3], hot=world.hot[:, 0, :3])
     with pytest.raises(ValueError, match=r"tables.group\(i\)"):
         plan(tables=world.all_tables)
     with pytest.raises(ValueError, match="impl must be"):
         plan(impl="triton")
     with pytest.raises(ValueError, match="the tensors are on cpu"):
         plan(impl="cuda")
-    with pytest.raises(ValueError, match="not rows of equal bytes"):
-        copy_misses(world.plan, world.host[:, 0], world.hot[0, :, :15])
+    with pytest.raises(ValueError, match="not pages of equal bytes"):
+        copy_misses(world.plan, world.host[:, 0], world.hot[:, 0, :, :15])
     with pytest.raises(ValueError, match="rows must be contiguous"):
-        copy_misses(world.plan, world.host[:, 0, :, ::2], world.hot[0, :, ::2])
-    with pytest.raises(ValueError, match=r"cached_tokens must be in \[0, 39\], got 40"):
-        world.all_tables.admit(0, 40)
+        copy_misses(world.plan, world.host[:, 0, :, ::2], world.hot[:, 0, :, ::2])
+    with pytest.raises(ValueError, match="capacity 3 with 2 pages: a buffer has at least 4 rows"):
+        world.all_tables.set_pages(0, [1, 2], 3)
+    with pytest.raises(ValueError, match=r"with 11 pages: .* at most 10 pages"):
+        world.all_tables.set_pages(0, list(range(11)), 4)
 
 
 def test_a_missing_cuda_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,4 +525,4 @@ def test_a_missing_cuda_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unpinned_host_memory_is_refused() -> None:
     world = World(Geometry(4, 4, 4, 16), ("cuda", torch.device("cuda", 0)), batch=2)
     with pytest.raises(ValueError, match="not pinned"):
-        copy_misses(world.plan, world.host[:, 0].clone(), world.hot[0])
+        copy_misses(world.plan, world.host[:, 0].clone(), world.hot[:, 0])

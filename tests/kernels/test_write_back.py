@@ -6,7 +6,7 @@ import torch
 from pdserve.kernels.nvrtc import CudaImpl
 from pdserve.kernels.write_back import write_back
 
-LAYERS, ROWS, PAGES, PAGE_SIZE = 3, 7, 4, 5
+LAYERS, HOT_PAGES, PAGES, PAGE_SIZE = 3, 2, 4, 5
 
 Where = tuple[CudaImpl, torch.device]
 
@@ -24,34 +24,40 @@ def where(request: pytest.FixtureRequest) -> Where:
     return impl, torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
-@pytest.mark.parametrize("live", [None, 0, 2, 4])
+@pytest.mark.parametrize("padding", [[], [2, 3], [1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("row_bytes", [16, 1152, 656, 584, 24, 20, 1, 15, 17, 31, 47, 1161])
-def test_rows_of_live_requests_arrive(row_bytes: int, live: int | None, where: Where) -> None:
+def test_rows_of_live_requests_arrive(row_bytes: int, padding: list[int], where: Where) -> None:
     impl, device = where
     generator = torch.Generator().manual_seed(row_bytes)
-    hot = torch.randint(256, (LAYERS, ROWS, row_bytes), dtype=torch.uint8, generator=generator)
-    host = torch.randint(256, (PAGES, LAYERS, PAGE_SIZE, row_bytes), dtype=torch.uint8, generator=generator)
-    hot_rows = torch.tensor([[0, 6, 2, 3], [5, 1, 4, 0], [3, 3, 6, 2]], dtype=torch.int32)
+    hot, host = (
+        torch.randint(256, (pages, LAYERS, PAGE_SIZE, row_bytes), dtype=torch.uint8, generator=generator)
+        for pages in (HOT_PAGES, PAGES)
+    )
+    sources = [[0, 9, 2, 3], [5, 1, 4, 0], [3, 3, 6, 2]]
     targets = [(3, 4), (0, 0), (1, 2), (0, 1)]
+    live = [row for row in range(4) if row not in padding]
     expected = host.clone()
-    for row, (page, offset) in enumerate(targets[:live]):
+    for row in live:
         for layer in range(LAYERS):
-            expected[page, layer, offset] = hot[layer, hot_rows[layer, row]]
+            page, offset = divmod(sources[layer][row], PAGE_SIZE)
+            expected[targets[row][0], layer, targets[row][1]] = hot[page, layer, offset]
     if device.type == "cuda":
         host = host.pin_memory()
-    host_rows = torch.tensor([page * PAGE_SIZE + offset for page, offset in targets], dtype=torch.int32, device=device)
-    live_rows = None if live is None else torch.tensor([live], dtype=torch.int32, device=device)
-    write_back(hot.to(device), hot_rows.to(device), host, host_rows, live_rows=live_rows, impl=impl)
+    flat = [page * PAGE_SIZE + offset if row in live else -1 for row, (page, offset) in enumerate(targets)]
+    hot_rows = torch.tensor(sources, dtype=torch.int32, device=device)
+    hot_rows[:, padding] = -1
+    host_rows = torch.tensor(flat, dtype=torch.int32, device=device)
+    write_back(hot.to(device), hot_rows, host, host_rows, impl=impl)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert host.equal(expected)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    hot = torch.zeros(LAYERS, ROWS, 16, dtype=torch.uint8)
+    hot = torch.zeros(HOT_PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
     host = torch.zeros(PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
     hot_rows, host_rows = torch.zeros(LAYERS, 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="not rows of equal bytes"):
+    with pytest.raises(ValueError, match="not pages of equal bytes"):
         write_back(hot[..., :8], hot_rows, host, host_rows)
     with pytest.raises(ValueError, match=r"do not fit hot_rows \[3, 2\]"):
         write_back(hot, hot_rows, host, host_rows[:1])

@@ -1,0 +1,179 @@
+"""What a rank computes with: weights, memory that steps need, a KV cache in what is left, CUDA graphs."""
+
+import logging
+import time
+
+import torch
+
+from ..configs.errors import StartupError
+from ..configs.sampling import SamplingParams
+from ..configs.schema import AnyServerConfig, DecodeConfig
+from ..memory.device import free_memory_bytes
+from ..memory.hisparse import HiSparseCache
+from ..memory.hisparse_sizing import hisparse_size
+from ..memory.kv_pool import KvCache
+from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ..models.catalog import ModelSource
+from ..models.parallel import Parallel
+from ..models.runner import ModelRunner, resolve_dtype
+from .executor import Executor
+from .step import Draw, StepRow
+
+log = logging.getLogger(__name__)
+
+PREFILL_POOL_CONTEXTS = 8
+"""An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
+
+
+class RankBuilder:
+    """Builds the executor of one rank. Raises StartupError for what the user can mend."""
+
+    def __init__(self, config: AnyServerConfig, source: ModelSource, parallel: Parallel, device: torch.device) -> None:
+        self._config = config
+        self._source = source
+        self._parallel = parallel
+        self._device = device
+
+    def build(self) -> Executor:
+        config, source, parallel = self._config, self._source, self._parallel
+        dtype = resolve_dtype(config.dtype, source.config, self._device)
+        started = time.monotonic()
+        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
+        check_weights_fit(weight_bytes, self._device)
+        log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
+        runner = ModelRunner.load(
+            source, device=self._device, dtype=dtype, parallel=parallel, load_format=config.load_format
+        )
+        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
+        step_bytes = self._measure_steps(runner)
+        if isinstance(config, DecodeConfig) and config.enable_hisparse:
+            cache: KvCache = self._make_hisparse_cache(runner, config, step_bytes)
+        else:
+            cache = runner.make_cache(self._pool_pages(runner, step_bytes), config.page_size)
+        log.info(
+            "KV pool: %d tokens in %d pages of %d, %.2f GiB",
+            cache.num_pages * config.page_size,
+            cache.num_pages,
+            config.page_size,
+            cache.size_bytes / GIB,
+        )
+        started = time.monotonic()
+        if self._capture_graphs(runner, cache):
+            log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
+        if self._device.type == "cuda":
+            log.info(
+                "memory of %s: %.2f GiB weights, %.2f GiB KV pool, %.2f GiB at most for a step and its graphs; "
+                "%.2f GiB are free",
+                self._device,
+                weight_bytes / GIB,
+                cache.size_bytes / GIB,
+                step_bytes / GIB,
+                free_memory_bytes(self._device) / GIB,
+            )
+        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
+
+    def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
+        dsa = self._source.config.dsa
+        if dsa is None:
+            raise StartupError(
+                "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
+                f"{self._source.name} is {self._source.config.architecture}"
+            )
+        latent_bytes, indexer_bytes = (pool.size_bytes for pool in runner.make_cache(1, 1).pools)
+        size = hisparse_size(
+            config,
+            latent_token_bytes=latent_bytes,
+            indexer_token_bytes=indexer_bytes,
+            top_k=dsa.index_topk,
+            context_length=self._source.config.context_length,
+            host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
+            device_bytes=free_memory_bytes(self._device) - step_bytes,
+        )
+        num_pages = self._parallel.agree_minimum(size.num_pages)
+        hot_pages = self._parallel.agree_minimum(size.hot_pages)
+        log.info(
+            "HiSparse: %d hot pages of %d rows, %d rows in the buffer of a request",
+            hot_pages,
+            config.page_size,
+            size.hot_rows,
+        )
+        return runner.make_hisparse_cache(
+            num_pages,
+            config.page_size,
+            hot_pages=hot_pages,
+            slots=config.max_running_requests,
+            hot_rows=size.hot_rows,
+            max_context=min(self._source.config.context_length, num_pages * config.page_size),
+        )
+
+    def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
+        """As many on every rank: a page id means the same everywhere."""
+        config = self._config
+        concurrent = config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
+        pages = pool_pages(
+            config,
+            token_bytes=runner.kv_token_bytes,
+            most_useful_tokens=self._source.config.context_length * concurrent,
+            free_bytes=free_memory_bytes(self._device) - step_bytes,
+        )
+        return self._parallel.agree_minimum(pages)
+
+    def _capture_graphs(self, runner: ModelRunner, cache: KvCache) -> bool:
+        """Whether decode steps over `cache` are CUDA graphs from now on."""
+        config = self._config
+        if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
+            return False
+        context = min(self._source.config.context_length, cache.num_pages * config.page_size)
+        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context)
+
+    def _measure_steps(self, runner: ModelRunner) -> int:
+        """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
+        which the first request would otherwise wait for.
+        """
+        if self._device.type != "cuda":
+            return 0
+        started = time.monotonic()
+        config = self._config
+        longest = min(self._source.config.context_length, self._pool_pages(runner, 0) * config.page_size)
+        try:
+            needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
+        except torch.OutOfMemoryError as error:
+            rows = "max_running_requests" if isinstance(config, DecodeConfig) else "chunk_size"
+            raise StartupError(
+                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for such a step beside the "
+                f"weights: {error}"
+            ) from error
+        log.info("largest steps tried in %.1f s: %.2f GiB", time.monotonic() - started, needed / GIB)
+        return needed
+
+    def _dry_run(self, runner: ModelRunner, longest: int) -> None:
+        """The largest steps there can be, over a cache of a single page that stands for all others."""
+        config = self._config
+        cache = runner.make_cache(1, config.page_size)
+        self._capture_graphs(runner, cache)
+        executor = Executor(runner, cache, self._source.config.eos_token_ids)
+        for rows in largest_steps(config, longest):
+            executor.start(rows).finish()
+        runner.release_graphs()
+
+
+def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
+    """The steps that need most memory: of decode, the largest batch; of prefill, a chunk at the end of a prompt of
+    `longest` tokens, and one of as many prompts as there may be.
+    """
+    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
+
+    def row(start: int, tokens: int) -> StepRow:
+        pages = [0] * -(-(start + tokens) // config.page_size)
+        return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
+
+    if isinstance(config, DecodeConfig):
+        return [[row(0, 1)] * config.max_running_requests]
+    chunk = min(config.chunk_size, longest)
+    prompts = min(config.chunk_size, config.max_queued_requests)
+    return [[row(longest - chunk, chunk)], [row(0, config.chunk_size // prompts)] * prompts]
+
+
+def looks_ahead(config: AnyServerConfig) -> bool:
+    """Whether steps are given before the tokens they feed are known: with one stage, which has them on the device."""
+    return isinstance(config, DecodeConfig) and config.pp == 1

@@ -18,7 +18,7 @@ from pdserve.transfer.ring import ALIGNMENT, StagingRing
 from pdserve.transfer.runs import Runs, expand_runs
 from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
 from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
-from pdserve.transfer.staging_messages import (
+from pdserve.transfer.messages import (
     StageArrived,
     StageBlock,
     StageFree,

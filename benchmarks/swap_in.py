@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.slot_tables import SlotTables
+from pdserve.kernels.slot_tables import SlotTables, buffer_pages
 from pdserve.kernels.swap_in import SwapPlan, swap_in
 
 DEVICE = torch.device("cuda", 0)
@@ -73,7 +73,8 @@ class Pools:
         for part in host.split(4096):
             part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=DEVICE))
         order = torch.randperm(pages, device=DEVICE, dtype=torch.int32)
-        hot = torch.empty(requests * (HOT_ROWS + 1), row_bytes, dtype=torch.uint8, device=DEVICE)
+        hot_pages = requests * buffer_pages(HOT_ROWS, PAGE_SIZE)
+        hot = torch.empty(hot_pages, PAGE_SIZE, row_bytes, dtype=torch.uint8, device=DEVICE)
         return cls(host, order.view(requests, -1), hot)
 
 
@@ -84,14 +85,16 @@ class Trace:
         self.pools, self.batch = pools, batch
         self.misses = TOP_K * share // 100
         self.tables = SlotTables.allocate(
-            groups=1, requests=batch, hot_rows=HOT_ROWS, max_context=CONTEXT, device=DEVICE
+            groups=1, requests=batch, hot_rows=HOT_ROWS, max_context=CONTEXT, page_size=PAGE_SIZE, device=DEVICE
         ).group(0)
         self.plan = SwapPlan.allocate(batch, TOP_K, DEVICE)
         self.requests = torch.randperm(batch, device=DEVICE, dtype=torch.int32)
         self.pages = pools.host_pages[:batch]
-        first_length = CONTEXT - SLACK_TOKENS
+        hot_pages = torch.randperm(len(pools.hot)).view(-1, buffer_pages(HOT_ROWS, PAGE_SIZE)).tolist()
         for request in range(batch):
-            self.tables.admit(request, first_length)
+            self.tables.admit(request, resident=False)
+            self.tables.set_pages(request, hot_pages[request], capacity=HOT_ROWS)
+        first_length = CONTEXT - SLACK_TOKENS
         steps = WARM_UP_STEPS + STEPS
         orders = torch.rand(batch, first_length, device=DEVICE).argsort(dim=1).int()
         window = torch.arange(steps, device=DEVICE)[:, None] * self.misses + torch.arange(TOP_K, device=DEVICE)
@@ -126,9 +129,9 @@ class Trace:
         expected = TOP_K if self.step == 1 else self.misses
         assert counts == [expected] * self.batch, counts
         tokens = self.selected.long()
-        pages = self.pages[self.requests.long()[:, None], tokens // PAGE_SIZE].cpu()
+        pages = self.pages.gather(1, tokens // PAGE_SIZE).cpu()
         for row in range(self.batch):
-            held = self.pools.hot[self.plan.rows[row].long()].cpu()
+            held = self.pools.hot.view(-1, self.pools.hot.shape[2])[self.plan.rows[row].long()].cpu()
             assert held.equal(self.pools.host[pages[row].long(), (tokens[row] % PAGE_SIZE).cpu()])
 
 

@@ -22,6 +22,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
+StagingSetting = Literal["auto", "on", "off"]
 
 
 class ServerConfig(BaseModel):
@@ -47,6 +48,9 @@ class ServerConfig(BaseModel):
 
     tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each holds a part of every layer")
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: each holds some of the layers")
+    expert_parallel: bool = Field(
+        False, description="tensor-parallel ranks hold whole experts, not a part of each; for mixtures of experts"
+    )
     nnodes: int = Field(1, ge=1, le=64, description="machines that the tp x pp ranks are spread over")
     node_rank: int = Field(0, ge=0, le=63, description="number of this machine; 0 serves HTTP and decides")
     dist_init_addr: Endpoint | None = Field(
@@ -89,6 +93,11 @@ class ServerConfig(BaseModel):
     ib_gid_index: int | None = Field(
         None, ge=0, le=255, description="entry of the HCA's GID table (RoCE); default: Mooncake's choice"
     )
+    staging: StagingSetting = Field(
+        "auto",
+        description="head slices travel in one write through a ring in decode's memory: auto where prefill and decode "
+        "share KV heads out differently, on for all KV of dense models, off never; off on either side is off",
+    )
     verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
     heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="how often peers hear from this server")
     peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a silent peer is lost after this long")
@@ -114,7 +123,8 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
-        if self.kv_tokens is not None and self.kv_memory_gib is not None:
+        in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse  # tokens there, memory on the device
+        if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
             raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
         if self.peer_timeout_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
@@ -189,6 +199,11 @@ class DecodeConfig(ServerConfig):
     host_memory_gib: float | None = Field(None, gt=0, description="pinned host memory for KV (HiSparse), in GiB")
     host_memory_fraction: float = Field(
         0.5, gt=0, le=0.95, description="share of free host memory for KV (HiSparse) when host_memory_gib is not given"
+    )
+    staging_ring_mib: float | None = Field(
+        None,
+        gt=0,
+        description="ring of each rank for staged KV, in MiB; default: twice the KV of 4096 tokens, at most 128 MiB",
     )
     growth_tokens: int = Field(
         128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"

@@ -12,7 +12,7 @@ Shapes: x [T, Q + R + P (+ Di)], contiguous; q_norm [Q]; kv_norm [R]; cos = [c, 
 [T, P]; pages [pages, page_size, R + P] and key.pages [pages, page_size, Di], rows contiguous, otherwise any strides;
 rows, key.rows [T] int32: page * page_size + slot, or -1 for a row that is written nowhere, such as those that pad the
 batch of a CUDA graph. No two tokens share a row. r has its pairs interleaved; k as `key.interleaved` says. Roundings
-are transformers': norms and products before they are used.
+are transformers': norms and products before they are used. Pages of uint8 hold packed rows (packed_rows.py).
 
 Floor: 2 * T * (Q + R + P + Di) elements moved; at decode sizes one launch latency.
 """
@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from .dispatch import Impl, use_triton
+from .packed_rows import pack_rows_reference, packed_bytes
 from .rms_norm import rms_norm_reference
 from .rope_kv_write import rotate_reference
 
@@ -89,6 +90,8 @@ def latent_write_reference(
 ) -> torch.Tensor:
     latent_end = len(q_norm) + len(kv_norm) + cos.shape[1]
     latent = latent_rows_reference(x[:, len(q_norm) : latent_end], kv_norm, cos, signed_sin, eps)
+    if pages.dtype == torch.uint8:
+        latent = pack_rows_reference(latent, len(kv_norm))
     write_rows_reference(pages, rows, latent)
     if key is not None:
         keys = index_keys_reference(x[:, latent_end:], key, cos, signed_sin, eps)
@@ -117,7 +120,10 @@ def latent_write(
             f"x {list(x.shape)}, cos {list(cos.shape)} and signed_sin {list(signed_sin.shape)} do not fit: x has rows "
             f"of {width}, contiguous"
         )
-    _check_rows("pages", pages, rows, tokens, len(kv_norm) + rope_dim, x.dtype)
+    if pages.dtype == torch.uint8:
+        _check_rows("pages", pages, rows, tokens, packed_bytes(len(kv_norm), rope_dim), torch.uint8)
+    else:
+        _check_rows("pages", pages, rows, tokens, len(kv_norm) + rope_dim, x.dtype)
     if key is not None:
         _check_rows("key pages", key.pages, key.rows, tokens, len(key.norm), x.dtype)
         if key.bias.shape != key.norm.shape or len(key.norm) < rope_dim:

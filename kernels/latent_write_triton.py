@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .latent_write import KeyWrite
 from .overlap_triton import overlap_options, start_next, wait_for_previous
+from .packed_rows_triton import store_packed
 
 
 @triton.jit
@@ -61,6 +62,7 @@ def _latent_write(
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
+    PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -83,13 +85,17 @@ def _latent_write(
         if row >= 0:
             place = pages_ptr + (row // PAGE).to(tl.int64) * page_stride + (row % PAGE).to(tl.int64) * slot_stride
             column = tl.arange(0, BLOCK_KV)
-            tl.store(place + column, _rms_normed(x_ptr + Q, kv_norm_ptr, column, eps, KV), mask=column < KV)
+            latent = _rms_normed(x_ptr + Q, kv_norm_ptr, column, eps, KV)
             turning = x_ptr + Q + KV + 2 * pair
             x1 = tl.load(turning, mask=in_half, other=0.0).to(tl.float32)
             x2 = tl.load(turning + 1, mask=in_half, other=0.0).to(tl.float32)
             rotated1, rotated2 = rotate_pair(x1, x2, cos, sin, dtype)
-            tl.store(place + KV + pair, rotated1, mask=in_half)
-            tl.store(place + KV + HALF + pair, rotated2, mask=in_half)
+            if PACKED:
+                store_packed(place, latent, rotated1, rotated2, pair, KV, BLOCK_KV, HALF)
+            else:
+                tl.store(place + column, latent, mask=column < KV)
+                tl.store(place + KV + pair, rotated1, mask=in_half)
+                tl.store(place + KV + HALF + pair, rotated2, mask=in_half)
     elif KEY > 0:
         row = tl.load(key_rows_ptr + token)
         if row >= 0:
@@ -167,6 +173,7 @@ def launch_latent_write(
         INTERLEAVED=key is not None and key.interleaved,
         PAGE=pages.shape[1],
         KEY_PAGE=1 if key is None else key.pages.shape[1],
+        PACKED=pages.dtype == torch.uint8,
         num_warps=4,
         **overlap_options(x.device),
     )

@@ -119,7 +119,7 @@ class HiSparseCache(KvCache):
         self.tables.set_pages(slot, hot_pages, capacity)
         if resident:
             used = -(-tokens // self.page_size)
-            for source, target, count in _runs(pages[:used], hot_pages[:used]):
+            for source, target, count in _runs(pages[:used], hot_pages[:used], self.host.pages_per_chunk):
                 self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
     def resize(self, slot: int, hot_pages: Sequence[int], capacity: int) -> None:
@@ -214,12 +214,16 @@ def _as_bytes(pool: KvPool) -> torch.Tensor:
     return pool.data.view(torch.uint8)[:, :, 0, 0]
 
 
-def _runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first source, first target, length) of the stretches in which both count up by one."""
+def _runs(sources: Sequence[int], targets: Sequence[int], chunk: int) -> list[tuple[int, int, int]]:
+    """(first source, first target, length) of the stretches in which both count up by one, none of which has sources
+    on both sides of a multiple of `chunk`.
+    """
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(sources, targets, strict=True):
-        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        first_source, first_target, length = runs[-1] if runs else (source, target, 0)
+        follows = (source, target) == (first_source + length, first_target + length)
+        if runs and follows and source % chunk:
+            runs[-1] = (first_source, first_target, length + 1)
         else:
             runs.append((source, target, 1))
     return runs

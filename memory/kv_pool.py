@@ -53,7 +53,8 @@ class KvPool:
         self._pinned: PinnedMemory | None = None
         if pinned:
             assert device.type == "cpu", f"memory of {device} cannot be page-locked"
-            self._pinned = PinnedMemory(math.prod(shape) * dtype.itemsize)
+            page_bytes = math.prod(shape[1:]) * dtype.itemsize
+            self._pinned = PinnedMemory(num_pages * page_bytes, unit_bytes=page_bytes)
             self.data = self._pinned.data.view(dtype).view(shape)
         else:
             self.data = _zeros(shape, dtype, device)
@@ -70,6 +71,11 @@ class KvPool:
     @property
     def on_gpu(self) -> bool:
         return self.data.device.type == "cuda"
+
+    @property
+    def pages_per_chunk(self) -> int:
+        """A copy to or from a GPU stays between two multiples of it."""
+        return self.num_pages if self._pinned is None else self._pinned.chunk_bytes * self.num_pages // self.size_bytes
 
     @property
     def dtype_name(self) -> str:

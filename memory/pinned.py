@@ -1,10 +1,12 @@
 """Host memory that the GPU reads and writes itself: page-locked, zeroed, as large as the machine allows.
 
-It comes from the kernel in 2 MiB pages where it has them, and is registered with CUDA chunk by chunk: one huge
-registration holds up everything else that the process wants from the driver. Where there is no CUDA device it is plain
-memory, so that everything above works on any machine.
+It comes from the kernel in 2 MiB pages where it has them, and is registered with CUDA chunk by chunk: no single call
+takes long, and one that fails says how far it got. Kernels may read across the border of two chunks, copies may not
+(cudaMemcpy refuses them), so chunks are made of whole units, the pages of a pool. Where there is no CUDA device it is
+plain memory, so that everything above works on any machine.
 """
 
+import math
 import mmap
 
 import torch
@@ -18,13 +20,13 @@ _PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
 
 
 class PinnedMemory:
-    """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes.
+    """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes. A copy stays within `chunk_bytes`.
 
     `close` lets the GPU go of it, not the memory itself, which lives as long as its views. Nothing may be running on
     it then. A process that ends without closing is cleaned up by the driver, only more slowly.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, unit_bytes: int = 1) -> None:
         """Raises StartupError, naming sizes in GiB, where the machine has too little memory or will not lock it."""
         available = free_memory_bytes(torch.device("cpu"))
         if size_bytes > available:
@@ -35,6 +37,8 @@ class PinnedMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+        whole = math.lcm(unit_bytes, mmap.PAGESIZE)
+        self.chunk_bytes = max(CHUNK_BYTES // whole, 1) * whole
         self._chunks: list[int] = []
         if torch.cuda.is_available():
             self._register(len(memory))
@@ -46,8 +50,8 @@ class PinnedMemory:
 
     def _register(self, size_bytes: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for start in range(0, size_bytes, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, size_bytes - start)
+        for start in range(0, size_bytes, self.chunk_bytes):
+            length = min(self.chunk_bytes, size_bytes - start)
             status = cudart.cudaHostRegister(self.data.data_ptr() + start, length, _PORTABLE_AND_MAPPED)
             if int(status) != 0:
                 self.close()

@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.index_topk import IndexPlan, index_topk
 from ..kernels.latent_write import KeyWrite
+from ..kernels.packed_rows import packed_bytes, sparse_mla_packed
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.sparse_mla import sparse_mla
 from ..memory.hisparse import HiSparseCache
@@ -34,11 +35,13 @@ class DsaDecoder:
     layers of the stage, so that a layer has the same number in either; layers without an indexer leave theirs unused.
     """
 
-    def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE) -> None:
+    def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
+        """Latent rows are kept in the weights' dtype, or `packed` (kernels/packed_rows.py)."""
         assert parameters.config.dsa is not None
         self.parameters = parameters
         self.config = parameters.config
         self._dsa = parameters.config.dsa
+        self._packed = packed
         self._parallel = parallel
         self._vocabulary = Vocabulary(
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
@@ -49,8 +52,9 @@ class DsaDecoder:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of both pools that one token takes on this rank."""
-        row_size = self._dsa.latent_dim + self._dsa.index_dim
-        return len(self.parameters.layers) * row_size * self.parameters.dtype.itemsize
+        return len(self.parameters.layers) * sum(
+            size * dtype.itemsize for size, dtype in (self._row("latent"), self._row("indexer"))
+        )
 
     @property
     def capturable(self) -> bool:
@@ -83,18 +87,27 @@ class DsaDecoder:
 
     def _pool(self, plane: str, num_pages: int, page_size: int, *, in_host_memory: bool = False) -> KvPool:
         layers = self.config.stage_layers(self.parameters.shard)
+        row_size, dtype = self._row(plane)
         return KvPool(
             num_pages=num_pages,
             num_layers=len(layers),
             first_layer=layers.start,
             num_heads=1,
             page_size=page_size,
-            head_dim=self._dsa.latent_dim if plane == "latent" else self._dsa.index_dim,
-            dtype=self.parameters.dtype,
+            head_dim=row_size,
+            dtype=dtype,
             device=torch.device("cpu") if in_host_memory else self.parameters.device,
             planes=(plane,),
             pinned=in_host_memory,
         )
+
+    def _row(self, plane: str) -> tuple[int, torch.dtype]:
+        """Elements of a token's row in one layer, and their dtype."""
+        if plane == "indexer":
+            return self._dsa.index_dim, self.parameters.dtype
+        if self._packed:
+            return packed_bytes(self._dsa.kv_rank, self._dsa.rope_dim), torch.uint8
+        return self._dsa.latent_dim, self.parameters.dtype
 
     def hidden(
         self,
@@ -125,6 +138,7 @@ class DsaDecoder:
             hidden = self._vocabulary.embed(batch.token_ids)
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
         layers, eps = self.parameters.layers, self.config.norm_eps
+        attend = sparse_mla_packed if self._packed else sparse_mla
         sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # as in the pools, `index` counts the layers of this rank
@@ -137,7 +151,7 @@ class DsaDecoder:
             else:
                 weights = index_weights(normed, layer.indexer)
                 selected = rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
-            attended = sparse_mla(query, *selected, scale=self._scale, value_dim=dsa.kv_rank)
+            attended = attend(query, *selected, scale=self._scale, value_dim=dsa.kv_rank)
             attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             if isinstance(layer.mlp, MlpParameters):

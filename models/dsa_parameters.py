@@ -1,7 +1,8 @@
 """The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and what of the checkpoint fills them.
 
-Tensor parallelism shares attention heads, the width of MLPs and of every expert, and the vocabulary. What comes before
-the heads (the compressions, the indexer, the router) every rank has whole.
+Tensor parallelism shares attention heads, the width of MLPs and of every expert (or, where the shard says so, deals
+whole experts out), and the vocabulary. What comes before the heads (the compressions, the indexer, the router) every
+rank has whole.
 """
 
 from dataclasses import dataclass
@@ -133,13 +134,17 @@ class DsaParameters:
             "mlp.gate.e_score_correction_bias": Slot.whole(layer.router_bias),
             **self._gated_slots("mlp.shared_experts", layer.shared.gate_up, layer.shared.down),
         }
-        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
-            slots.update(self._gated_slots(f"mlp.experts.{expert}", gate_up, down))
+        whole = self.shard.whole_experts
+        for expert, gate_up, down in zip(layer.experts, layer.gate_up, layer.down, strict=True):
+            slots.update(self._gated_slots(f"mlp.experts.{expert}", gate_up, down, whole=whole))
         return slots
 
-    def _gated_slots(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Slot]:
+    def _gated_slots(
+        self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor, *, whole: bool = False
+    ) -> dict[str, Slot]:
+        """Of an MLP of which this rank has its share of the width, or all."""
         share = down.shape[1]
-        start, size = self.shard.tp_rank * share, self.shard.tp_size * share
+        start, size = (0, share) if whole else (self.shard.tp_rank * share, self.shard.tp_size * share)
         gate, up = gate_up.chunk(2)
         return {
             f"{prefix}.gate_proj.weight": Slot.part(gate, dim=0, start=start, size=size),
@@ -200,15 +205,20 @@ class _Memory:
 
     def _mixture(self) -> MoeParameters:
         moe, hidden = self._dsa.moe, self._config.hidden_size
-        size = len(self._shard.part("moe_intermediate_size", moe.expert_size))
+        if self._shard.whole_experts:
+            experts, size = self._shard.part("n_routed_experts", moe.num_experts), moe.expert_size
+        else:
+            experts = range(moe.num_experts)
+            size = len(self._shard.part("moe_intermediate_size", moe.expert_size))
         for name, count in (("hidden_size", hidden), ("a rank's share of moe_intermediate_size", size)):
             if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
                 raise StartupError(f"{name} = {count} must be a multiple of 8")
         return MoeParameters(
             router=self.tensor(moe.num_experts, hidden, dtype=torch.float32),
             router_bias=self.tensor(moe.num_experts, dtype=torch.float32),
-            gate_up=self.tensor(moe.num_experts, 2 * size, hidden),
-            down=self.tensor(moe.num_experts, hidden, size),
+            experts=experts,
+            gate_up=self.tensor(len(experts), 2 * size, hidden),
+            down=self.tensor(len(experts), hidden, size),
             shared=self._gated(len(self._shard.part("shared experts' width", moe.shared_size))),
         )
 

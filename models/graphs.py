@@ -16,7 +16,6 @@ from .decoder import Decoder
 from .dense_graphs import DenseStep
 from .dsa_decoder import DsaDecoder
 from .dsa_graphs import DsaStep
-from .latent_rows import MakeLatentRows
 
 
 def graph_batch_sizes(max_batch: int) -> list[int]:
@@ -41,19 +40,10 @@ class GraphedStep(Protocol):
 class DecodeGraphs:
     """Decode steps of a decoder of one rank over one cache. Owns the graphs, their memory and their input buffers.
 
-    Not thread-safe. `max_context` bounds the tokens of a sequence; it costs memory for page ids, not time. `make_rows`
-    is for sparse-attention decoders (dsa_graphs.py).
+    Not thread-safe. `max_context` bounds the tokens of a sequence; it costs memory for page ids, not time.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder | DsaDecoder,
-        cache: KvCache,
-        *,
-        max_batch: int,
-        max_context: int,
-        make_rows: MakeLatentRows | None = None,
-    ) -> None:
+    def __init__(self, decoder: Decoder | DsaDecoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
         self._decoder = decoder
         self._device = cache.device
         self._max_context = max_context
@@ -61,7 +51,7 @@ class DecodeGraphs:
         max_pages = -(-max_context // cache.page_size)
         self._step: GraphedStep
         if isinstance(decoder, DsaDecoder):
-            self._step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages, make_rows=make_rows)
+            self._step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         else:
             self._step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         self._logits = torch.empty(max_batch, decoder.config.vocab_size, dtype=torch.float32, device=cache.device)

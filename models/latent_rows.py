@@ -6,7 +6,6 @@ CUDA graph the calls are made once, at capture: what they return must stay in pl
 depend on values that only the host knows.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,10 +53,6 @@ class LatentRows(Protocol):
 
     def finish(self) -> None:
         """New rows are where later batches will look for them."""
-
-
-MakeLatentRows = Callable[[IndexPlan, torch.Tensor], LatentRows]
-"""Those of a batch, from what its tokens see and the flat rows [T] where they go in a paged pool (-1: padding)."""
 
 
 class PagedLatentRows:

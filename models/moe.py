@@ -6,8 +6,9 @@
     mixture(x)    =  sum over the chosen e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
 The bias decides who is chosen and not how much that counts. With tensor parallelism a rank has a part of every
-expert's width, so its result is a part of the sum too. Nothing here waits for the device in bfloat16 on CUDA: the
-whole can be captured in a graph. Other dtypes take torch's fallback of the grouped product there, which does wait.
+expert's width, or, where experts are dealt out whole, all of some; either way its result is a part of the sum. Nothing
+here waits for the device in bfloat16 on CUDA: the whole can be captured in a graph. Other dtypes take torch's fallback
+of the grouped product there, which does wait.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,15 @@ class MlpParameters:
 
 @dataclass(frozen=True)
 class MoeParameters:
-    """E experts and the shared one; `size` is this rank's share of an expert's width."""
+    """The router of all E experts, those that this rank has, and the shared one; `size` is the rank's share of an
+    expert's width.
+    """
 
     router: torch.Tensor  # [E, hidden] float32
     router_bias: torch.Tensor  # [E] float32
-    gate_up: torch.Tensor  # [E, 2 * size, hidden]
-    down: torch.Tensor  # [E, hidden, size]
+    experts: range  # which of the E
+    gate_up: torch.Tensor  # [len(experts), 2 * size, hidden]
+    down: torch.Tensor  # [len(experts), hidden, size]
     shared: MlpParameters
 
 
@@ -47,7 +51,8 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
     """x [T, hidden] through the chosen experts and the shared one."""
     weights, experts = route(x, parameters.router, parameters.router_bias, config)
-    routed = apply_experts(x, weights, experts, parameters.gate_up, parameters.down)
+    first = parameters.experts.start if len(parameters.experts) < len(parameters.router) else None
+    routed = apply_experts(x, weights, experts, parameters.gate_up, parameters.down, first=first)
     return routed + mlp(x, parameters.shared)
 
 
@@ -71,18 +76,31 @@ def route(
 
 
 def apply_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    first: int | None = None,
 ) -> torch.Tensor:
     """sum_j weights[t, j] * mlp_{experts[t, j]}(x[t]), [T, hidden]: one product per expert over the tokens it got.
 
-    Tokens are sorted by expert, so that an expert's are neighbours, and put back afterwards: a token's results are
-    added up in the order of its experts, whoever else is in the batch.
+    With `first`, the experts here are those from this number on, and others add nothing. Tokens are sorted by expert,
+    so that an expert's are neighbours, and put back afterwards: a token's results are added up in the order of its
+    experts, whoever else is in the batch.
     """
-    per_token = experts.shape[1]
+    per_token, elsewhere = experts.shape[1], None
+    if first is not None:
+        experts = experts - first
+        elsewhere = (experts < 0) | (experts >= len(gate_up))
+        experts.masked_fill_(elsewhere, len(gate_up))  # behind those of all experts here, where nothing is computed
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # of each expert's tokens
     gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
     results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
     results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)
+    if elsewhere is not None:
+        results.masked_fill_(elsewhere.unsqueeze(-1), 0)
     return results.mul_(weights.unsqueeze(-1)).sum(dim=1)

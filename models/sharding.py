@@ -17,10 +17,11 @@ class Shard:
     tp_size: int = 1
     stage: int = 0
     stages: int = 1
+    whole_experts: bool = False  # its experts are a share of all of them, instead of a share of each one's width
 
     @staticmethod
-    def of(rank: int, *, tp_size: int, stages: int) -> "Shard":
-        return Shard(rank % tp_size, tp_size, rank // tp_size, stages)
+    def of(rank: int, *, tp_size: int, stages: int, whole_experts: bool = False) -> "Shard":
+        return Shard(rank % tp_size, tp_size, rank // tp_size, stages, whole_experts)
 
     @property
     def rank(self) -> int:

@@ -43,7 +43,7 @@ from .effects import (
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
 from .loop import EngineLoop
-from .rank_messages import ExpectedChunk, KvVerified, OrderDone, RunStep, StepDone, VerifyKv
+from .rank_messages import ExpectedChunk, HotCounters, KvVerified, OrderDone, RunStep, StepDone, VerifyKv
 from .ranks import Ranks
 from .run_queue import DecodeRow
 from .step import Draw, StepRow
@@ -80,6 +80,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         self._verifying: dict[TransferKey, _Verification] = {}
         self._saving: dict[int, int] = {}
         """Pages of each SavePages under way, by its order."""
+        self._hot_counters: dict[int, dict[str, float]] = {}
+        """What hot buffers have seen, by the first rank of each stage."""
         self._orders_done: collections.Counter[int] = collections.Counter()
         """Ranks that have carried out a page effect, by its order."""
 
@@ -94,6 +96,11 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
             case OrderDone():
                 self._order_done(event)
+            case HotCounters(rank=rank, counters=counters):
+                self._hot_counters[rank] = counters
+                for name in counters:
+                    total = sum(of_rank[name] for of_rank in self._hot_counters.values())
+                    scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
             case MessageReceived(message=message):
@@ -193,7 +200,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             self.scheduler.step_failed(done.order, done.error, now)
 
     def _gauges(self) -> dict[str, float]:
+        hot = self.scheduler.hot
         return {
+            **(hot.gauges() if hot is not None else {}),
             "running_requests": self.scheduler.running,
             "fenced_pages": self.scheduler.intake.fences.pages,
             "cached_pages": len(self.scheduler.cache),

@@ -115,6 +115,15 @@ class HotBuffers:
     def of(self, rid: str) -> HotBuffer:
         return self._buffers[rid]
 
+    def gauges(self) -> dict[str, float]:
+        """Occupancy, for the metrics."""
+        return {
+            "hot_pages": self.limits.num_pages,
+            "hot_pages_available": self.pages.available,
+            "hot_buffers": len(self),
+            "hot_buffers_resident": self.resident,
+        }
+
     def check_integrity(self, *, idle: bool) -> None:
         """Raise PageLeakError unless every hot page is accounted for."""
         self.pages.check_integrity(idle=idle)

@@ -34,6 +34,7 @@ from .rank_messages import (
     ChunkReport,
     ClosePeer,
     ComputeCommand,
+    HotCounters,
     KvVerified,
     OpenPeer,
     OrderDone,
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
+HOT_REPORT_S = 0.2
 STEPS_AHEAD = 2
 """Steps started on the device whose results have not been read."""
 
@@ -99,6 +101,7 @@ class RankEngine:
                 )
         self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
         self._stepping_s = 0.0
+        self._hot_report_at = 0.0
         self._saved: dict[str, list[torch.Tensor]] = {}
         """KV of retracted requests, in host memory."""
 
@@ -187,6 +190,7 @@ class RankEngine:
         self._stepping_s += time.monotonic() - started
         if results is not None:
             self._report(StepDone(self._rank, order, tuple(results)))
+        self._report_hot()
 
     def _step_failed(self, order: int, error: Exception) -> None:
         while self._pending:  # reports are in order
@@ -222,6 +226,13 @@ class RankEngine:
                 cache.open(command.slot, command.hot_pages, command.pages, command.tokens, command.capacity)
             case ResizeHot():
                 cache.resize(command.slot, command.hot_pages, command.capacity)
+
+    def _report_hot(self) -> None:
+        """What the hot buffers have seen, a few times a second. All ranks of a stage see the same."""
+        cache, now = self._executor.cache, time.monotonic()
+        if isinstance(cache, HiSparseCache) and self._parallel.shard.tp_rank == 0 and now >= self._hot_report_at:
+            self._hot_report_at = now + HOT_REPORT_S
+            self._report(HotCounters(self._rank, cache.counters()))
 
     def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
         """Chunks compared, and the first difference from what was sent."""

@@ -126,6 +126,12 @@ class ChunkReport(Report, frozen=True):
     written: ChunkWritten
 
 
+class HotCounters(Report, frozen=True):
+    """From the first rank of each stage, now and then: what its hot buffers have seen so far (HiSparse)."""
+
+    counters: dict[str, float]
+
+
 class RankAlive(Report, frozen=True):
     """Sent a few times a second; `problems` make the server unhealthy. `busy_s` is the time spent on steps, less that
     spent waiting for the stage before.
@@ -135,4 +141,4 @@ class RankAlive(Report, frozen=True):
     busy_s: float = 0.0
 
 
-RankReport = RankReady | RankFailed | StepDone | OrderDone | KvVerified | ChunkReport | RankAlive
+RankReport = RankReady | RankFailed | StepDone | OrderDone | KvVerified | ChunkReport | HotCounters | RankAlive

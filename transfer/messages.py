@@ -7,15 +7,22 @@ each other at pairing. Large integer arrays (prompt, indices) travel as raw litt
 
 History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
-  2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame.
+  2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `staging` to
+     Hello and Welcome, `ring` to Rank, and the messages of the staged path.
 
 Who sends what (P prefill, D decode):
-  D -> P  Hello, KvDestination, Abort
-  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck
+  D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
+  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck, StageRequest, StageArrived, StageStopped
   both    Heartbeat, HeartbeatAck
 
 A transfer is named by (transfer_id, generation): decode mints the id, and a retry of the same request into fresh pages
 is the next generation. A message of another generation is stale and ignored.
+
+Where prefill and decode share heads out differently, KV goes through a ring in decode's memory (`staged_links.py`). A
+part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree. A part that is given up
+goes to StageStopped -> StageFree from wherever it is. A part is named by its content and by the life of the ring it is
+for, so every message can be repeated or late: the same request is answered with the same region, and what concerns a
+part that is over, or of an earlier life, is answered with StageFree.
 """
 
 from typing import Literal, NewType
@@ -23,6 +30,7 @@ from typing import Literal, NewType
 import msgspec
 
 from ..configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from ..configs.schema import StagingSetting
 from .layout import KvLayout
 
 PROTOCOL_VERSION = 2
@@ -59,11 +67,20 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
     space: int = 0
 
 
+class StageRing(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of a decode rank that head slices are staged in. `epoch` tells it from an earlier one at the same address."""
+
+    base_address: int
+    size_bytes: int
+    epoch: int
+    memory: Literal["device", "host"] = "device"
+
+
 class Rank(msgspec.Struct, array_like=True, frozen=True):
     """One rank of a server. `session` is where its receive engine listens (TCP); None where it receives nothing.
 
     `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to, and
-    `rdma_session` that of a third, where the rank has an HCA that works.
+    `rdma_session` that of a third, where the rank has an HCA that works. All of them take writes into the `ring`, too.
     """
 
     rank: int
@@ -72,6 +89,7 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     machine: str = ""
     nvlink_session: str | None = None
     rdma_session: str | None = None
+    ring: StageRing | None = None
 
 
 class Hello(Message, frozen=True):
@@ -83,6 +101,7 @@ class Hello(Message, frozen=True):
     model_name: str
     ranks: tuple[Rank, ...]
     enable_hisparse: bool = False
+    staging: StagingSetting = "off"
 
 
 class Welcome(Message, frozen=True):
@@ -94,6 +113,7 @@ class Welcome(Message, frozen=True):
     model_name: str
     ranks: tuple[Rank, ...]
     enable_hisparse: bool = False
+    staging: StagingSetting = "off"
 
 
 class Refused(Message, frozen=True):
@@ -184,6 +204,77 @@ class AbortAck(Message, frozen=True):
     late_writes: bool = False
 
 
+class StageBlock(msgspec.Struct, array_like=True, frozen=True):
+    """The layers and heads of a link: half-open ranges, global."""
+
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+    @property
+    def cells(self) -> int:
+        """Heads over all layers."""
+        return (self.layer_end - self.layer_start) * (self.head_end - self.head_start)
+
+
+class StagePart(msgspec.Struct, array_like=True, frozen=True):
+    """What one write into a ring carries: tokens [token_start, token_end) of a block, from one rank to another.
+
+    `epoch` is that of the destination's ring, from its Hello.
+    """
+
+    epoch: int
+    key: TransferKey
+    writer: int
+    destination: int
+    block: StageBlock
+    token_start: int
+    token_end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.token_end - self.token_start
+
+    def __str__(self) -> str:
+        return f"tokens [{self.token_start}, {self.token_end}) of transfer {self.key} from rank {self.writer}"
+
+
+class StageRequest(Message, frozen=True):
+    """Prefill asks for room in the ring of decode rank `part.destination`, ahead of computing the part."""
+
+    part: StagePart
+    size_bytes: int
+
+
+class StageGrant(Message, frozen=True):
+    """[offset, offset + size_bytes of the request) of the ring belongs to this part until its writer's last word."""
+
+    part: StagePart
+    region: int
+    offset: int
+
+
+class StageArrived(Message, frozen=True):
+    """The part is in its region, complete, and its writer is done with it."""
+
+    part: StagePart
+    region: int
+
+
+class StageStopped(Message, frozen=True):
+    """The part will not come: its writer writes nothing more. With `late_writes`, bytes under way may still land."""
+
+    part: StagePart
+    late_writes: bool = False
+
+
+class StageFree(Message, frozen=True):
+    """The part is over on decode: scattered, given up or unknown. What was granted for it is the writer's no more."""
+
+    part: StagePart
+
+
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
 
@@ -217,6 +308,11 @@ AnyMessage = (
     | TransferFailed
     | Abort
     | AbortAck
+    | StageRequest
+    | StageGrant
+    | StageArrived
+    | StageStopped
+    | StageFree
     | Heartbeat
     | HeartbeatAck
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .messages import InstanceId, TransferKey
 from .ring import Region, StagingRing
-from .staging_messages import (
+from .messages import (
     StageArrived,
     StageBlock,
     StageFree,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .messages import TransferKey
 from .runs import PlanError
-from .staging_messages import (
+from .messages import (
     StageArrived,
     StageFree,
     StageGrant,

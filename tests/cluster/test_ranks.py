@@ -1,4 +1,4 @@
-"""Tensor- and pipeline-parallel servers of real processes: any layout to any layout, and what happens when a rank dies."""
+"""Tensor- and pipeline-parallel servers of real processes: any layout to any layout, and ranks that die."""
 
 import os
 import random
@@ -167,7 +167,7 @@ def test_a_lost_rank_takes_its_server_down_within_seconds(
 
 
 def test_a_server_on_two_machines(model: Model, tmp_path: Path) -> None:
-    """Two machines are two sets of processes that meet at an address; the second has no HTTP and ends with the first."""
+    """Two machines are two sets of processes that meet at an address; the second only computes, and ends with it."""
     with cluster(tmp_path) as servers:
         key = ["--cluster-key", "a secret of the whole cluster"]
         prefill = servers.add("prefill", model.directory, *key)

@@ -61,9 +61,12 @@ class RankProcesses:
             self._processes.append(process)
 
     @contextmanager
-    def connected(self, tp_size: int, stages: int) -> Iterator[list[Shard]]:
+    def connected(self, tp_size: int, stages: int, *, whole_experts: bool = False) -> Iterator[list[Shard]]:
         """Make the first tp_size * stages processes the ranks of a server."""
-        shards = [Shard.of(rank, tp_size=tp_size, stages=stages) for rank in range(tp_size * stages)]
+        shards = [
+            Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
+            for rank in range(tp_size * stages)
+        ]
         port = free_port()
         for shard in shards:
             self.tell(shard, "connect", shard, port)

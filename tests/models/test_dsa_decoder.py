@@ -223,6 +223,7 @@ class ElsewhereRows:
     ) -> None:
         self._pages = torch.full((layers, len(order), 1, row_size), torch.nan)
         self._plan, self._new_rows, self._order = plan, new_rows, order
+        self.finished = False
 
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages[layer], self._order[self._new_rows.long()].int())
@@ -234,6 +235,9 @@ class ElsewhereRows:
 
     def reselect(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages[layer], self._selected)
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 def test_latent_rows_may_be_elsewhere(glm: tuple[ModelRunner, Any]) -> None:
@@ -253,3 +257,4 @@ def test_latent_rows_may_be_elsewhere(glm: tuple[ModelRunner, Any]) -> None:
     assert logits is not None
     torch.testing.assert_close(logits, reference_logits(reference, token_ids), rtol=0, atol=TOLERANCE)
     assert latent_pool.data.equal(before)
+    assert rows.finished

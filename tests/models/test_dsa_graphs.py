@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.index_topk import IndexPlan, position_rows
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
 from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.graphs import DecodeGraphs
-from pdserve.models.latent_rows import LatentRows, RowPlaces
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
@@ -107,11 +105,12 @@ def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: 
     assert all(found.equal(known) for found, known in zip(mixed.contents(), by_eager, strict=True))
 
 
-@pytest.mark.parametrize("setup", ["dense", "mixed"])
-def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(
-    setup: str, request: pytest.FixtureRequest
-) -> None:
-    model: Setup = request.getfixturevalue(setup)
+@pytest.fixture(params=["dense", "mixed"])
+def model(request: pytest.FixtureRequest, dense: Setup, mixed: Setup) -> Setup:
+    return dense if request.param == "dense" else mixed
+
+
+def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(model: Setup) -> None:
     lengths = [9, 30, 4, 17, 1]
     _, pages = model.prefill(lengths, 4)
     slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
@@ -143,52 +142,6 @@ def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
     expected = mixed.graphs.run(known).clone()
     assert not mixed.graphs.run(unknown).equal(expected)
     assert mixed.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
-
-
-class ElsewhereRows:
-    """Latent rows in memory of their own, in another order and page size: what a hot buffer is to a graph."""
-
-    def __init__(self, pages: torch.Tensor, order: torch.Tensor, plan: IndexPlan, new_rows: torch.Tensor) -> None:
-        self._pages, self._order, self._plan = pages, order, plan
-        self._new_rows = self._moved(new_rows)
-
-    def place(self, layer: int) -> RowPlaces:
-        return RowPlaces(self._pages[layer], self._new_rows)
-
-    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
-        self._selected = self._moved(position_rows(positions, self._plan))
-        return self.reselect(layer)
-
-    def reselect(self, layer: int) -> RowPlaces:
-        return RowPlaces(self._pages[layer], self._selected)
-
-    def _moved(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.where(rows < 0, rows, self._order[rows.clamp(min=0).long()])
-
-
-def test_latent_rows_elsewhere_are_captured(dense: Setup) -> None:
-    lengths = [40, 3, 77]
-    _, pages = dense.prefill(lengths, 4)
-    slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
-    latent, _ = dense.cache.pools
-    order = torch.randperm(NUM_PAGES * PAGE_SIZE, dtype=torch.int32, device="cuda")
-    elsewhere = torch.full((latent.num_layers, len(order), 1, latent.head_dim), 50.0, device="cuda")
-    elsewhere[:, order.long(), 0] = latent.data.squeeze(3).squeeze(2).transpose(0, 1).flatten(1, 2)
-
-    def make_rows(plan: IndexPlan, new_rows: torch.Tensor) -> LatentRows:
-        return ElsewhereRows(elsewhere, order, plan, new_rows)
-
-    graphs = DecodeGraphs(dense.decoder, dense.cache, max_batch=4, max_context=MAX_CONTEXT, make_rows=make_rows)
-    expected = dense.graphs.run(slices).clone()
-    by_pages = latent.data.clone()
-    latent.data.fill_(torch.nan)
-    assert graphs.run(slices).equal(expected)
-    new = [
-        where[piece.start // PAGE_SIZE] * PAGE_SIZE + piece.start % PAGE_SIZE
-        for piece, where in zip(slices, pages, strict=True)
-    ]
-    rows = by_pages.squeeze(3).squeeze(2).transpose(0, 1).flatten(1, 2)[:, new]
-    assert elsewhere[:, order[new].long(), 0].equal(rows)
 
 
 def test_what_fits(dense: Setup) -> None:

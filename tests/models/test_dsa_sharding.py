@@ -50,13 +50,20 @@ def ranks() -> Iterator[RankProcesses]:
     processes.stop()
 
 
-@pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("tp_size", "stages", "whole_experts"),
+    [(2, 1, False), (1, 2, False), (2, 2, False), (4, 1, False), (2, 1, True), (2, 2, True), (4, 1, True)],
+)
 def test_logits_and_greedy_tokens_equal_transformers(
-    ranks: RankProcesses, cases: dict[str, tuple[Path, list[Pass], torch.Tensor]], tp_size: int, stages: int
+    ranks: RankProcesses,
+    cases: dict[str, tuple[Path, list[Pass], torch.Tensor]],
+    tp_size: int,
+    stages: int,
+    whole_experts: bool,
 ) -> None:
-    with ranks.connected(tp_size, stages) as shards:
+    with ranks.connected(tp_size, stages, whole_experts=whole_experts) as shards:
         for name, (directory, passes, expected) in cases.items():
-            where = f"{name}, tp {tp_size}, pp {stages}"
+            where = f"{name}, tp {tp_size}, pp {stages}, whole experts: {whole_experts}"
             results = ranks.run(shards, directory, passes)
             (sampling,) = (result for shard, result in zip(shards, results, strict=True) if shard.samples)
             logits = torch.cat([torch.from_numpy(rows) for rows in sampling.logits])

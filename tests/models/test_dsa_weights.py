@@ -40,11 +40,15 @@ def load(directory: Path, shard: Shard = WHOLE) -> DsaParameters:
     return parameters
 
 
-def check_shares(directory: Path, expected: dict[str, torch.Tensor], tp_size: int, stages: int) -> None:
+def check_shares(
+    directory: Path, expected: dict[str, torch.Tensor], tp_size: int, stages: int, *, whole_experts: bool = False
+) -> None:
     """Every rank has the parts it says it has, and together they have everything: replicas once per rank of a stage."""
     seen = {name: torch.zeros_like(value) for name, value in expected.items()}
     for rank in range(tp_size * stages):
-        for name, slot in load(directory, Shard.of(rank, tp_size=tp_size, stages=stages)).slots().items():
+        shard = Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
+        for name, slot in load(directory, shard).slots().items():
+            assert slot.fills_whole or not (whole_experts and ".experts." in name), name
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             assert slot.target.equal(expected[name][part]), name
             seen[name][part] += 1
@@ -57,6 +61,12 @@ def check_shares(directory: Path, expected: dict[str, torch.Tensor], tp_size: in
 @pytest.mark.parametrize(("tp_size", "stages"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 def test_ranks_have_their_share_and_together_everything(checkpoint: Path, tp_size: int, stages: int) -> None:
     check_shares(checkpoint, load_file(checkpoint / "model.safetensors"), tp_size, stages)
+
+
+@pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (4, 2)])
+def test_ranks_may_have_whole_experts(checkpoint: Path, tp_size: int, stages: int) -> None:
+    expected = load_file(checkpoint / "model.safetensors")
+    check_shares(checkpoint, expected, tp_size, stages, whole_experts=True)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -14,7 +14,7 @@ from pdserve.transfer.runs import Runs
 from pdserve.transfer.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
 from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
-from pdserve.transfer.staging_messages import StageArrived, StageBlock, StageFree, StageGrant, StagePart, StageRequest
+from pdserve.transfer.messages import StageArrived, StageBlock, StageFree, StageGrant, StagePart, StageRequest
 from tests.transfer.kv_receiver import Receiver
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 100

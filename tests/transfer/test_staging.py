@@ -34,7 +34,7 @@ from pdserve.transfer.stage_sender import (
     WriterStopped,
     split_tokens,
 )
-from pdserve.transfer.staging_messages import (
+from pdserve.transfer.messages import (
     StageArrived,
     StageBlock,
     StageFree,

@@ -1,0 +1,157 @@
+"""HiSparse through real pairs: KV goes straight into decode's host memory, attention reads hot rows, tokens agree."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.cluster.servers import Cluster, Server, cluster, wait_until
+
+TOPK = 16
+NEW_TOKENS = 40
+LENGTHS = (3, 15, 30, 60, 200, 300)
+"""Within the hot buffer, crossing it while generating, and far beyond it."""
+PAGE = 8
+LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
+"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+
+
+class Case(NamedTuple):
+    """A model, and the share of its layers in the larger of two stages: layers with one index stay together."""
+
+    architecture: DsaArchitecture
+    overrides: dict[str, Any]
+    largest_stage: float
+
+
+CASES = {
+    "deepseek": Case("deepseek_v32", {"index_head_dim": 32}, 0.5),
+    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF", "index_head_dim": 32}, 0.75),
+}
+
+
+class Source(NamedTuple):
+    """A prefill server without any HiSparse setting, and what transformers says."""
+
+    servers: Cluster
+    case: Case
+    model: Path
+    prefill: Server
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+    def decode(self, *flags: str) -> Server:
+        endpoint = ("--prefill", self.prefill.endpoint)
+        server = self.servers.add("decode", self.model, *endpoint, "--page-size", str(PAGE), *flags)
+        return server.wait_ready(peers=1)
+
+
+def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = 4096, share: float = 1.0) -> list[str]:
+    """Flags of a decode server whose hot pool has so many pages; `share` of the layers are in the largest stage."""
+    device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share
+    gib = str((device_bytes + PAGE * LATENT_BYTES // 4) / (1 << 30))
+    return [
+        "--enable-hisparse",
+        *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens)),
+        *("--kv-memory-gib", gib, "--host-memory-gib", "0.5"),
+    ]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    case = CASES[request.param]
+    directory = tmp_path_factory.mktemp(f"{request.param}-model")
+    model = make_dsa_checkpoint(directory, case.architecture, index_topk=TOPK, **case.overrides)
+    with cluster(tmp_path_factory.mktemp(f"{request.param}-logs")) as servers:
+        prefill = servers.add("prefill", model, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
+        draw = random.Random(3)
+        prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
+        reference = load_reference(model)
+        expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+        yield Source(servers, case, model, prefill.wait_ready(), prompts, expected)
+
+
+def ask_all(decode: Server, source: Source) -> list[list[int]]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), source.prompts))
+
+
+@pytest.mark.parametrize(
+    ("hot_rows", "layout"),
+    [(TOPK, (1, 1)), (2 * TOPK, (2, 1)), (4 * TOPK, (1, 2))],
+    ids=["k", "2k-tp2", "4k-pp2"],
+)
+def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
+    source: Source, hot_rows: int, layout: tuple[int, int]
+) -> None:
+    """All at once: short and long ones, some resident at first, all of which shrink as the others come."""
+    buffers = len(LENGTHS) * (hot_rows // PAGE + 1)
+    tp, pp = layout
+    share = source.case.largest_stage if pp == 2 else 1.0
+    decode = source.decode(*hisparse(hot_rows, buffers + 4, share=share), "--tp", str(tp), "--pp", str(pp))
+    assert ask_all(decode, source) == source.expected
+    assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
+    info = decode.settled_info()
+    counters, gauges = info["counters"], info["gauges"]
+    assert counters["prefix_tokens_reused"] > 0
+    assert counters["chunks_verified"] > 0
+    assert counters["hot_misses"] > 0
+    assert counters["hot_hits"] > 0
+    assert counters["hot_write_backs"] > 0
+    assert gauges["hot_pages_available"] == gauges["hot_pages"]
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def test_everything_is_resident_while_there_is_room(source: Source) -> None:
+    decode = source.decode(*hisparse(2 * TOPK, 400))
+    assert ask_all(decode, source) == source.expected
+    counters = decode.settled_info()["counters"]
+    assert counters["hot_misses"] == 0
+    assert counters["hot_write_backs"] > 0
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(source: Source) -> None:
+    """Two hot buffers and pages for about two of the long prompts, for six requests and four that are aborted."""
+    decode = source.decode(
+        *hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400), "--growth-tokens", "8", "--no-prefix-cache"
+    )
+    too_long = decode.post(source.prompts[-1], 200)
+    assert too_long.status_code == 400
+    assert "100 new tokens fit" in too_long.text
+    urgent = [{"priority": number % 3} for number in range(len(source.prompts))]
+    with ThreadPoolExecutor(12) as pool:
+        answers = [
+            pool.submit(decode.generate, prompt, NEW_TOKENS, **extra)
+            for prompt, extra in zip(source.prompts, urgent, strict=True)
+        ]
+        for prompt in source.prompts[2:]:
+            with contextlib.suppress(httpx.TimeoutException):
+                decode.post(prompt, 90, timeout_s=0.4)
+        assert [answer.result(60) for answer in answers] == source.expected
+    assert decode.count("retractions") > 0
+    assert decode.count("requests_aborted") > 0
+    wait_until(decode.idle, 15, "idle")
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def test_a_dense_model_and_an_impossible_buffer_are_refused(source: Source, tmp_path: Path) -> None:
+    for flags, sentence in (
+        (["--hot-rows", "8"], "hot_rows = 8 is below the model's index_topk = 16"),
+        (["--hot-rows", "20"], "hot_rows = 20 must be a multiple of page_size = 8"),
+        (["--host-memory-gib", "9999"], "host_memory_gib = 9999"),
+    ):
+        server = Server("decode", source.model, tmp_path / "log", "--page-size", "8", "--enable-hisparse", *flags)
+        process = server.start().process
+        assert process is not None
+        assert process.wait(60) == 2
+        assert sentence in server.log.read_text()

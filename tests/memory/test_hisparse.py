@@ -1,0 +1,202 @@
+"""A HiSparse cache by itself: what it refuses, what opening a buffer brings in, and what its checks find."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.configs.errors import StartupError
+from pdserve.memory import pinned
+from pdserve.memory.hisparse import HiSparseCache, HiSparseError, _runs
+from pdserve.memory.index_spaces import HotSlot, TokenPosition, host_row, hot_row, hot_slot, token_position
+from pdserve.memory.kv_pool import KvPool
+from pdserve.memory.pinned import PinnedMemory
+
+PAGE_SIZE, LAYERS, ROW_SIZE = 4, 3, 6
+
+
+def pool(num_pages: int, plane: str = "latent", *, pinned: bool = False, device: str = "cpu") -> KvPool:
+    return KvPool(
+        num_pages=num_pages,
+        num_layers=LAYERS,
+        num_heads=1,
+        page_size=PAGE_SIZE,
+        head_dim=ROW_SIZE,
+        dtype=torch.float32,
+        device=torch.device(device),
+        planes=(plane,),
+        pinned=pinned,
+    )
+
+
+def make_cache(
+    *, hot_pages: int = 20, hot_rows: int = 8, top_k: int = 4, slots: int = 3, max_context: int = 64
+) -> HiSparseCache:
+    return HiSparseCache(
+        pool(30, pinned=True),
+        pool(30, "indexer"),
+        pool(hot_pages),
+        slots=slots,
+        hot_rows=hot_rows,
+        max_context=max_context,
+        top_k=top_k,
+        groups=[0, 0, 1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"hot_rows": 10}, "hot_rows = 10 must be a multiple of page_size = 4"),
+        (
+            {"hot_pages": 2},
+            "the hot pool has 2 pages of 4 rows: one buffer of hot_rows = 8 and the newest token takes 3",
+        ),
+        ({"top_k": 9}, r"HiSparse cannot run so: top_k must be in \[1, 8\], got 9"),
+        ({"hot_rows": 32768, "hot_pages": 8193}, r"hot_rows must be in \[1, 32767\], got 32768"),
+        ({"slots": 0}, "requests must be in .*, got 0"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, int], sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        make_cache(**sizes)
+
+
+def test_the_smallest_that_fits_is_accepted() -> None:
+    make_cache(hot_pages=3, top_k=8, slots=1)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 11, 24])
+@pytest.mark.parametrize("pages", [[3, 4, 5, 9, 8, 7], [29, 0, 1, 2, 20, 21]])
+@pytest.mark.parametrize("hot_pages", [[10, 11, 12, 0, 1, 2], [5, 9, 2, 19, 18, 17]])
+def test_a_resident_request_starts_with_its_rows(tokens: int, pages: list[int], hot_pages: list[int]) -> None:
+    cache = make_cache()
+    cache.host.data.copy_(torch.rand(cache.host.data.shape))
+    cache.hot.data.fill_(torch.nan)
+    cache.open(2, hot_pages, pages, tokens, capacity=24)
+    for position in range(tokens):
+        page, offset = divmod(host_row(TokenPosition(position), pages, PAGE_SIZE), PAGE_SIZE)
+        hot_page, hot_offset = divmod(hot_row(HotSlot(position), hot_pages, PAGE_SIZE), PAGE_SIZE)
+        expected = cache.host.data[page, :, :, :, offset]
+        assert cache.hot.data[hot_page, :, :, :, hot_offset].equal(expected)
+    touched = (~cache.hot.data.isnan()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    assert touched == sorted(hot_pages[: -(-tokens // PAGE_SIZE)])
+    assert cache.tables.capacity.tolist() == [8, 8, 24]
+    cache.check_integrity()
+
+
+def test_what_does_not_fit_starts_empty() -> None:
+    cache = make_cache()
+    cache.hot.data.fill_(torch.nan)
+    cache.open(1, [4, 5, 6], list(range(10)), tokens=40, capacity=8)
+    assert cache.hot.data.isnan().all()
+    assert all(cache.slot_of(1, 1, TokenPosition(position)) is None for position in range(40))
+    cache.open(1, [4, 5, 6], list(range(10)), tokens=8, capacity=8)
+    assert [cache.slot_of(1, 1, TokenPosition(position)) for position in range(9)] == [*range(8), None]
+
+
+def test_a_buffer_needs_its_pages() -> None:
+    cache = make_cache()
+    with pytest.raises(AssertionError, match="2 hot pages of 4 rows do not hold 9"):
+        cache.open(0, [1, 2], list(range(10)), tokens=40, capacity=8)
+    with pytest.raises(AssertionError, match="2 hot pages of 4 rows do not hold 10"):
+        cache.open(0, [1, 2], list(range(10)), tokens=9, capacity=12)
+    with pytest.raises(AssertionError, match=r"hot pages are \[1, 2, 20\]"):
+        cache.open(0, [1, 2, 20], list(range(10)), tokens=9, capacity=12)
+
+
+def repeat_slot(cache: HiSparseCache) -> None:
+    cache.tables.eviction_order[1, 2, 0] = 3
+
+
+def fill_reserved(cache: HiSparseCache) -> None:
+    cache.tables.slot_tokens[0, 2, 8], cache.tables.token_slots[0, 2, 30] = 30, 8
+
+
+def hold_token_twice(cache: HiSparseCache) -> None:
+    cache.tables.slot_tokens[1, 2, 5] = 6
+
+
+def forget_eviction(cache: HiSparseCache) -> None:
+    cache.tables.token_slots[0, 2, 40] = 1
+
+
+@pytest.mark.parametrize(
+    ("break_it", "problem"),
+    [
+        (repeat_slot, "index group 1, request slot 2: the eviction order is not all slots"),
+        (fill_reserved, "index group 0, request slot 2: the slot kept for the next token holds another"),
+        (hold_token_twice, "index group 1, request slot 2: a token is in two slots"),
+        (forget_eviction, "index group 0, request slot 2: a token has an entry and is in no slot"),
+    ],
+)
+def test_broken_tables_are_found(break_it: Callable[[HiSparseCache], None], problem: str) -> None:
+    cache = make_cache()
+    cache.open(2, [1, 2, 3], list(range(10)), tokens=8, capacity=8)
+    cache.check_integrity()
+    break_it(cache)
+    with pytest.raises(HiSparseError, match=problem):
+        cache.check_integrity()
+
+
+@given(
+    page_size=st.integers(1, 9),
+    pages=st.lists(st.integers(0, 100), min_size=1, max_size=9, unique=True),
+    data=st.data(),
+)
+def test_rows_lead_back_to_where_they_came_from(page_size: int, pages: list[int], data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, len(pages) * page_size - 1))
+    assert token_position(host_row(TokenPosition(number), pages, page_size), pages, page_size) == number
+    assert hot_slot(hot_row(HotSlot(number), pages, page_size), pages, page_size) == number
+
+
+def test_host_memory_that_is_not_there_is_refused_in_gib() -> None:
+    with pytest.raises(StartupError, match=r"asks for 1048576\.00 GiB, \d+\.\d\d GiB are available"):
+        PinnedMemory(1 << 50)
+
+
+def test_pinned_memory_is_zeroed_and_outlives_its_pinning() -> None:
+    memory = PinnedMemory(3 << 20)
+    assert memory.data.shape == (3 << 20,)
+    assert not memory.data.any()
+    memory.data[5] = 7
+    memory.close()
+    memory.close()
+    assert memory.data[5] == 7
+
+
+def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
+    assert PinnedMemory(100, unit_bytes=96).chunk_bytes % 96 == 0
+    assert PinnedMemory(100, unit_bytes=96).chunk_bytes % 4096 == 0
+    assert PinnedMemory(100, unit_bytes=96).chunk_bytes <= pinned.CHUNK_BYTES
+    assert PinnedMemory(100, unit_bytes=(5 << 30) + 4096).chunk_bytes == (5 << 30) + 4096
+    assert pool(30, pinned=True).pages_per_chunk * 4 * LAYERS * ROW_SIZE * PAGE_SIZE <= pinned.CHUNK_BYTES
+    assert pool(30).pages_per_chunk == 30
+
+
+def test_pages_are_copied_in_runs_that_stay_within_a_chunk() -> None:
+    assert _runs([], [], 4) == []
+    assert _runs([3, 4, 5, 9], [0, 1, 2, 3], 100) == [(3, 0, 3), (9, 3, 1)]
+    assert _runs([3, 4, 5, 6], [0, 1, 2, 8], 100) == [(3, 0, 3), (6, 8, 1)]
+    assert _runs([2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6], 4) == [(2, 0, 2), (4, 2, 4), (8, 6, 1)]
+    assert _runs([5, 4, 3], [2, 1, 0], 4) == [(5, 2, 1), (4, 1, 1), (3, 0, 1)]
+
+
+@pytest.mark.gpu
+def test_the_gpu_reaches_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of a preload goes over the borders of many registrations; 288 bytes a page are 128 pages a chunk."""
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", 4096)
+    cuda = torch.device("cuda", 0)
+    host, indexer, hot = pool(600, pinned=True), pool(600, "indexer", device="cuda"), pool(600, device="cuda")
+    assert host.pages_per_chunk == 128
+    assert host.data.is_pinned()
+    assert host.data[-1].is_pinned()
+    cache = HiSparseCache(host, indexer, hot, slots=1, hot_rows=8, max_context=2400, top_k=4, groups=[0, 0, 1])
+    host.data.copy_(torch.rand(host.data.shape))
+    cache.open(0, range(600), range(600), tokens=2400, capacity=2400)
+    torch.cuda.synchronize(cuda)
+    assert hot.data.cpu().equal(host.data)
+    cache.close()
+    assert not host.data.is_pinned()

@@ -24,6 +24,9 @@ TILE_QUERIES = 128
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, with zeros between them."""
 
+_ALIGNED = 4
+"""Arrays start at multiples of 16 bytes. Triton compiles kernels anew for pointers that do and pointers that do not."""
+
 PIECES_PER_SM = 4
 """Enough to hide latency and to even out the end; more only adds partial results."""
 
@@ -122,9 +125,8 @@ def make_work_plan(
         copies.reshape(-1),
         (np.cumsum(padded) - padded).astype(np.int32),
     ]
-    packed = torch.from_numpy(np.concatenate(arrays)).to(device)
-    flat_pages, page_starts, lens, query, rows, flat_pieces, starts, flat_tiles, flat_copies, copy_starts = (
-        torch.split_with_sizes(packed, [len(array) for array in arrays])
+    flat_pages, page_starts, lens, query, rows, flat_pieces, starts, flat_tiles, flat_copies, copy_starts = _upload(
+        arrays, device
     )
     return WorkPlan(
         tokens=sum(query_lens),
@@ -142,3 +144,14 @@ def make_work_plan(
         copies=flat_copies.view(2, -1),
         copy_starts=copy_starts,
     )
+
+
+def _upload(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on `device`, brought there in one copy."""
+    ends = np.cumsum([-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays])
+    packed = np.zeros(ends[-1], dtype=np.int32)
+    starts = [0, *ends[:-1].tolist()]
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + len(array)] = array
+    buffer = torch.from_numpy(packed).to(device)
+    return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]

@@ -22,7 +22,7 @@ from .page_rows_triton import load_page_rows
 _COMBINED_AT_ONCE = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces_stride"])
 def _decode_pieces(
     query_ptr,
     key_ptr,

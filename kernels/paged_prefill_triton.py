@@ -23,7 +23,7 @@ from .overlap_triton import overlap_options, start_next, wait_for_previous
 from .page_rows_triton import load_page_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies_stride"])
 def _copy_out(
     key_ptr,
     value_ptr,
@@ -99,7 +99,7 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_stride"])
 def _prefill_tiles(
     query_ptr,
     keys,
@@ -173,7 +173,8 @@ def launch_prefill(
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    wide = query.dtype.itemsize * block_d > 256
+    # float32 is multiplied element by element, which takes minutes to compile in large tiles
+    wide = query.dtype == torch.float32 or query.dtype.itemsize * block_d > 256
     rows, block = (TILE_QUERIES // 2, 32) if wide else (TILE_QUERIES, 128)
     keys = query.new_empty(kv_heads * plan.copied_tokens, head_dim)
     values = torch.empty_like(keys)

@@ -20,7 +20,7 @@ from .effects import Effect, SendToFront
 from .front import Stop, ToFront
 from .front_link import FrontLink
 from .prefill import PrefillScheduler
-from .rank_messages import RankFailed, RunStep, StepDone
+from .rank_messages import CacheChecked, CheckCache, RankFailed, RunStep, StepDone
 from .ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,9 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
                             self._lost = self._lost or reason
                         case StepDone():
                             self._take_step(event, time.monotonic())
+                        case CacheChecked(rank=rank, problem=problem):
+                            if problem is not None:
+                                self._found_leak(f"rank {rank}: {problem}")
                         case _:
                             self._handle(event, time.monotonic())
                 except Exception:
@@ -189,14 +192,18 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._step_done(done, now)
 
     def _check_idle(self) -> None:
-        """With nothing to do, every page must be home."""
+        """With nothing to do, every page must be home, and every table of the ranks sound."""
         self._checked_idle = True
+        self._leak = None
         try:
             self.scheduler.check_integrity()
-            self._leak = None
         except (PdserveError, AssertionError) as error:
-            log.error("integrity check: %s", error)
-            self._leak = f"integrity check: {error}"
+            self._found_leak(str(error))
+        self._ranks.tell(CheckCache())
+
+    def _found_leak(self, problem: str) -> None:
+        log.error("integrity check: %s", problem)
+        self._leak = f"integrity check: {problem}"
 
     def _publish(self, *, force: bool) -> None:
         now = time.monotonic()

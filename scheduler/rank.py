@@ -16,7 +16,7 @@ import torch
 
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.device import resolve_device
-from ..memory.hisparse import HiSparseCache
+from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
@@ -31,6 +31,8 @@ from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, Resi
 from .executor import PendingStep
 from .rank_builder import RankBuilder
 from .rank_messages import (
+    CacheChecked,
+    CheckCache,
     ChunkReport,
     ClosePeer,
     ComputeCommand,
@@ -159,6 +161,8 @@ class RankEngine:
                 self._move_pages(command)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
+            case CheckCache():
+                self._report(CacheChecked(self._rank, self._check_cache()))
             case VerifyKv():
                 self._report(KvVerified(self._rank, command.key, *self._verify(command)))
             case _:
@@ -233,6 +237,15 @@ class RankEngine:
         if isinstance(cache, HiSparseCache) and self._parallel.shard.tp_rank == 0 and now >= self._hot_report_at:
             self._hot_report_at = now + HOT_REPORT_S
             self._report(HotCounters(self._rank, cache.counters()))
+
+    def _check_cache(self) -> str | None:
+        cache = self._executor.cache
+        try:
+            if isinstance(cache, HiSparseCache):
+                cache.check_integrity()
+        except HiSparseError as error:
+            return str(error)
+        return None
 
     def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
         """Chunks compared, and the first difference from what was sent."""

@@ -38,6 +38,10 @@ class VerifyKv(Command, frozen=True):
     chunks: tuple[ExpectedChunk, ...]
 
 
+class CheckCache(Command, frozen=True):
+    """The server is idle: see whether the tables of the cache are sound. Reported as CacheChecked, by every rank."""
+
+
 class OpenPeer(Command, frozen=True):
     """A decode server paired: KV may be written to its ranks (prefill). `welcome` has the layouts of our own."""
 
@@ -66,7 +70,7 @@ class StopRank(Command, frozen=True):
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-ComputeCommand = RunStep | PageCommand | OpenHot | ResizeHot | VerifyKv | StopRank
+ComputeCommand = RunStep | PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
 """Carried out by the thread that computes, in order."""
 TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks
 """About KV that is complete: carried out at once, in order among themselves."""
@@ -120,6 +124,12 @@ class KvVerified(Report, frozen=True):
     problem: str | None
 
 
+class CacheChecked(Report, frozen=True):
+    """From every rank: what is wrong with its cache; None when nothing is."""
+
+    problem: str | None
+
+
 class ChunkReport(Report, frozen=True):
     """From every rank: its part of a chunk has ended."""
 
@@ -141,4 +151,6 @@ class RankAlive(Report, frozen=True):
     busy_s: float = 0.0
 
 
-RankReport = RankReady | RankFailed | StepDone | OrderDone | KvVerified | ChunkReport | HotCounters | RankAlive
+RankReport = (
+    RankReady | RankFailed | StepDone | OrderDone | KvVerified | CacheChecked | ChunkReport | HotCounters | RankAlive
+)

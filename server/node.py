@@ -44,6 +44,6 @@ def run_node(config: AnyServerConfig) -> int:
         if watcher.is_alive():
             rank.kill()
     failed = {rank: status for rank, status in sorted(statuses.items()) if status}
-    for number, status in failed.items():
-        log.error("rank %d ended with status %s", number, status)
+    for failed_rank, status in failed.items():
+        log.error("rank %d ended with status %s", failed_rank, status)
     return 1 if failed or len(statuses) < len(ranks) else 0

@@ -1,16 +1,17 @@
 """Decoding over a HiSparse cache against decoding over a plain one: the same rows, so the same logits, bit for bit."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from pdserve.kernels import write_back as write_back_module
+from pdserve.kernels.swap_in import copy_misses
+from pdserve.kernels.write_back import write_back
 from pdserve.memory.index_spaces import TokenPosition, host_row
 from pdserve.memory.kv_pool import KvCache
-from pdserve.models import hot_rows as hot_rows_module
+from pdserve.models import hot_rows
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
@@ -322,20 +323,27 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return load(directory, torch.device("cuda", 0))
 
 
-@pytest.fixture
-def slow_write_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.cuda.Stream]]:
-    """Every write-back starts 5 ms late, on its own stream: whoever does not wait for it is far ahead by then."""
-    streams = []
+class Late:
+    """An operation that starts 5 ms late on the stream it runs on: whoever does not wait for it is far ahead by then."""
 
-    def late(*args: torch.Tensor) -> None:
-        streams.append(torch.cuda.current_stream())
+    def __init__(self, operation: Callable[..., None]) -> None:
+        self._operation = operation
+        self.streams: list[torch.cuda.Stream] = []
+
+    def __call__(self, *args: object) -> None:
+        self.streams.append(torch.cuda.current_stream())
         torch.cuda._sleep(10_000_000)
-        write_back_module.write_back(*args)
+        self._operation(*args)
 
-    monkeypatch.setattr(hot_rows_module, "write_back", late)
-    yield streams
-    assert streams, "no write-back was late"
-    assert all(stream != torch.cuda.default_stream() for stream in streams)
+
+@pytest.fixture(params=["write_back", "copy_misses"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """What runs beside the layers, each in turn."""
+    operation = Late({"write_back": write_back, "copy_misses": copy_misses}[request.param])
+    monkeypatch.setattr(hot_rows, request.param, operation)
+    yield operation
+    assert operation.streams, "it was never called"
+    assert all(stream != torch.cuda.default_stream() for stream in operation.streams)
 
 
 def mixed_requests(twin: Twin) -> None:
@@ -361,7 +369,8 @@ def test_the_gpu_decodes_as_with_a_plain_cache(on_gpu: ModelRunner, times: int) 
 
 
 @pytest.mark.gpu
-def test_a_late_write_back_is_waited_for(on_gpu: ModelRunner, slow_write_back: list[torch.cuda.Stream]) -> None:
+@pytest.mark.usefixtures("late")
+def test_what_is_late_is_waited_for(on_gpu: ModelRunner) -> None:
     """B = k and everything is evicted all the time: a row that is overwritten before it was read, or read before it
     was written, shows in the logits or in host memory.
     """
@@ -371,14 +380,12 @@ def test_a_late_write_back_is_waited_for(on_gpu: ModelRunner, slow_write_back: l
         twin.step([0, 2, 1])
         if step == 4:
             twin.resize(2, TOP_K)
-    assert len(slow_write_back) == 12
     twin.cache.close()
 
 
 @pytest.mark.gpu
-def test_an_event_after_the_step_covers_its_write_back(
-    on_gpu: ModelRunner, slow_write_back: list[torch.cuda.Stream]
-) -> None:
+@pytest.mark.parametrize("late", ["write_back"], indirect=True)
+def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late: Late) -> None:
     """What the executor waits for before it reports a step: its pages may be freed, sent or saved then."""
     twin = Twin(on_gpu, hot_rows=TOP_K)
     mixed_requests(twin)
@@ -394,16 +401,23 @@ def test_an_event_after_the_step_covers_its_write_back(
     for piece in pieces:
         page, offset = divmod(host_row(TokenPosition(piece.start), piece.pages, PAGE_SIZE), PAGE_SIZE)
         assert not twin.cache.host.data[page, :, 0, 0, offset].isnan().any()
-    assert slow_write_back
+    assert len(late.streams) == 1
     twin.cache.close()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("late", [False, True])
-def test_graphs_replay_what_runs_eagerly(on_gpu: ModelRunner, late: bool, request: pytest.FixtureRequest) -> None:
+def test_graphs_replay_what_runs_eagerly(on_gpu: ModelRunner) -> None:
+    check_graphs(on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("late")
+def test_graphs_wait_for_what_is_late(on_gpu: ModelRunner) -> None:
+    check_graphs(on_gpu)
+
+
+def check_graphs(on_gpu: ModelRunner) -> None:
     """Batches of 1 to 4, padded ones among them, over both caches in graphs: the same kernels on the same shapes."""
-    if late:
-        request.getfixturevalue("slow_write_back")
     twin = Twin(on_gpu, hot_rows=TOP_K)
     graphed = {}
     for cache in (twin.plain, twin.cache):

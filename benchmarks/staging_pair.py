@@ -12,13 +12,8 @@ import torch
 from pdserve.kernels.kv_stage import kv_gather, kv_scatter
 from pdserve.transfer.engine import ReceiveEngine
 from pdserve.transfer.layout import KvLayout, Plane
-from pdserve.transfer.messages import InstanceId, TransferKey
-from pdserve.transfer.mooncake_library import Transport, create_engine
-from pdserve.transfer.ring import ALIGNMENT, StagingRing
-from pdserve.transfer.runs import Runs, expand_runs
-from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
-from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
 from pdserve.transfer.messages import (
+    InstanceId,
     StageArrived,
     StageBlock,
     StageFree,
@@ -26,7 +21,13 @@ from pdserve.transfer.messages import (
     StagePart,
     StageRequest,
     StageStopped,
+    TransferKey,
 )
+from pdserve.transfer.mooncake_library import Transport, create_engine
+from pdserve.transfer.ring import ALIGNMENT, StagingRing
+from pdserve.transfer.runs import Runs, expand_runs
+from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
+from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
 
 BATCH = 1024
 """Mooncake's queue to one peer breaks above 2,048 writes."""

@@ -275,6 +275,9 @@ class StageFree(Message, frozen=True):
     part: StagePart
 
 
+StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFree
+
+
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
 
@@ -308,11 +311,7 @@ AnyMessage = (
     | TransferFailed
     | Abort
     | AbortAck
-    | StageRequest
-    | StageGrant
-    | StageArrived
-    | StageStopped
-    | StageFree
+    | StageMessage
     | Heartbeat
     | HeartbeatAck
 )

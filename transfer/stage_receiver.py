@@ -14,9 +14,8 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from .messages import InstanceId, TransferKey
-from .ring import Region, StagingRing
 from .messages import (
+    InstanceId,
     StageArrived,
     StageBlock,
     StageFree,
@@ -24,7 +23,9 @@ from .messages import (
     StagePart,
     StageRequest,
     StageStopped,
+    TransferKey,
 )
+from .ring import Region, StagingRing
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .messages import TransferKey
-from .runs import PlanError
 from .messages import (
     StageArrived,
     StageFree,
@@ -22,7 +20,9 @@ from .messages import (
     StagePart,
     StageRequest,
     StageStopped,
+    TransferKey,
 )
+from .runs import PlanError
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Late:
-    """An operation that starts 5 ms late on the stream it runs on: whoever does not wait for it is far ahead by then."""
+    """An operation that starts 5 ms late on its stream: whoever does not wait for it is far ahead by then."""
 
     def __init__(self, operation: Callable[..., None]) -> None:
         self._operation = operation

@@ -8,13 +8,22 @@ import torch
 from pdserve.kernels.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.kv_pool import KvPool
 from pdserve.transfer.layout import KvLayout, Plane
-from pdserve.transfer.messages import InstanceId, Pool, TransferKey
+from pdserve.transfer.messages import (
+    InstanceId,
+    Pool,
+    StageArrived,
+    StageBlock,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    TransferKey,
+)
 from pdserve.transfer.ring import StagingRing
 from pdserve.transfer.runs import Runs
 from pdserve.transfer.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
 from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
-from pdserve.transfer.messages import StageArrived, StageBlock, StageFree, StageGrant, StagePart, StageRequest
 from tests.transfer.kv_receiver import Receiver
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 100

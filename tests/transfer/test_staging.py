@@ -13,7 +13,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.transfer.messages import InstanceId, TransferKey
+from pdserve.transfer.messages import (
+    InstanceId,
+    StageArrived,
+    StageBlock,
+    StageFree,
+    StageGrant,
+    StageMessage,
+    StagePart,
+    StageRequest,
+    StageStopped,
+    TransferKey,
+)
 from pdserve.transfer.ring import ALIGNMENT, Region, StagingRing
 from pdserve.transfer.runs import PlanError
 from pdserve.transfer.stage_receiver import (
@@ -33,16 +44,6 @@ from pdserve.transfer.stage_sender import (
     WritePart,
     WriterStopped,
     split_tokens,
-)
-from pdserve.transfer.messages import (
-    StageArrived,
-    StageBlock,
-    StageFree,
-    StageGrant,
-    StageMessage,
-    StagePart,
-    StageRequest,
-    StageStopped,
 )
 
 CELL_BYTES = 128  # two cells fill a unit of the ring

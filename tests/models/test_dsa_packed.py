@@ -1,0 +1,105 @@
+"""Sparse models whose latent rows are packed, against transformers that rounds what it caches in the same way."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+
+from pdserve.models.batch import SequenceSlice
+from pdserve.models.catalog import locate_model
+from pdserve.models.dsa_decoder import DsaDecoder
+from pdserve.models.dsa_parameters import DsaParameters
+from pdserve.models.runner import ModelRunner
+from pdserve.models.weights import load_weights
+from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+
+TOLERANCE = 3e-5  # as in test_dsa_decoder.py: both round the same numbers, give or take their last bits
+CPU = torch.device("cpu")
+KV_RANK, ROPE_DIM, INDEX_DIM, LAYERS = 160, 16, 32, 4
+"""Two scales a row, the second of fewer elements."""
+
+
+def rounded(latent: torch.Tensor) -> torch.Tensor:
+    """What e4m3 and a scale for every 128 elements make of it."""
+    parts = []
+    for group in latent.split(128, dim=-1):  # type: ignore[no-untyped-call]
+        scale = group.abs().amax(dim=-1, keepdim=True) / 448
+        parts.append((group / scale).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(parts, dim=-1)
+
+
+@pytest.fixture
+def _rounding_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for attention in (DeepseekV32Attention, GlmMoeDsaAttention):
+
+        def expand(self: Any, latent: torch.Tensor, turned: torch.Tensor, plain: Any = attention.expand_kv) -> Any:
+            return plain(self, rounded(latent), turned.to(torch.bfloat16).float())
+
+        monkeypatch.setattr(attention, "expand_kv", expand)
+    yield
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Path]:
+    directory = make_dsa_checkpoint(tmp_path_factory.mktemp(request.param), request.param, kv_lora_rank=KV_RANK)
+    source = locate_model(str(directory))
+    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    load_weights(source, parameters.slots())
+    return ModelRunner(DsaDecoder(parameters, packed=True), device=CPU, dtype=torch.float32), directory
+
+
+@pytest.mark.usefixtures("_rounding_transformers")
+@pytest.mark.parametrize("length", [9, 16, 70])
+def test_logits_and_greedy_tokens_equal_transformers_that_rounds(model: tuple[ModelRunner, Path], length: int) -> None:
+    """A prompt in two chunks and eight steps; without the roundings it is another text."""
+    runner, directory = model
+    reference = load_reference(directory)
+    text = random.Random(length).choices(range(256), k=length)
+    text += reference_greedy(reference, text, 8)
+    expected = reference_logits(reference, text)
+    cache = runner.make_cache(32, 4)
+    latent, keys = cache.pools
+    latent.data.fill_(0x7F)  # NaN
+    keys.data.fill_(50.0)
+    pages = random.Random(1).sample(range(32), 20)
+    starts = [0, length // 2, *range(length, length + 8)]
+    rows = []
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        hidden = runner.forward_hidden(cache, [SequenceSlice(text[start:end], start, pages)])
+        assert hidden is not None
+        logits = runner.logits(hidden)
+        assert logits is not None
+        rows.append(logits)
+    torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_rounding_makes_a_difference_that_is_small(tmp_path: Path) -> None:
+    """Where it changes no choice, of a token or of an expert: all tokens are seen, and there are no experts."""
+    directory = make_dsa_checkpoint(tmp_path, kv_lora_rank=KV_RANK, first_k_dense_replace=LAYERS)
+    source = locate_model(str(directory))
+    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    load_weights(source, parameters.slots())
+    runner = ModelRunner(DsaDecoder(parameters, packed=True), device=CPU, dtype=torch.float32)
+    text = random.Random(3).choices(range(256), k=16)
+    hidden = runner.forward_hidden(runner.make_cache(4, 4), [SequenceSlice(text, 0, [3, 1, 0, 2])])
+    assert hidden is not None
+    logits = runner.logits(hidden)
+    assert logits is not None
+    expected = reference_logits(load_reference(directory), text)
+    error = float((logits - expected).norm() / expected.norm())
+    assert 0.005 < error < 0.05
+
+
+def test_a_token_takes_less_room(model: tuple[ModelRunner, Path]) -> None:
+    runner, _ = model
+    cache = runner.make_cache(7, 4)
+    latent, keys = cache.pools
+    assert (latent.dtype_name, latent.head_token_bytes) == ("uint8", KV_RANK + 2 * 4 + 2 * ROPE_DIM)
+    assert keys.head_token_bytes == INDEX_DIM * 4
+    assert runner.kv_token_bytes == LAYERS * (latent.head_token_bytes + keys.head_token_bytes)
+    assert cache.size_bytes == 7 * 4 * runner.kv_token_bytes

@@ -1,0 +1,251 @@
+"""The staged path on a prefill rank: gathers a part into a buffer of its own and hands it to the sender, in one piece.
+
+There are two buffers for each decode rank, so that the next part is gathered while one is on the wire. A thread per
+decode rank gathers; on a GPU it does so on a stream of its own, which nothing else waits for.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from ..kernels.kv_stage import kv_gather
+from .layout import KvLayout, Plane
+from .messages import InstanceId, Pool, StagePart, StageRing, TransferKey
+from .ring import ALIGNMENT
+from .runs import Runs
+from .sender import PeerSender, PoolPair, SendJob, SendResult
+
+BUFFERS: Final = 2
+
+
+class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Gather a part and write it to `offset` of the ring of its decode rank. Its rank reports one PartWritten.
+
+    `pages` hold its tokens, the first of which is token `start` of the first page. `size_bytes` is that of the grant.
+    """
+
+    instance: InstanceId
+    part: StagePart
+    offset: int
+    size_bytes: int
+    pages: list[int]
+    start: int
+
+
+class PartWritten(msgspec.Struct, array_like=True, frozen=True):
+    """How a PartWrite ended. `ok`: all of it is in the ring; otherwise as in ChunkWritten."""
+
+    instance: InstanceId
+    part: StagePart
+    ok: bool
+    reason: str = ""
+    late_writes: bool = False
+    writes: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PartJob(SendJob):
+    """A part in one of the buffers. The sender's owner passes its result to `ended`."""
+
+    order: PartWrite
+    ended: Callable[[SendResult], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    order: PartWrite
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Free:
+    """Buffers that nobody reads."""
+
+    slots: list[int] = field(default_factory=lambda: list(range(BUFFERS)))
+
+
+class StageBuffers:
+    """The memory that parts for one decode rank are gathered in: two slots of `slot_bytes` each."""
+
+    def __init__(self, slot_bytes: int, ring: StageRing, device: torch.device) -> None:
+        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.data = torch.empty(BUFFERS * self.slot_bytes, dtype=torch.uint8, device=device)
+        row = KvLayout((Plane("ring", 1),), 0, 1, 0, 1, 1, ring.size_bytes, "uint8")
+        self.pair = PoolPair(
+            self.data.data_ptr(), len(self.data), Pool(row, ring.base_address, ring.size_bytes, ring.memory)
+        )
+
+    def slot(self, index: int, size_bytes: int) -> torch.Tensor:
+        return self.data[index * self.slot_bytes :][:size_bytes]
+
+
+class PartWriter:
+    """Writes parts of one pool into the ring of one decode rank, in order. Owns a thread; close() before the sender's.
+
+    `on_written` is called once for each write(), on this thread or the sender's.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: KvLayout,
+        buffers: StageBuffers,
+        sender: PeerSender,
+        *,
+        write_bytes: int,
+        on_written: Callable[[PartWritten], None],
+    ) -> None:
+        """`write_bytes` is the most that one Mooncake write carries."""
+        self._pool = pool
+        self._layout = layout
+        self._buffers = buffers
+        self._sender = sender
+        self._write_bytes = write_bytes
+        self._on_written = on_written
+        self._changed = threading.Condition()
+        self._queue: collections.deque[PartWrite] = collections.deque()
+        self._free = list(range(BUFFERS))
+        self._gathering: _Gathering | None = None
+        self._closing = False
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._work, name=f"gather-{sender.session}", daemon=True)
+        self._thread.start()
+
+    def write(self, order: PartWrite) -> None:
+        """Gather and send a part as soon as a buffer is free."""
+        with self._changed:
+            if not self._closing:
+                self._queue.append(order)
+                self._changed.notify_all()
+                return
+        self._on_written(_stopped(order, "the decode server is gone"))
+
+    def cancel(self, key: TransferKey) -> None:
+        """Stop the parts of a transfer that the sender does not have yet; each still reports its end."""
+        with self._changed:
+            stopped = [order for order in self._queue if order.part.key == key]
+            for order in stopped:
+                self._queue.remove(order)
+            if self._gathering is not None and self._gathering.order.part.key == key:
+                self._gathering.cancelled = True
+        for order in stopped:
+            self._on_written(_stopped(order, "cancelled"))
+
+    def close(self) -> None:
+        """End the thread; what the sender has not got is reported as stopped. May be called twice."""
+        with self._changed:
+            self._closing = True
+            if self._gathering is not None:
+                self._gathering.cancelled = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        with _stream_context(self._stream):
+            while (taken := self._take()) is not None:
+                gathering, slot = taken
+                order = gathering.order
+                try:
+                    ready = self._gather(order, slot)
+                except Exception as error:
+                    self._let_go(slot)
+                    self._on_written(_stopped(order, f"the part could not be gathered: {error!r}"))
+                    continue
+                self._submit(gathering, slot, ready)
+        for order in self._queue:
+            self._on_written(_stopped(order, "cancelled"))
+
+    def _take(self) -> tuple[_Gathering, int] | None:
+        """The next part and a buffer for it; None at the end."""
+        with self._changed:
+            self._gathering = None
+            self._changed.wait_for(lambda: self._closing or (self._queue and self._free))
+            if self._closing:
+                return None
+            self._gathering = _Gathering(self._queue.popleft())
+            return self._gathering, self._free.pop()
+
+    def _gather(self, order: PartWrite, slot: int) -> Callable[[], None] | None:
+        """Start filling the buffer; what to call to wait for it, where it is not full yet."""
+        part, layout = order.part, self._layout
+        kv_gather(
+            self._pool,
+            torch.tensor(order.pages, dtype=torch.int32, device=self._pool.device),
+            self._buffers.slot(slot, order.size_bytes),
+            start=order.start,
+            end=order.start + part.tokens,
+            layers=range(part.block.layer_start - layout.layer_start, part.block.layer_end - layout.layer_start),
+            heads=range(part.block.head_start - layout.head_start, part.block.head_end - layout.head_start),
+        )
+        if self._stream is None:
+            return None
+        gathered = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        gathered.record(self._stream)
+        return gathered.synchronize
+
+    def _submit(self, gathering: _Gathering, slot: int, ready: Callable[[], None] | None) -> None:
+        order = gathering.order
+        span = (slot * self._buffers.slot_bytes, order.offset, order.size_bytes)
+        job = PartJob(
+            key=order.part.key,
+            runs=Runs(*(np.array([number], dtype=np.int64) for number in span)),
+            ready=ready,
+            pools=self._buffers.pair,
+            write_bytes=self._write_bytes,
+            order=order,
+            ended=lambda result: self._sent(order, slot, result),
+        )
+        with self._changed:  # so that cancel() finds it either here or with the sender
+            reason = "cancelled" if gathering.cancelled else None
+            if reason is None:
+                try:
+                    self._sender.submit(job)
+                except Exception as error:  # the ring is smaller than what was granted
+                    reason = str(error)
+        if reason is not None:
+            if ready is not None:
+                ready()
+            self._let_go(slot)
+            self._on_written(_stopped(order, reason))
+
+    def _sent(self, order: PartWrite, slot: int, result: SendResult) -> None:
+        self._let_go(slot)
+        reason = "" if result.ok else result.reason or "cancelled"
+        self._on_written(
+            PartWritten(
+                order.instance,
+                order.part,
+                result.ok,
+                reason,
+                result.late_writes,
+                result.writes,
+                result.bytes_written,
+            )
+        )
+
+    def _let_go(self, slot: int) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+
+def source_pages(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
+    """Of a sequence's pages, those that hold these tokens, and where in the first of them they start."""
+    first = token_start // page_size
+    return list(pages[first : -(-token_end // page_size)]), token_start - first * page_size
+
+
+def _stopped(order: PartWrite, reason: str) -> PartWritten:
+    return PartWritten(order.instance, order.part, ok=False, reason=reason)
+
+
+def _stream_context(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -79,6 +79,17 @@ def check_geometry(
             )
 
 
+def table_bytes(*, groups: int, requests: int, hot_rows: int, max_context: int, page_size: int) -> int:
+    """Device memory that `SlotTables.allocate` takes."""
+    of_group = 16 + requests * ((4 + 2) * (hot_rows + 1) + 2 * max_context)
+    return groups * of_group + requests * 4 * (1 + _table_pages(hot_rows, max_context, page_size))
+
+
+def _table_pages(hot_rows: int, max_context: int, page_size: int) -> int:
+    """Hot pages that a request can have: those of its buffer, or of all its tokens."""
+    return max(buffer_pages(hot_rows, page_size), -(-max_context // page_size))
+
+
 @dataclass(frozen=True)
 class SlotTables:
     """The tables of all index groups, or those of one: `group(i)`. `swap_in` changes them, on the GPU's time.
@@ -98,9 +109,9 @@ class SlotTables:
     def allocate(
         cls, *, groups: int, requests: int, hot_rows: int, max_context: int, page_size: int, device: torch.device
     ) -> "SlotTables":
-        """Tables of empty hot buffers: 2 * max_context + 6 * (hot_rows + 1) bytes per group and request."""
+        """Tables of empty hot buffers."""
         slots = torch.arange(hot_rows + 1, dtype=torch.int16, device=device)
-        width = max(buffer_pages(hot_rows, page_size), -(-max_context // page_size))
+        width = _table_pages(hot_rows, max_context, page_size)
         return cls(
             page_size=page_size,
             capacity=torch.full((requests,), hot_rows, dtype=torch.int32, device=device),

@@ -156,7 +156,7 @@ class HiSparseCache(KvCache):
         """Totals since the start: hits and misses of sequences beyond their capacity, bytes that misses have brought
         in, rows that were written back. On a GPU they are those of the call before: it waits for nothing.
         """
-        if self._reading is None or self._reading[1].query():
+        if self._reading is None or self._reading[1].query():  # type: ignore[no-untyped-call]  # torch leaves it so
             if self._reading is not None:
                 self._take(self._reading[0])
                 self._reading = None

@@ -2,6 +2,7 @@
 
     host memory     num_pages pages of latent rows: the KV of everybody
     device budget   num_pages pages of indexer keys + hot_pages pages of latent rows
+    beside it       the tables of the hot buffers
 
 The host decides how many pages there are, unless their index would leave less than half of the device budget, or than a
 hot buffer for every request that may run, to hot pages. What the index leaves is for hot pages: the more, the more
@@ -12,30 +13,21 @@ from dataclasses import dataclass
 
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig
+from ..kernels.slot_tables import table_bytes
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class HiSparseSize:
-    """Pages of a HiSparse cache and rows of a hot buffer."""
+    """Pages of a HiSparse cache."""
 
     num_pages: int
     hot_pages: int
-    hot_rows: int
 
 
-def hisparse_size(
-    config: DecodeConfig,
-    *,
-    latent_token_bytes: int,
-    indexer_token_bytes: int,
-    top_k: int,
-    context_length: int,
-    host_bytes: int,
-    device_bytes: int,
-) -> HiSparseSize:
-    """Sizes for what is free; token bytes are of all layers. Raises StartupError naming field, limit and value."""
+def resolve_hot_rows(config: DecodeConfig, top_k: int) -> int:
+    """Rows of a hot buffer: as configured, or twice what a step reads; raises StartupError when they cannot work."""
     page_size = config.page_size
     hot_rows = config.hot_rows if config.hot_rows is not None else -(-2 * top_k // page_size) * page_size
     if hot_rows < top_k:
@@ -44,6 +36,29 @@ def hisparse_size(
         )
     if hot_rows % page_size:
         raise StartupError(f"hot_rows = {hot_rows} must be a multiple of page_size = {page_size}")
+    return hot_rows
+
+
+def hisparse_size(
+    config: DecodeConfig,
+    *,
+    latent_token_bytes: int,
+    indexer_token_bytes: int,
+    hot_rows: int,
+    index_groups: int,
+    context_length: int,
+    host_bytes: int,
+    device_bytes: int,
+) -> HiSparseSize:
+    """Sizes for what is free; token bytes are of all layers. Raises StartupError naming field, limit and value."""
+    page_size = config.page_size
+    device_bytes -= table_bytes(
+        groups=index_groups,
+        requests=config.max_running_requests,
+        hot_rows=hot_rows,
+        max_context=context_length,
+        page_size=page_size,
+    )
     latent_page, indexer_page = latent_token_bytes * page_size, indexer_token_bytes * page_size
     buffer_pages = hot_rows // page_size + 1
     budget = int(
@@ -66,7 +81,7 @@ def hisparse_size(
             f"index of {max(num_pages, 1)} pages ({max(num_pages, 1) * indexer_page / GIB:.3f} GiB) and one hot buffer "
             f"of hot_rows = {hot_rows} ({buffer_pages * latent_page / GIB:.3f} GiB)"
         )
-    return HiSparseSize(num_pages, hot_pages, hot_rows)
+    return HiSparseSize(num_pages, hot_pages)
 
 
 def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, free_bytes: int) -> int:

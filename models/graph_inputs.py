@@ -9,28 +9,33 @@ from .batch import SequenceSlice
 
 
 class InputBuffer:
-    """Named sections of one int32 buffer: on the device, and pinned on the host to be filled."""
+    """Named sections of one int32 buffer: on the device, and on the host to be filled (pinned, where the device is a
+    GPU).
+    """
 
     def __init__(self, sections: Mapping[str, int], device: torch.device) -> None:
         """`sections` have so many elements each. Of the last one only as much as is in use is copied."""
         names, sizes = list(sections), list(sections.values())
-        self._staged = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        on_gpu = device.type == "cuda"
+        self._staged = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._last_start = sum(sizes[:-1])
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
         staged = torch.split_with_sizes(self._staged, sizes)
         self.host: dict[str, IntArray] = {name: part.numpy() for name, part in zip(names, staged, strict=True)}
         self.device = dict(zip(names, torch.split_with_sizes(self._on_device, sizes), strict=True))
 
     def wait(self) -> None:
         """Until `host` may be changed: the copy of the step before may still be reading it."""
-        self._copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def upload(self, last_used: int) -> None:
         """Copy `host` to `device` in stream order, of the last section `last_used` elements."""
         length = self._last_start + last_used
         self._on_device[:length].copy_(self._staged[:length], non_blocking=True)
-        self._copied.record()
+        if self._copied is not None:
+            self._copied.record()
 
 
 TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")

@@ -18,7 +18,7 @@ computed anew by prefill where that is cheaper, and it goes on later with the sa
 
 import collections
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -35,7 +35,19 @@ from ..configs.errors import (
 from ..configs.sampling import TokenLogprob
 from ..memory.pages import PageAllocator, PageGrant
 from ..memory.prefix_cache import PrefixCache
-from ..transfer.messages import ChunkArrived, InstanceId, Load, PrefillDone, TransferKey
+from ..transfer.messages import (
+    ChunkArrived,
+    InstanceId,
+    Load,
+    PrefillDone,
+    StageArrived,
+    StagePart,
+    StageRequest,
+    StageStopped,
+    TransferKey,
+)
+from ..transfer.stage_receiver import StageReceiver
+from ..transfer.staged_links import StagedLink
 from .counters import DECODE_COUNTERS
 from .deadlines import overdue
 from .effects import (
@@ -74,8 +86,11 @@ class DecodeScheduler:
         pages: PageAllocator,
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
+        receivers: Sequence[StageReceiver] = (),
     ) -> None:
-        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse)."""
+        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse). `receivers` are the
+        staging rings of the ranks, if they have them.
+        """
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
@@ -83,7 +98,7 @@ class DecodeScheduler:
         self.requests: dict[str, Request] = {}
         """Requests whose client has no answer yet, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
-        self.intake = Intake(limits, pages, self.cache, self.counters)
+        self.intake = Intake(limits, pages, self.cache, self.counters, receivers)
         self.retracted = Retractions(limits.retract_pages)
         self.orders = Orders(pages)
         self.hot = HotBuffers(hot_limits) if hot_limits is not None else None
@@ -141,8 +156,10 @@ class DecodeScheduler:
 
     # -- what happens: events from prefill servers -------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, endpoint: str) -> None:
+    def peer_up(self, instance: InstanceId, endpoint: str, staged: Iterable[StagedLink] = ()) -> None:
+        """A prefill server paired, which stages these links."""
         self.intake.peers.up(instance, endpoint)
+        self.intake.staging.peer_up(instance, staged)
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
         self.intake.peers.alias(instance, endpoint)
@@ -160,6 +177,7 @@ class DecodeScheduler:
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
         self.intake.fences.writer_closed(instance, now)
+        self.intake.staging.peer_closed(instance, now)
 
     def chunk_arrived(self, chunk: ChunkArrived) -> None:
         self.counters["chunks" if self.intake.chunk_arrived(chunk) else "stale_messages"] += 1
@@ -170,7 +188,7 @@ class DecodeScheduler:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample are here."""
-        self.intake.fences.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
+        self.intake.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
         prompt = self.intake.prefilling.get(done.key)
         if prompt is None:
             self.counters["stale_messages"] += 1
@@ -203,7 +221,7 @@ class DecodeScheduler:
         prompt = self.intake.prefilling.get(key)
         if prompt is not None:
             self.intake.give_up(prompt, reason, tell=False)
-        self.intake.fences.writer_stopped(key, late_writes=late_writes, now=now)
+        self.intake.writer_stopped(key, late_writes=late_writes, now=now)
         if prompt is None:
             self.counters["stale_messages"] += 1
         elif retryable:
@@ -212,7 +230,21 @@ class DecodeScheduler:
             self._end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
-        self.intake.fences.writer_stopped(key, late_writes=late_writes, now=now)
+        self.intake.writer_stopped(key, late_writes=late_writes, now=now)
+
+    def stage_message(
+        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
+    ) -> None:
+        """Prefill asks for room in a staging ring, has filled it or will not. One that asks for nonsense is refused."""
+        problem = self.intake.staging.receive(instance, message, now)
+        prompt = self.intake.prefilling.get(message.part.key)
+        if problem is not None and prompt is not None:
+            self.intake.give_up(prompt, problem, tell=True)
+            self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
+
+    def part_scattered(self, rank: int, part: StagePart) -> PrefillDone | None:
+        """A rank has scattered a staged part. The PrefillDone that has waited for it, when it was the last one."""
+        return self.intake.staging.scattered(rank, part)
 
     # -- the one door ------------------------------------------------------------------------------------------
 
@@ -236,7 +268,8 @@ class DecodeScheduler:
     def advance(self, now: float) -> None:
         """Everything that is due: deadlines, fences, memory for those that wait. Call once per loop turn."""
         self._expire(now)
-        for fence in self.intake.fences.take_due(now):
+        self.intake.staging.due(now)
+        for fence in self.intake.fences.take_due(now, scattering=self.intake.staging.scattering):
             self.pages.release(fence.grant)
             self._free_drained(fence.prompt, now)
         self._admit_arrived(now)
@@ -311,6 +344,7 @@ class DecodeScheduler:
     def check_integrity(self) -> None:
         """Every page accounted for, every request in exactly the place its state says."""
         self.pages.check_integrity(idle=self.idle)
+        self.intake.staging.check_integrity(idle=self.idle)
         if self.hot is not None:
             self.hot.check_integrity(idle=self.idle)
         for request in self.requests.values():

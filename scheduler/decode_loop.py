@@ -22,12 +22,19 @@ from ..transfer.events import (
 from ..transfer.messages import (
     AbortAck,
     ChunkArrived,
+    Hello,
     InstanceId,
     KvDestination,
     PrefillDone,
+    StageArrived,
+    StageRequest,
+    StageStopped,
     TransferFailed,
     TransferKey,
+    Welcome,
 )
+from ..transfer.part_scatterer import PartScatter
+from ..transfer.staged_links import staged_links
 from .decode import DecodeScheduler
 from .effects import (
     ConnectPeer,
@@ -43,7 +50,7 @@ from .effects import (
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
 from .loop import EngineLoop
-from .rank_messages import ExpectedChunk, HotCounters, KvVerified, OrderDone, RunStep, StepDone, VerifyKv
+from .rank_messages import ExpectedChunk, HotCounters, KvVerified, OrderDone, PartScattered, RunStep, StepDone, VerifyKv
 from .ranks import Ranks
 from .run_queue import DecodeRow
 from .step import Draw, StepRow
@@ -72,10 +79,12 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         ranks: Ranks,
         world_size: int,
         control: DecodeControl,
+        hello: Hello,
         verify_kv: bool,
     ) -> None:
         super().__init__(scheduler, front, inbox, ranks, world_size)
         self._control = control
+        self._hello = hello
         self._verify_kv = verify_kv
         self._verifying: dict[TransferKey, _Verification] = {}
         self._saving: dict[int, int] = {}
@@ -103,13 +112,21 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
+            case PartScattered(rank=rank, part=part):
+                done = scheduler.part_scattered(rank, part)
+                if done is not None:
+                    self._all_landed(done, now)
+            case MessageReceived(
+                instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
+            ):
+                scheduler.stage_message(instance, message, now)
             case MessageReceived(message=message):
                 self._handle_message(message, now)
             case LoadReported(instance=instance, load=load):
                 scheduler.peer_load(instance, load)
-            case PeerUp(instance=instance, endpoint=endpoint):
+            case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "decode connects by endpoint"
-                scheduler.peer_up(instance, endpoint)
+                scheduler.peer_up(instance, endpoint, staged_links(self._hello, welcome))
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):
@@ -128,10 +145,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         match message:
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
-            case PrefillDone() if self._verify_kv:
-                self._verify(message, now)
             case PrefillDone():
-                scheduler.prefill_done(message, now)
+                if not scheduler.intake.staging.hold(message):
+                    self._all_landed(message, now)
             case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes):
                 log.warning("transfer %s failed: %s", key, reason)
                 scheduler.transfer_failed(key, reason, retryable=retryable, late_writes=late_writes, now=now)
@@ -139,6 +155,13 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.abort_acked(key, late_writes, now)
             case _:
                 raise TypeError(f"unexpected message from prefill: {message!r}")
+
+    def _all_landed(self, done: PrefillDone, now: float) -> None:
+        """Prefill has written everything, and what was staged is in its pages."""
+        if self._verify_kv:
+            self._verify(done, now)
+        else:
+            self.scheduler.prefill_done(done, now)
 
     def _verify(self, done: PrefillDone, now: float) -> None:
         """Have all ranks compare what landed with what was sent, unless nobody waits for it."""
@@ -170,7 +193,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint):
                 self._control.connect(endpoint)
-            case OpenHot() | ResizeHot():
+            case OpenHot() | ResizeHot() | PartScatter():
                 self._ranks.tell(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages():
                 if isinstance(effect, SavePages):
@@ -203,6 +226,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         hot = self.scheduler.hot
         return {
             **(hot.gauges() if hot is not None else {}),
+            **self.scheduler.intake.staging.gauges(),
             "running_requests": self.scheduler.running,
             "fenced_pages": self.scheduler.intake.fences.pages,
             "cached_pages": len(self.scheduler.cache),

@@ -10,6 +10,8 @@ import msgspec
 
 from ..transfer.chunk_writer import ChunkWrite
 from ..transfer.messages import AnyMessage, InstanceId, TransferKey
+from ..transfer.part_scatterer import PartScatter
+from ..transfer.part_writer import PartWrite
 from .front import ToFront
 
 
@@ -95,5 +97,8 @@ class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 PageEffect = CopyPage | SavePages | LoadPages | DropPages
 HotEffect = OpenHot | ResizeHot
-Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | ChunkWrite | CancelChunks
-"""A ChunkWrite is KV that prefill has computed and decode should get."""
+StageEffect = PartWrite | PartScatter
+Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | StageEffect | ChunkWrite | CancelChunks
+"""A ChunkWrite is KV that prefill has computed and decode should get. A PartWrite is a part of it that is staged, and a
+PartScatter brings it to its pages; each is for one rank, which does it out of line with the steps.
+"""

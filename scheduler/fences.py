@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Container
 
 from ..memory.pages import PageGrant
 from ..transfer.messages import InstanceId, TransferKey
@@ -62,9 +63,12 @@ class Fences:
             if fence.instance == instance:
                 fence.release_at = min(fence.release_at, now + self._quarantine_s)
 
-    def take_due(self, now: float) -> list[Fence]:
-        """The fences that have done their duty; the caller releases their grants."""
-        due = [fence for fence in self._fences.values() if fence.release_at <= now]
+    def take_due(self, now: float, *, scattering: Container[TransferKey] = ()) -> list[Fence]:
+        """The fences that have done their duty; the caller releases their grants.
+
+        Into the pages of transfers that are `scattering` our own ranks still write.
+        """
+        due = [fence for fence in self._fences.values() if fence.release_at <= now and fence.key not in scattering]
         for fence in due:
             del self._fences[fence.key]
             fence.prompt.fences -= 1

@@ -5,12 +5,14 @@ Knows prompts, pages and peers. It ends no request: what becomes of one whose pr
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from ..transfer.stage_receiver import StageReceiver
 from .effects import Effect, SendToPeer
 from .fences import Fences
 from .lifecycle import State
@@ -18,6 +20,7 @@ from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
 from .request import Attempt, Prompt
 from .reservation import Reservation, reserve
+from .staged_arrivals import StagedArrivals
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may pass one that waits for memory; then memory is left to gather for it."""
@@ -52,7 +55,12 @@ class Intake:
     """The queue, the prefill servers, the transfers under way and the fences around those that were given up."""
 
     def __init__(
-        self, limits: DecodeLimits, pages: PageAllocator, cache: PrefixCache, counters: "collections.Counter[str]"
+        self,
+        limits: DecodeLimits,
+        pages: PageAllocator,
+        cache: PrefixCache,
+        counters: "collections.Counter[str]",
+        receivers: Sequence[StageReceiver] = (),
     ) -> None:
         self.limits = limits
         self.counters = counters
@@ -62,6 +70,7 @@ class Intake:
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.effects: list[Effect] = []
         """What is to be sent; the scheduler takes it."""
+        self.staging = StagedArrivals(receivers, limits.page_size, counters, self.effects)
         self._pages = pages
         self._cache = cache
 
@@ -142,6 +151,7 @@ class Intake:
             enable_hisparse=self.limits.hisparse,
         )
         new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]
+        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
         self.effects.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
 
     def give_up(self, prompt: Prompt, reason: str, *, tell: bool) -> None:
@@ -150,10 +160,17 @@ class Intake:
         prompt.last_problem = reason
         if tell:
             self.effects.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
+        self.staging.close(attempt.key)
         self.fences.put(prompt)
+
+    def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
+        """The writer of a transfer will issue nothing more, neither into its pages nor into the rings."""
+        self.fences.writer_stopped(key, late_writes=late_writes, now=now)
+        self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:
         attempt = _attempt(prompt)
+        self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
         self.peers.dispatched(attempt.instance, -prompt.tokens)
 

@@ -30,7 +30,10 @@ from ..transfer.decode_control import DecodeControl
 from ..transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
 from ..transfer.pairing import check_pair
 from ..transfer.prefill_control import PrefillControl
+from ..transfer.ring import StagingRing
 from ..transfer.session import Timing
+from ..transfer.stage_receiver import StageReceiver
+from ..transfer.staged_links import cell_bytes
 from ..transfer.transports import describe_transport_mismatch
 from .decode import DecodeScheduler
 from .decode_loop import DecodeLoop
@@ -137,6 +140,7 @@ class Leader:
             model_name=self._source.name,
             ranks=self._places,
             enable_hisparse=config.enable_hisparse,
+            staging=config.staging,
         )
         limits = DecodeLimits(
             page_size=config.page_size,
@@ -156,7 +160,11 @@ class Leader:
             look_ahead=looks_ahead(config),
         )
         scheduler = DecodeScheduler(
-            limits, PageAllocator(self._num_pages), self._source.config.eos_token_ids, self._hot_limits(config)
+            limits,
+            PageAllocator(self._num_pages),
+            self._source.config.eos_token_ids,
+            self._hot_limits(config),
+            self._stage_receivers(config),
         )
         control = DecodeControl(
             hello,
@@ -173,6 +181,7 @@ class Leader:
             ranks=self._ranks,
             world_size=config.world_size,
             control=control,
+            hello=hello,
             verify_kv=config.verify_kv,
         )
         for rank in hello.ranks:
@@ -191,6 +200,19 @@ class Leader:
             return None
         return HotLimits(first.hot_pages, config.page_size, first.hot_rows, slots=config.max_running_requests)
 
+    def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
+        """One for each rank, where they have rings."""
+        return [
+            StageReceiver(
+                place.rank,
+                StagingRing(place.ring.size_bytes, epoch=place.ring.epoch),
+                cell_bytes=cell_bytes(place.pools[0].layout),
+                quarantine_s=config.quarantine_s,
+            )
+            for place in self._places
+            if place.ring is not None
+        ]
+
     def _serve_prefill(self, config: PrefillConfig) -> None:
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -198,6 +220,7 @@ class Leader:
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._places,
+            staging=config.staging,
         )
         limits = PrefillLimits(
             page_size=config.page_size,

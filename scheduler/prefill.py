@@ -11,7 +11,7 @@ released, and decode is told, only after every chunk that was handed out has rep
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..configs.errors import ServerError
 from ..configs.sampling import TokenLogprob
@@ -26,13 +26,18 @@ from ..transfer.messages import (
     KvDestination,
     Load,
     PrefillDone,
+    StageFree,
+    StageGrant,
     TransferFailed,
 )
+from ..transfer.part_writer import PartWritten
+from ..transfer.staged_links import StagedLink
 from .counters import PREFILL_COUNTERS
 from .effects import CancelChunks, Effect, SendToFront, SendToPeer
 from .front import ToFront
 from .lifecycle import TransferState
 from .observers import Observers, Outcome, TransferSummary
+from .staged_sends import StagedSends
 from .transfer import PageSpace, PrefillRow, PrefillStep, Transfer, TransferRef
 
 
@@ -72,19 +77,26 @@ class PrefillScheduler:
         self._spaces: dict[InstanceId, tuple[PageSpace, ...]] = {}
         self._observers = Observers(limits.observe_timeout_s)
         self._effects: list[Effect] = []
+        self.staging = StagedSends(limits.page_size, self.counters, self._effects)
         self._accepting = True
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, spaces: Sequence[PageSpace]) -> None:
-        """A decode server paired; these are the index spaces of its pools."""
+    def peer_up(self, instance: InstanceId, spaces: Sequence[PageSpace], staged: Iterable[StagedLink] = ()) -> None:
+        """A decode server paired; these are the index spaces of its pools, and the links that are staged to it."""
         self._spaces[instance] = tuple(spaces)
+        self.staging.peer_up(instance, staged)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """Nobody waits for its transfers any more."""
         self._spaces.pop(instance, None)
         for transfer in [t for t in self.transfers.values() if t.instance == instance]:
             self._close(transfer, f"prefill lost the decode server: {reason}", now)
+        self.staging.peer_lost(instance)
+
+    def peer_closed(self, instance: InstanceId) -> None:
+        """A lost decode server is not coming back."""
+        self.staging.peer_closed(instance)
 
     def receive(
         self,
@@ -148,6 +160,8 @@ class PrefillScheduler:
                 transfer.retryable = False
                 self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
         self._answer(self._observers.expire({t.destination.room for t in self.transfers.values()}, now))
+        self.staging.due(now)
+        self._take_ended_chunks(now)
         while self._waiting and self._start(self._waiting[0], now):
             self._waiting.popleft()
 
@@ -177,6 +191,12 @@ class PrefillScheduler:
         self._steps.append(PrefillStep(self._orders, rows))
         return self._steps[-1]
 
+    def step_given(self, step: PrefillStep, now: float) -> None:
+        """Ask for room for what the step will compute, so that it is there when the step is done."""
+        for row in step.rows:
+            transfer = row.transfer
+            self.staging.request(transfer.ref, max(row.start, transfer.destination.prefix_tokens), row.end, now)
+
     def step_done(
         self,
         order: int,
@@ -197,7 +217,7 @@ class PrefillScheduler:
             self.counters["prompt_tokens"] += row.end - row.start
             transfer.computed = row.end
             transfer.input_logprobs += logprobs
-            self._send(transfer, row.start, row.end)
+            self._send(transfer, row.start, row.end, now)
             if row.last:
                 transfer.first_tokens = tokens
                 self.cache.insert(transfer.prompt, row.pages)
@@ -213,7 +233,26 @@ class PrefillScheduler:
                 self._close(row.transfer, f"the prefill step failed: {reason}", now)
 
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
-        """A chunk that was handed out has ended on all ranks, one way or the other."""
+        """The direct writes of a chunk that was handed out have ended on all ranks, one way or the other."""
+        self.staging.chunk_written(written, now)
+        self._take_ended_chunks(now)
+
+    def part_written(self, written: PartWritten, now: float) -> None:
+        """A staged part has ended on its rank, one way or the other."""
+        self.staging.part_written(written, now)
+        self._take_ended_chunks(now)
+
+    def stage_message(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
+        """Decode grants room for a staged part, or is done with it."""
+        self.staging.receive(instance, message, now)
+        self._take_ended_chunks(now)
+
+    def _take_ended_chunks(self, now: float) -> None:
+        for written in self.staging.take_ended():
+            self._chunk_ended(written, now)
+
+    def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
+        """All that was to be written of a chunk has been, or will not be."""
         transfer = self.transfers.get((written.instance, written.key))
         if transfer is None:
             self.counters["stale_messages"] += 1
@@ -236,7 +275,8 @@ class PrefillScheduler:
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        effects, self._effects = self._effects, []
+        effects = self._effects[:]
+        self._effects.clear()
         return effects
 
     # -- what can be seen --------------------------------------------------------------------------------------
@@ -336,10 +376,10 @@ class PrefillScheduler:
         self.counters["prefix_tokens_reused"] += transfer.cached
         transfer.life.to(TransferState.COMPUTING, now)
         self._computing.append(transfer)
-        self._send(transfer, 0, transfer.computed)
+        self._send(transfer, 0, transfer.computed, now)
         return True
 
-    def _send(self, transfer: Transfer, start: int, end: int) -> None:
+    def _send(self, transfer: Transfer, start: int, end: int, now: float) -> None:
         # [0, prefix) is on decode already; [max(start, prefix), end) is to send
         destination, grant = transfer.destination, transfer.grant
         assert grant is not None, f"{transfer.ref} sends without pages"
@@ -347,19 +387,19 @@ class PrefillScheduler:
         if start >= end:
             return
         transfer.sending += 1
-        self._effects.append(
-            ChunkWrite(
-                instance=transfer.instance,
-                key=transfer.key,
-                token_start=start,
-                token_end=end,
-                source_pages=grant.pages,
-                indices=transfer.indices,
-                granularity=destination.granularity,
-                prefix_tokens=destination.prefix_tokens,
-                verify=destination.verify,
-            )
+        chunk = ChunkWrite(
+            instance=transfer.instance,
+            key=transfer.key,
+            token_start=start,
+            token_end=end,
+            source_pages=grant.pages,
+            indices=transfer.indices,
+            granularity=destination.granularity,
+            prefix_tokens=destination.prefix_tokens,
+            verify=destination.verify,
         )
+        self._effects.append(chunk)
+        self.staging.send(chunk, now)
 
     def _finish_if_sent(self, transfer: Transfer, now: float) -> None:
         if transfer.state is not TransferState.SENDING or transfer.sending:
@@ -398,6 +438,7 @@ class PrefillScheduler:
         transfer.life.to(TransferState.CLOSING, now)
         if transfer.sending:
             self._effects.append(CancelChunks(transfer.instance, transfer.key))
+        self.staging.abort(transfer.ref, reason, now)
         self._conclude_if_drained(transfer, now)
 
     def _conclude_if_drained(self, transfer: Transfer, now: float) -> None:

@@ -8,14 +8,16 @@ import numpy as np
 from ..transfer.checksum import add_sums
 from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
 from ..transfer.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerRefused, PeerUp, SendFailed
-from ..transfer.messages import Abort, Hello, InstanceId, KvDestination, TransferKey, Welcome
+from ..transfer.messages import Abort, Hello, InstanceId, KvDestination, StageFree, StageGrant, TransferKey, Welcome
+from ..transfer.part_writer import PartWrite
 from ..transfer.prefill_control import PrefillControl
+from ..transfer.staged_links import staged_links
 from .effects import CancelChunks, Effect, SendToPeer
 from .front import Cancel, FlushCache, Observe
 from .front_link import FrontLink
 from .loop import EngineLoop
 from .prefill import PrefillScheduler
-from .rank_messages import ChunkReport, ClosePeer, OpenPeer, RunStep, StepDone, WriteChunk
+from .rank_messages import ChunkReport, ClosePeer, OpenPeer, PartReport, RunStep, StepDone, WriteChunk
 from .ranks import Ranks
 from .step import Draw, StepRow
 from .transfer import PageSpace, PrefillRow
@@ -58,15 +60,20 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 scheduler.receive(instance, message, prompt.tolist(), [space.tolist() for space in indices], now)
             case MessageReceived(instance=instance, message=Abort() as message):
                 scheduler.abort(instance, message, now)
+            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
+                scheduler.stage_message(instance, message, now)
             case ChunkReport(written=written):
                 self._chunk_written(written, now)
+            case PartReport(written=written):
+                scheduler.part_written(written, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._ranks.tell(OpenPeer(hello, self._welcome))
-                scheduler.peer_up(instance, _spaces(hello))
+                scheduler.peer_up(instance, _spaces(hello), staged_links(hello, self._welcome))
             case PeerLost(instance=instance, reason=reason):
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
                 self._ranks.tell(ClosePeer(instance))
+                scheduler.peer_closed(instance)
             case LoadReported() | PeerRefused() | SendFailed():
                 pass  # nothing to decide; the control plane logs what is wrong
             case _:
@@ -78,7 +85,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ChunkWrite():
                 self._ranks.tell(WriteChunk(effect))
-            case CancelChunks():
+            case CancelChunks() | PartWrite():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
@@ -92,9 +99,12 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             del self._parts[ref]
             self.scheduler.chunk_written(_join(parts), now)
 
-    def _next_step(self, now: float) -> RunStep | None:  # noqa: ARG002
+    def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step()
-        return RunStep(step.order, tuple(_step_row(row) for row in step.rows)) if step is not None else None
+        if step is None:
+            return None
+        self.scheduler.step_given(step, now)
+        return RunStep(step.order, tuple(_step_row(row) for row in step.rows))
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
@@ -110,6 +120,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             "running_requests": load.running_requests,
             "waiting_tokens": load.waiting_tokens,
             "cached_pages": len(self.scheduler.cache),
+            "staging_parts": self.scheduler.staging.parts,
         }
 
     def _give_up(self, reason: str, now: float) -> None:

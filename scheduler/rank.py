@@ -9,6 +9,7 @@ import collections
 import logging
 import os
 import queue
+import secrets
 import time
 from collections.abc import Callable
 
@@ -18,14 +19,18 @@ from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.device import resolve_device
 from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
+from ..memory.ring_memory import RingMemory, ring_bytes
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
 from ..models.sharding import Shard
 from ..transfer.checksum import add_sums, block_sum
 from ..transfer.chunk_writer import ChunkWriter, LocalPool
 from ..transfer.layout import KvLayout, Plane
-from ..transfer.messages import Pool, Rank
+from ..transfer.messages import Pool, Rank, StageRing
+from ..transfer.part_scatterer import PartScatter, PartScatterer
+from ..transfer.part_writer import PartWrite
 from ..transfer.receivers import Receivers
+from ..transfer.staged_links import STAGED_KIND
 from ..transfer.transports import machine_id
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .executor import PendingStep
@@ -41,6 +46,9 @@ from .rank_messages import (
     OpenPeer,
     OrderDone,
     PageCommand,
+    PartReport,
+    PartScattered,
+    RankFailed,
     RankReady,
     RankReport,
     RunStep,
@@ -87,12 +95,15 @@ class RankEngine:
             torch.cuda.set_device(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at)
         self._executor = RankBuilder(config, source, self._parallel, self._device).build()
-        self._pools = [LocalPool(pool, _layout(pool)) for pool in self._executor.cache.pools]
+        self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
+        self._ring: RingMemory | None = None
+        self._scatterer: PartScatterer | None = None
         match config:
             case DecodeConfig():
-                self._receivers = Receivers(config, self._pools, local_rank=local)
+                self._make_ring(config)
+                self._receivers = Receivers(config, self._pools, local_rank=local, ring=self._ring)
             case PrefillConfig():
                 self._writer = ChunkWriter(
                     rank,
@@ -100,6 +111,7 @@ class RankEngine:
                     config,
                     local_rank=local,
                     on_written=lambda written: report(ChunkReport(rank, written)),
+                    on_part_written=lambda written: report(PartReport(rank, written)),
                 )
         self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
         self._stepping_s = 0.0
@@ -133,8 +145,14 @@ class RankEngine:
 
     def transfer(self, command: TransferCommand) -> None:
         """Carry out a command that concerns KV which is complete. Called from another thread; does not wait."""
+        if isinstance(command, PartScatter):
+            assert self._scatterer is not None, "a rank without a ring gets nothing to scatter"
+            self._scatterer.scatter(command)
+            return
         assert self._writer is not None, "only prefill ranks write chunks"
         match command:
+            case PartWrite():
+                self._writer.write_part(command)
             case WriteChunk(chunk=chunk):
                 self._writer.write(chunk)
             case CancelChunks(instance=instance, key=key):
@@ -150,6 +168,8 @@ class RankEngine:
             self._writer.close_all()
         if self._receivers is not None:
             self._receivers.close()
+        if self._scatterer is not None:
+            self._scatterer.close()
         self._executor.cache.close()
         self._parallel.close()
 
@@ -261,6 +281,20 @@ class RankEngine:
                 return count, f"KV checksum differs for {span} on rank {self._rank}"
         return len(command.chunks), None
 
+    def _make_ring(self, config: DecodeConfig) -> None:
+        """Room for what prefill stages, where KV has heads. Before peers hear of this rank: it has to be registered."""
+        dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
+        if dense is None or config.staging == "off":
+            return
+        self._ring = RingMemory(ring_bytes(config, _layout(dense).token_bytes), self._device)
+        self._scatterer = PartScatterer(
+            self._ring.data,
+            dense.data,
+            _layout(dense),
+            on_scattered=lambda part: self._report(PartScattered(self._rank, part)),
+            on_failed=lambda reason: self._report(RankFailed(self._rank, reason)),
+        )
+
     def _ready(self) -> RankReady:
         cache = self._executor.cache
         sessions = self._receivers.sessions if self._receivers is not None else {}
@@ -283,12 +317,21 @@ class RankEngine:
                 machine=machine_id(),
                 nvlink_session=sessions.get("nvlink"),
                 rdma_session=sessions.get("rdma"),
+                ring=self._announced_ring(),
             ),
             num_pages=cache.num_pages,
             dtype=cache.pools[0].dtype_name,
             device=str(self._device),
             hot_pages=hot.hot.num_pages if hot is not None else None,
             hot_rows=hot.tables.hot_rows if hot is not None else None,
+        )
+
+    def _announced_ring(self) -> StageRing | None:
+        if self._ring is None:
+            return None
+        epoch = secrets.randbits(62)
+        return StageRing(
+            self._ring.base_address, self._ring.size_bytes, epoch, "device" if self._ring.on_gpu else "host"
         )
 
 

@@ -10,8 +10,9 @@ from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig
 from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
-from ..memory.hisparse_sizing import hisparse_size
+from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
 from ..memory.kv_pool import KvCache
+from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, ring_bytes
 from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
 from ..models.parallel import Parallel
@@ -57,6 +58,13 @@ class RankBuilder:
             config.page_size,
             cache.size_bytes / GIB,
         )
+        if ring := self._ring_bytes(runner):
+            log.info(
+                "staging ring: %.1f MiB (staging_ring_mib; by default twice the KV of %d tokens, at most %d MiB)",
+                ring / MIB,
+                RING_TOKENS,
+                2 * MAX_SHARE_BYTES // MIB,
+            )
         started = time.monotonic()
         if self._capture_graphs(runner, cache):
             log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
@@ -80,12 +88,14 @@ class RankBuilder:
                 f"{self._source.name} is {self._source.config.architecture}"
             )
         latent_bytes, indexer_bytes = (pool.size_bytes for pool in runner.make_cache(1, 1).pools)
+        hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
         size = hisparse_size(
             config,
             latent_token_bytes=latent_bytes,
             indexer_token_bytes=indexer_bytes,
-            top_k=dsa.index_topk,
-            context_length=self._source.config.context_length,
+            hot_rows=hot_rows,
+            index_groups=sum(dsa.indexed),
+            context_length=context,
             host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
             device_bytes=free_memory_bytes(self._device) - step_bytes,
         )
@@ -95,15 +105,15 @@ class RankBuilder:
             "HiSparse: %d hot pages of %d rows, %d rows in the buffer of a request",
             hot_pages,
             config.page_size,
-            size.hot_rows,
+            hot_rows,
         )
         return runner.make_hisparse_cache(
             num_pages,
             config.page_size,
             hot_pages=hot_pages,
             slots=config.max_running_requests,
-            hot_rows=size.hot_rows,
-            max_context=min(self._source.config.context_length, num_pages * config.page_size),
+            hot_rows=hot_rows,
+            max_context=min(context, num_pages * config.page_size),
         )
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
@@ -114,9 +124,16 @@ class RankBuilder:
             config,
             token_bytes=runner.kv_token_bytes,
             most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=free_memory_bytes(self._device) - step_bytes,
+            free_bytes=free_memory_bytes(self._device) - step_bytes - self._ring_bytes(runner),
         )
         return self._parallel.agree_minimum(pages)
+
+    def _ring_bytes(self, runner: ModelRunner) -> int:
+        """What the staging ring will take; nothing where KV has no heads to share out."""
+        config = self._config
+        if not isinstance(config, DecodeConfig) or config.staging == "off" or self._source.config.dsa is not None:
+            return 0
+        return ring_bytes(config, runner.kv_token_bytes)
 
     def _capture_graphs(self, runner: ModelRunner, cache: KvCache) -> bool:
         """Whether decode steps over `cache` are CUDA graphs from now on."""
@@ -143,23 +160,23 @@ class RankBuilder:
                 f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for such a step beside the "
                 f"weights: {error}"
             ) from error
-        log.info("largest steps tried in %.1f s: %.2f GiB", time.monotonic() - started, needed / GIB)
+        log.info("steps tried in %.1f s: %.2f GiB at most", time.monotonic() - started, needed / GIB)
         return needed
 
     def _dry_run(self, runner: ModelRunner, longest: int) -> None:
-        """The largest steps there can be, over a cache of a single page that stands for all others."""
+        """Steps of all kinds, over a cache of a single page that stands for all others."""
         config = self._config
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in largest_steps(config, longest):
+        for rows in trial_steps(config, longest):
             executor.start(rows).finish()
         runner.release_graphs()
 
 
-def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
-    """The steps that need most memory: of decode, the largest batch; of prefill, a chunk at the end of a prompt of
-    `longest` tokens, and one of as many prompts as there may be.
+def trial_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
+    """Steps that need most memory or other kernels than the rest: of decode, the largest batch; of prefill, a chunk at
+    the end of a prompt of `longest` tokens, and chunks of several prompts, up to as many as there may be.
     """
     sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
 
@@ -170,8 +187,9 @@ def largest_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
     if isinstance(config, DecodeConfig):
         return [[row(0, 1)] * config.max_running_requests]
     chunk = min(config.chunk_size, longest)
-    prompts = min(config.chunk_size, config.max_queued_requests)
-    return [[row(longest - chunk, chunk)], [row(0, config.chunk_size // prompts)] * prompts]
+    most = min(chunk, config.max_queued_requests)
+    counts = sorted({*(1 << power for power in range(most.bit_length())), most})
+    return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]
 
 
 def looks_ahead(config: AnyServerConfig) -> bool:

@@ -25,6 +25,8 @@ from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..models.catalog import locate_model
 from ..transfer.curve import ClusterKeys
+from ..transfer.part_scatterer import PartScatter
+from ..transfer.part_writer import PartWrite
 from .effects import CancelChunks
 from .rank import RankEngine
 from .rank_messages import (
@@ -93,7 +95,7 @@ class LeaderLink:
         match command:
             case LeaderAlive():
                 pass
-            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks():
+            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks() | PartWrite() | PartScatter():
                 assert self.on_transfer is not None, "the leader sends nothing before this rank is ready"
                 self.on_transfer(command)
             case _:

@@ -6,7 +6,9 @@ Rank 0 is a thread of the leader and gets these objects as they are; the others 
 import msgspec
 
 from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
-from ..transfer.messages import Hello, InstanceId, Rank, TransferKey, Welcome
+from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
+from ..transfer.part_scatterer import PartScatter
+from ..transfer.part_writer import PartWrite, PartWritten
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .step import StepResult, StepRow
 
@@ -72,7 +74,9 @@ class StopRank(Command, frozen=True):
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
 ComputeCommand = RunStep | PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
 """Carried out by the thread that computes, in order."""
-TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks
+PartCommand = PartWrite | PartScatter
+"""For one rank, that which writes the part or takes it."""
+TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks | PartCommand
 """About KV that is complete: carried out at once, in order among themselves."""
 RankCommand = ComputeCommand | TransferCommand | LeaderAlive
 
@@ -136,6 +140,18 @@ class ChunkReport(Report, frozen=True):
     written: ChunkWritten
 
 
+class PartReport(Report, frozen=True):
+    """From the rank that writes it: a staged part has ended (prefill)."""
+
+    written: PartWritten
+
+
+class PartScattered(Report, frozen=True):
+    """From the rank that takes it: a staged part is in its pages (decode)."""
+
+    part: StagePart
+
+
 class HotCounters(Report, frozen=True):
     """From the first rank of each stage, now and then: what its hot buffers have seen so far (HiSparse)."""
 
@@ -152,5 +168,15 @@ class RankAlive(Report, frozen=True):
 
 
 RankReport = (
-    RankReady | RankFailed | StepDone | OrderDone | KvVerified | CacheChecked | ChunkReport | HotCounters | RankAlive
+    RankReady
+    | RankFailed
+    | StepDone
+    | OrderDone
+    | KvVerified
+    | CacheChecked
+    | ChunkReport
+    | PartReport
+    | PartScattered
+    | HotCounters
+    | RankAlive
 )

@@ -18,6 +18,8 @@ from ..configs.errors import PdserveError, StartupError
 from ..configs.schema import LOOPBACK_HOSTS, AnyServerConfig
 from ..models.catalog import ModelSource
 from ..transfer.curve import ClientGate, ClusterKeys
+from ..transfer.part_scatterer import PartScatter
+from ..transfer.part_writer import PartWrite
 from ..transfer.wakeup import Wakeup
 from .effects import CancelChunks
 from .rank import RankEngine
@@ -85,15 +87,18 @@ class Ranks:
         self._thread.start()
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Give a command to every rank."""
+        """Give a command to every rank, or to the one that it is for."""
+        only = _only_for(command)
         match command:
-            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks():
+            case _ if only not in (None, 0):
+                pass
+            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks() | PartWrite() | PartScatter():
                 assert self._engine is not None, "commands come after all ranks are ready"
                 self._engine.transfer(command)
             case _:
                 self._local.put(command)
-        if self._hub is not None:
-            self._hub.tell(command)
+        if self._hub is not None and only != 0:
+            self._hub.tell(command, only)
 
     def problems(self) -> list[str]:
         """What is wrong with the ranks' transfers, in words. Called from another thread."""
@@ -156,7 +161,7 @@ class _Hub:
     ) -> None:
         self._on_report = on_report
         self._keys = keys
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[int | None, bytes] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankReport)
         self._heard: dict[int, float] = {}
@@ -184,8 +189,9 @@ class _Hub:
         self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
         self._thread.start()
 
-    def tell(self, command: RankCommand) -> None:
-        self._outbox.put(self._encoder.encode(command))
+    def tell(self, command: RankCommand, only: int | None) -> None:
+        """To every rank, or to `only` this one."""
+        self._outbox.put((only, self._encoder.encode(command)))
         self._wakeup.ring()
 
     def problems(self) -> list[str]:
@@ -222,7 +228,7 @@ class _Hub:
                 self._receive(*self._socket.recv_multipart())
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
-                self._send(self._encoder.encode(LeaderAlive()))
+                self._send(None, self._encoder.encode(LeaderAlive()))
                 self._look_for_silence()
         self._socket.close()
 
@@ -235,10 +241,10 @@ class _Hub:
                 return True
             if message is None:
                 return False
-            self._send(message)
+            self._send(*message)
 
-    def _send(self, message: bytes) -> None:
-        for identity in self._identities:
+    def _send(self, only: int | None, message: bytes) -> None:
+        for identity in self._identities if only is None else [b"rank-%d" % only]:
             self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
 
     def _receive(self, _identity: bytes, payload: bytes) -> None:
@@ -256,6 +262,17 @@ class _Hub:
             if now - heard > SILENCE_S and rank not in self._lost:
                 self._lost.add(rank)
                 self._on_report(RankFailed(rank, f"rank {rank} has said nothing for {now - heard:.1f} s"))
+
+
+def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
+    """The rank that a command is for; None when it is for all."""
+    match command:
+        case PartWrite(part=part):
+            return part.writer
+        case PartScatter(part=part):
+            return part.destination
+        case _:
+            return None
 
 
 def _meeting_point(config: AnyServerConfig) -> tuple[str, int]:

@@ -3,33 +3,39 @@
 For every decode server that is paired, the writer knows its links (`links.py`): which layers and heads of which pool
 this rank writes to which decode rank. A chunk becomes one job per link, on one sender thread per session of a decode
 rank, and ends in exactly one `ChunkWritten`, after the last of its jobs.
+
+Links that are staged (`staged_links.py`) are no part of that: what goes over them is ordered part by part, as room for
+it is granted, and each part ends in one `PartWritten` (`part_writer.py`). Of those links a chunk has the checksum only.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
-import xxhash
 
 from ..configs.schema import PrefillConfig
 from .checksum import add_sums, block_sum
 from .infiniband import SYSFS
 from .layout import KvLayout
-from .links import Link, plan_links
+from .links import Link
 from .messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from .mooncake_sockets import Region
-from .pairing import layouts_of
+from .part_writer import PartJob, PartWrite, PartWriter, PartWritten, StageBuffers
 from .runs import PlanError, Runs, check_bounds, expand_runs, expand_token_runs
-from .sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .sender import MAX_WRITE_BYTES, PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .staged_links import MAX_PART_BYTES, STAGED_KIND, StagedLink, pair_links, staged_links
 from .transports import KvRoute, choose_route, drop_unusable_rdma, resolve_transport
 
 log = logging.getLogger(__name__)
 
+NO_RUNS: Final = Runs(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+MIB: Final = 1 << 20
 STALL_S: Final = 30.0
 """A sender that has work and makes no progress for this long is a problem to report."""
 
@@ -50,10 +56,14 @@ class KvMemory(Protocol):
 
 
 class LocalPool(NamedTuple):
-    """A pool of this rank: its memory and what it holds."""
+    """A pool of this rank: its memory and what it holds.
+
+    `data` is the pool as `[page, layer, plane, head, token, dim]`; only what is staged needs it.
+    """
 
     memory: KvMemory
     layout: KvLayout
+    data: torch.Tensor | None = None
 
 
 class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
@@ -95,15 +105,21 @@ class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _LinkRoute:
-    """One link: from a pool of ours into a pool of a decode rank, and the thread that writes there."""
+    """One link: from a pool of ours into a pool of a decode rank, and the thread that writes there.
+
+    A staged link has nothing to plan: its KV goes through the decode rank's PartWriter.
+    """
 
     link: Link
     source: LocalPool
     pools: PoolPair
     sender: PeerSender
+    staged: bool = False
 
     def plan(self, chunk: ChunkWrite) -> Runs:
         """The copies of a chunk; raises PlanError."""
+        if self.staged:
+            return NO_RUNS
         source, destination, space = self.source.layout, self.pools.destination.layout, self.pools.destination.space
         if not 0 <= space < len(chunk.indices):
             raise PlanError(
@@ -133,6 +149,15 @@ class _Route:
     decode_ranks: int
     senders: tuple[PeerSender, ...]
     links: tuple[_LinkRoute, ...]
+    part_writers: dict[int, PartWriter]
+    """By decode rank."""
+
+    def close(self, sender: PeerSender) -> None:
+        """End a sender and what feeds it."""
+        for writer in self.part_writers.values():
+            if writer.sender is sender:
+                writer.close()
+        sender.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -179,9 +204,10 @@ class _Chunk:
 class ChunkWriter:
     """Writes chunks of one prefill rank to decode servers. All methods return without waiting, close_all() excepted.
 
-    `on_written` is called once per write(): on a sender's thread or, when there is nothing to send, on the caller's. It
-    should hand the result over and return. `pools` are all pools of this rank, and stay alive until close_all().
-    `local_rank` is the index of this rank's GPU on its machine. Raises StartupError.
+    `on_written` is called once per write(), and `on_part_written` once per write_part(): on a sender's thread or, when
+    there is nothing to send, on the caller's. They should hand the result over and return. `pools` are all pools of
+    this rank, and stay alive until close_all(). `local_rank` is the index of this rank's GPU on its machine. Raises
+    StartupError.
     """
 
     def __init__(
@@ -192,6 +218,7 @@ class ChunkWriter:
         *,
         local_rank: int,
         on_written: Callable[[ChunkWritten], None],
+        on_part_written: Callable[[PartWritten], None] = lambda _: None,
         sysfs: Path = SYSFS,
     ) -> None:
         self._rank = rank
@@ -202,6 +229,7 @@ class ChunkWriter:
         )
         self._send_window = config.send_window
         self._on_written = on_written
+        self._on_part_written = on_part_written
         self._lock = threading.Lock()
         self._routes: dict[InstanceId, _Route] = {}
         self._closers: list[threading.Thread] = []
@@ -223,7 +251,7 @@ class ChunkWriter:
             if route is None:
                 return
             for sender in route.senders:  # closing waits for the writes in flight: not on this thread
-                closer = threading.Thread(target=sender.close, name=f"close-{sender.session}")
+                closer = threading.Thread(target=route.close, args=(sender,), name=f"close-{sender.session}")
                 closer.start()
                 self._closers.append(closer)
 
@@ -248,11 +276,26 @@ class ChunkWriter:
         if ended is not None:
             self._on_written(ended)
 
+    def write_part(self, order: PartWrite) -> None:
+        """Send a part over a staged link, into the room that was granted for it."""
+        with self._lock:
+            route = self._routes.get(order.instance)
+        writer = route.part_writers.get(order.part.destination) if route is not None else None
+        if writer is None:
+            reason = f"nothing is staged for decode rank {order.part.destination}: the decode server is gone"
+            self._on_part_written(PartWritten(order.instance, order.part, ok=False, reason=reason))
+        else:
+            writer.write(order)
+
     def cancel(self, instance: InstanceId, key: TransferKey) -> None:
-        """Stop the chunks of a transfer; each still reports its end."""
+        """Stop the chunks and parts of a transfer; each still reports its end."""
         with self._lock:
             route = self._routes.get(instance)
-        for sender in route.senders if route is not None else ():
+        if route is None:
+            return
+        for writer in route.part_writers.values():
+            writer.cancel(key)
+        for sender in route.senders:
             sender.cancel(key)
 
     def problems(self) -> list[str]:
@@ -269,7 +312,8 @@ class ChunkWriter:
         """Hand a chunk to its senders, all of it or nothing; its end, when it has ended already."""
         pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
         try:
-            pending.jobs = [_link_job(pending, link, ready) for link in route.links]
+            links = [link for link in route.links if chunk.verify or not link.staged]
+            pending.jobs = [_link_job(pending, link, ready) for link in links]
         except PlanError as error:
             return _written(chunk, reason=str(error))
         if not pending.jobs:
@@ -281,6 +325,9 @@ class ChunkWriter:
     def _take_result(self, result: SendResult) -> None:
         """A sender's thread: note the end of a job, and report the chunk after its last one."""
         job = result.job
+        if isinstance(job, PartJob):
+            job.ended(result)
+            return
         assert isinstance(job, _LinkJob), f"not a part of a chunk: {job!r}"
         chunk = job.chunk
         if chunk.add(result):
@@ -291,25 +338,67 @@ class ChunkWriter:
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the links to a decode server, and start a sender for each session they go to."""
+        staged = {one.link: one for one in staged_links(hello, welcome) if one.link.source == self._rank}
+        buffers = self._make_buffers(staged.values())
         pairs: dict[KvRoute, list[PoolPair]] = {}
         plans: list[tuple[Link, LocalPool, KvRoute, PoolPair]] = []
         for kind, source in self._pools.items():
-            prefill, decode = layouts_of(welcome.ranks, kind), layouts_of(hello.ranks, kind)
-            for link in plan_links(prefill, decode, first=_first_turn(hello, welcome)):
+            for link in pair_links(hello, welcome, kind):
                 if link.source != self._rank:
                     continue
                 rank = hello.ranks[link.destination]
-                pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
+                if link in staged:
+                    pools = buffers[link.destination].pair
+                else:
+                    pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
                 route = choose_route(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
                 pairs.setdefault(route, []).append(pools)
                 plans.append((link, source, route, pools))
         senders = {route: self._start_sender(route, pools) for route, pools in pairs.items()}
         for transport, session in senders:
             log.info("KV of rank %d for decode %s goes to %s (%s)", self._rank, hello.instance, session, transport)
+        writers: dict[int, PartWriter] = {}
+        for link, source, route, _ in plans:
+            if link in staged and link.destination not in writers:
+                writers[link.destination] = self._start_part_writer(
+                    source, buffers[link.destination], senders[route], route
+                )
         return _Route(
             len(hello.ranks),
             tuple(senders.values()),
-            tuple(_LinkRoute(link, source, pools, senders[route]) for link, source, route, pools in plans),
+            tuple(
+                _LinkRoute(link, source, pools, senders[route], link in staged) for link, source, route, pools in plans
+            ),
+            writers,
+        )
+
+    def _make_buffers(self, staged: Iterable[StagedLink]) -> dict[int, StageBuffers]:
+        """Room to gather parts in, for each decode rank that they go to."""
+        largest: dict[int, StagedLink] = {}
+        for one in staged:
+            other = largest.setdefault(one.link.destination, one)
+            largest[one.link.destination] = max(one, other, key=lambda link: link.part_bytes)
+        if not largest:
+            return {}
+        data = self._pools[STAGED_KIND].data
+        assert data is not None, "KV is staged from a pool whose tensor was not given"
+        buffers = {rank: StageBuffers(one.part_bytes, one.ring, data.device) for rank, one in largest.items()}
+        total = sum(len(buffer.data) for buffer in buffers.values())
+        log.info("KV of rank %d is staged to decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
+        return buffers
+
+    def _start_part_writer(
+        self, source: LocalPool, buffers: StageBuffers, sender: PeerSender, route: KvRoute
+    ) -> PartWriter:
+        assert source.data is not None, "buffers were made for it"
+        return PartWriter(
+            source.data,
+            source.layout,
+            buffers,
+            sender,
+            # Mooncake's TCP has several lanes, which a single write does not fill
+            write_bytes=MAX_WRITE_BYTES if route.transport == "tcp" else MAX_PART_BYTES,
+            on_written=self._on_part_written,
         )
 
     def _start_sender(self, route: KvRoute, pairs: Sequence[PoolPair]) -> PeerSender:
@@ -337,16 +426,6 @@ def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None
             chunk.add_checksum(route.link.destination, route.checksum(order))
 
     return _LinkJob(key=order.key, runs=route.plan(order), ready=prepare, pools=route.pools, chunk=chunk, route=route)
-
-
-def _first_turn(hello: Hello, welcome: Welcome) -> int:
-    """Where `plan_links` starts among replicas. All prefill ranks must come to the same number.
-
-    With as many decode ranks as there are here, rank i writes to rank i; fewer would all be served by the same ranks.
-    """
-    if len(hello.ranks) >= len(welcome.ranks):
-        return 0
-    return xxhash.xxh3_64_intdigest(hello.instance.encode()) % len(welcome.ranks)
 
 
 def _pool_of(rank: Rank, kind: tuple[str, ...]) -> Pool:

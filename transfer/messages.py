@@ -12,7 +12,8 @@ History
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
-  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck, StageRequest, StageArrived, StageStopped
+  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck
+          StageRequest, StageArrived, StageStopped
   both    Heartbeat, HeartbeatAck
 
 A transfer is named by (transfer_id, generation): decode mints the id, and a retry of the same request into fresh pages
@@ -68,7 +69,7 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a decode rank that head slices are staged in. `epoch` tells it from an earlier one at the same address."""
+    """Memory of a decode rank for what is staged. `epoch` tells it from an earlier one at the same address."""
 
     base_address: int
     size_bytes: int

@@ -6,9 +6,9 @@ decode rank gathers; on a GPU it does so on a stream of its own, which nothing e
 
 import collections
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -65,13 +65,6 @@ class _Gathering:
     cancelled: bool = False
 
 
-@dataclass(slots=True)
-class _Free:
-    """Buffers that nobody reads."""
-
-    slots: list[int] = field(default_factory=lambda: list(range(BUFFERS)))
-
-
 class StageBuffers:
     """The memory that parts for one decode rank are gathered in: two slots of `slot_bytes` each."""
 
@@ -107,7 +100,7 @@ class PartWriter:
         self._pool = pool
         self._layout = layout
         self._buffers = buffers
-        self._sender = sender
+        self.sender = sender
         self._write_bytes = write_bytes
         self._on_written = on_written
         self._changed = threading.Condition()
@@ -115,7 +108,9 @@ class PartWriter:
         self._free = list(range(BUFFERS))
         self._gathering: _Gathering | None = None
         self._closing = False
-        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._work, name=f"gather-{sender.session}", daemon=True)
         self._thread.start()
 
@@ -207,7 +202,7 @@ class PartWriter:
             reason = "cancelled" if gathering.cancelled else None
             if reason is None:
                 try:
-                    self._sender.submit(job)
+                    self.sender.submit(job)
                 except Exception as error:  # the ring is smaller than what was granted
                     reason = str(error)
         if reason is not None:
@@ -235,12 +230,6 @@ class PartWriter:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
-
-
-def source_pages(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
-    """Of a sequence's pages, those that hold these tokens, and where in the first of them they start."""
-    first = token_start // page_size
-    return list(pages[first : -(-token_end // page_size)]), token_start - first * page_size
 
 
 def _stopped(order: PartWrite, reason: str) -> PartWritten:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ..configs.errors import StartupError
 from ..configs.schema import ServerConfig
@@ -13,19 +14,36 @@ from .mooncake_sockets import Region
 from .transports import open_receiver, resolve_transport
 
 
+class RingBytes(Protocol):
+    """What is needed of a staging ring (`memory/ring_memory.py`)."""
+
+    @property
+    def base_address(self) -> int: ...
+
+    size_bytes: int
+    on_gpu: bool
+
+
 class Receivers:
-    """Lets prefill ranks write into this rank's pools. Owns the engines; the pools stay alive until close().
+    """Lets prefill ranks write into this rank's pools and ring. Owns the engines; the memory stays alive until close().
 
     TCP takes every pool and is always there, nvlink takes pools on a GPU, RDMA takes all. `local_rank` is the index of
     this rank's GPU on its machine. Raises StartupError.
     """
 
     def __init__(
-        self, config: ServerConfig, pools: Sequence[LocalPool], *, local_rank: int, sysfs: Path = SYSFS
+        self,
+        config: ServerConfig,
+        pools: Sequence[LocalPool],
+        *,
+        local_rank: int,
+        ring: RingBytes | None = None,
+        sysfs: Path = SYSFS,
     ) -> None:
         local = resolve_transport(config, local_rank, sysfs=sysfs)
-        memory = [Region(pool.memory.base_address, pool.memory.size_bytes) for pool in pools]
-        on_gpu = [region for pool, region in zip(pools, memory, strict=True) if pool.memory.on_gpu]
+        held = [pool.memory for pool in pools] + ([ring] if ring is not None else [])
+        memory = [Region(part.base_address, part.size_bytes) for part in held]
+        on_gpu = [region for part, region in zip(held, memory, strict=True) if part.on_gpu]
         if config.transport == "nvlink" and not on_gpu:
             raise StartupError(
                 "transport nvlink moves KV between GPUs; the KV pool is in host memory: use --transport tcp"

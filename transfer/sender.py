@@ -63,6 +63,7 @@ class SendJob:
     `ready` is called on the sender's thread before the first byte is read, and may wait (for a CUDA event, say).
     `timeout_s` bounds the whole job from when it starts; without it a job may take as long as it makes progress.
     `pools` says where the copies are, if not in the pools the sender was made for; then it is one of its `more_pools`.
+    Copies longer than `write_bytes` are cut.
     """
 
     key: TransferKey
@@ -70,6 +71,7 @@ class SendJob:
     ready: Callable[[], None] | None = None
     timeout_s: float | None = None
     pools: PoolPair | None = None
+    write_bytes: int = MAX_WRITE_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +258,7 @@ class PeerSender:
             return
         engine = self._open_engine()
         pools = job.pools or self._pools
-        pieces = job.runs.split(MAX_WRITE_BYTES)
+        pieces = job.runs.split(job.write_bytes)
         waiting = zip(
             (pieces.source + pools.source_base).tolist(),
             (pieces.destination + pools.destination.base_address).tolist(),

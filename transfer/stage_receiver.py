@@ -118,6 +118,10 @@ class StageReceiver:
     def idle(self) -> bool:
         return not self._transfers and not self._parts
 
+    def part_bytes(self, part: StagePart) -> int:
+        """What a part takes in the ring."""
+        return part.tokens * part.block.cells * self._cell_bytes
+
     def open(
         self,
         key: TransferKey,
@@ -141,7 +145,7 @@ class StageReceiver:
         if transfer is None or part in transfer.parts:
             return [Post(instance, StageFree(part))]
         problem = self._problem(transfer, part)
-        size_bytes = part.tokens * part.block.cells * self._cell_bytes
+        size_bytes = self.part_bytes(part)
         if problem is None and message.size_bytes != size_bytes:
             problem = f"it asks for {message.size_bytes} bytes, these tokens have {size_bytes}"
         if problem is None and size_bytes > self.ring.capacity_bytes:

@@ -5,6 +5,7 @@ next to each other. Staged, it is gathered into one piece, written once into the
 into its pages there. Where both sides hold the same heads a page is one write already, and staging would only copy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -67,6 +68,12 @@ def staged_links(hello: Hello, welcome: Welcome) -> tuple[StagedLink, ...]:
 def cell_bytes(layout: KvLayout) -> int:
     """What one token takes in one head of one layer, all planes together."""
     return sum(plane.token_bytes for plane in layout.planes)
+
+
+def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
+    """Of a sequence's pages, those that hold these tokens, and where in the first of them they start."""
+    first = token_start // page_size
+    return list(pages[first : -(-token_end // page_size)]), token_start - first * page_size
 
 
 def _rounded(size_bytes: int) -> int:

@@ -94,8 +94,8 @@ __device__ int await_signal(const int* address) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
         const int* __restrict__ seq_lens, const int* __restrict__ capacity, const int* __restrict__ hot_pages,
-        long long hot_pages_stride, int* slot_tokens, long long slot_tokens_stride,
-        short* token_slots, long long token_slots_stride, short* eviction_order, long long eviction_order_stride,
+        long long hot_pages_stride, int* slot_tokens, long long slot_tokens_stride, short* token_slots,
+        long long token_slots_stride, short* eviction_order, long long eviction_order_stride,
         unsigned long long* lookups, const int* __restrict__ host_pages, long long host_pages_stride,
         int* __restrict__ rows, int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals,
         long long batch, const char* host, long long host_page_stride, long long host_token_stride, char* hot,

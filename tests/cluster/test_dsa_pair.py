@@ -1,4 +1,4 @@
-"""Sparse-attention models through real pairs: both families, tensor- and pipeline-parallel, selections smaller than prompts."""
+"""Sparse-attention models through real pairs: both families, any layout to any layout, chunked and retracted."""
 
 import random
 from collections.abc import Iterator
@@ -23,28 +23,23 @@ Layout = tuple[int, int]
 
 
 class Case(NamedTuple):
-    """A model, the layouts of its prefill servers, and of each decode server that is paired with all of them."""
+    """A model and the layouts of its prefill servers."""
 
     architecture: DsaArchitecture
     overrides: dict[str, Any]
     prefill: tuple[Layout, ...]
-    decode: tuple[Layout, ...]
-    decode_page: int
 
 
 # GLM's layers share selections where an even cut into two stages would part them.
 CASES = {
-    "deepseek": Case("deepseek_v32", {}, prefill=((2, 1), (1, 1)), decode=((1, 1), (1, 2)), decode_page=64),
-    "glm": Case(
-        "glm_moe_dsa", {"index_topk_pattern": "FSSF"}, prefill=((1, 2), (1, 1)), decode=((2, 1), (1, 1)), decode_page=5
-    ),
+    "deepseek": Case("deepseek_v32", {}, prefill=((2, 1), (1, 1))),
+    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF"}, prefill=((1, 2), (1, 1))),
 }
 
 
 class Pairs(NamedTuple):
     """The prefill servers of a case and what transformers says."""
 
-    case: Case
     servers: Cluster
     model: Path
     sources: dict[Layout, Server]
@@ -66,8 +61,9 @@ def layout_flags(layout: Layout) -> list[str]:
     return ["--tp", str(tp), "--pp", str(pp)]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module")
 def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    """Of the case that is the parameter."""
     case = CASES[request.param]
     directory = tmp_path_factory.mktemp(f"{request.param}-model")
     model = make_dsa_checkpoint(directory, case.architecture, index_topk=TOPK, **case.overrides)
@@ -80,16 +76,19 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
         for server in sources.values():
             server.wait_ready()
-        yield Pairs(case, servers, model, sources, prompts, expected, reference)
+        yield Pairs(servers, model, sources, prompts, expected, reference)
         for server in sources.values():
             server.check_clean()
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["first decode layout", "second decode layout"])
-def test_tokens_equal_transformers_whatever_the_layouts(pairs: Pairs, number: int) -> None:
-    """And so do two samples of one prompt, which share its full pages and have a last page each."""
-    layout = pairs.case.decode[number]
-    decode = pairs.decode(layout, "--page-size", str(pairs.case.decode_page), "--kv-tokens", "4096")
+@pytest.mark.parametrize(
+    ("pairs", "layout", "page_size"),
+    [("deepseek", (1, 1), 64), ("deepseek", (1, 2), 16), ("glm", (2, 1), 5)],
+    indirect=["pairs"],
+)
+def test_tokens_equal_transformers_whatever_the_layouts(pairs: Pairs, layout: Layout, page_size: int) -> None:
+    """Two samples of one prompt, which share its full pages and have a last page each, equal the same two alone."""
+    decode = pairs.decode(layout, "--page-size", str(page_size), "--kv-tokens", "4096")
     for source in pairs.sources.values():
         place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
         with ThreadPoolExecutor() as pool:
@@ -110,6 +109,7 @@ def test_tokens_equal_transformers_whatever_the_layouts(pairs: Pairs, number: in
     assert decode.stop() == 0
 
 
+@pytest.mark.parametrize("pairs", ["glm"], indirect=True)
 def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(pairs: Pairs) -> None:
     """Six at once in a pool for about two and a half: latent rows and indexer keys go to host memory and come back."""
     decode = pairs.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")

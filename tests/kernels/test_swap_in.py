@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.kernels import nvrtc
 from pdserve.kernels.nvrtc import CudaImpl
-from pdserve.kernels.slot_tables import SlotTables, buffer_pages, check_geometry
+from pdserve.kernels.slot_tables import SlotTables, buffer_pages, check_geometry, table_bytes
 from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
 from pdserve.kernels.write_back import write_back
 
@@ -417,8 +417,8 @@ def test_any_size_at_any_address(row_bytes: int, where: Where) -> None:
         host_memory, hot_memory = (torch.randint(256, size, dtype=torch.uint8, generator=generator) for _ in range(2))
         expected = hot_memory.clone()
         for source, destination in itertools.chain(*misses):
-            row = pool(host_memory, host_shift)[divmod(source, page_size)]
-            pool(expected, hot_shift)[divmod(destination, page_size)] = row
+            content = pool(host_memory, host_shift)[divmod(source, page_size)]
+            pool(expected, hot_shift)[divmod(destination, page_size)] = content
         if device.type == "cuda":
             host_memory, hot_memory = host_memory.pin_memory(), hot_memory.to(device)
         copy_misses(plan, pool(host_memory, host_shift), pool(hot_memory, hot_shift), impl=impl)
@@ -469,6 +469,15 @@ def test_more_shared_memory_than_a_block_has_is_refused() -> None:
             hot_pool_rows=10**6,
             device=torch.device("cuda", 0),
         )
+
+
+@pytest.mark.parametrize(("hot_rows", "max_context"), [(64, 1000), (64, 10)])
+def test_tables_take_what_was_planned(hot_rows: int, max_context: int) -> None:
+    sizes = {"groups": 3, "requests": 5, "hot_rows": hot_rows, "max_context": max_context, "page_size": 8}
+    tables = SlotTables.allocate(**sizes, device=torch.device("cpu"))
+    tensors = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6
+    assert table_bytes(**sizes) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_what_does_not_fit_is_refused() -> None:

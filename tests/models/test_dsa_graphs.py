@@ -10,29 +10,70 @@ import torch
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
+from pdserve.models.dsa_graphs import DsaStep
 from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
 
-pytestmark = pytest.mark.gpu
-
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
+
+
+def test_steps_follow_their_inputs_while_sequences_come_grow_and_go(tmp_path: Path) -> None:
+    """What a graph captures, run without one on the CPU, against the same tokens as an ordinary batch."""
+    cpu, rng = torch.device("cpu"), random.Random(8)
+    source = locate_model(str(make_dsa_checkpoint(tmp_path, "glm_moe_dsa", index_topk_pattern="FSFF")))
+    parameters = DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32)
+    load_weights(source, parameters.slots())
+    decoder = DsaDecoder(parameters)
+    cache = decoder.make_cache(128, PAGE_SIZE)
+    runner = ModelRunner(decoder, device=cpu, dtype=torch.float32)
+    for pool in cache.pools:
+        pool.data.normal_()
+    step = DsaStep(decoder, cache, max_batch=4, max_pages=24)
+    free = list(range(128))
+    lengths: list[int] = []
+    pages: list[list[int]] = []
+    for _ in range(60):
+        if len(pages) < 4 and rng.random() < 0.3:
+            lengths.append(rng.randrange(30))
+            pages.append([free.pop(rng.randrange(len(free))) for _ in range(-(-lengths[-1] // PAGE_SIZE))])
+        elif pages and rng.random() < 0.2:
+            gone = rng.randrange(len(pages))
+            free += pages.pop(gone)
+            del lengths[gone]
+        for length, where in zip(lengths, pages, strict=True):
+            if length == len(where) * PAGE_SIZE:
+                where.append(free.pop(rng.randrange(len(free))))  # grows in place, as the scheduler's lists do
+        slices = [
+            SequenceSlice([rng.randrange(256)], start, where) for start, where in zip(lengths, pages, strict=True)
+        ]
+        size = rng.randint(max(len(slices), 1), 4)
+        with torch.inference_mode():
+            step.fill(slices, size)
+            logits = decoder.logits(step.hidden(size))
+        assert logits is not None
+        if slices:
+            expected = runner.forward(cache, slices)
+            torch.testing.assert_close(logits[: len(slices)], expected, rtol=0, atol=TOLERANCE)
+        lengths = [length + 1 for length in lengths]
 
 
 class Setup:
     """A tiny model on the GPU, its cache and graphs, and transformers' version on the CPU."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, architecture: Any, **overrides: Any) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, architecture: Any, *, packed: bool = False, **overrides: Any
+    ) -> None:
         device = torch.device("cuda")
         make_dsa_checkpoint(directory, architecture, **overrides)
         source = locate_model(str(directory))
         parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype)
         load_weights(source, parameters.slots())
         self.reference: Any = load_reference(directory)
-        self.decoder = DsaDecoder(parameters)
+        self.decoder = DsaDecoder(parameters, packed=packed)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -45,7 +86,7 @@ class Setup:
     def prefill(self, lengths: list[int], room: int) -> tuple[list[list[int]], list[list[int]]]:
         """Random prompts, their rows in scattered pages with room for more; everything else in the cache is poison."""
         for pool in self.cache.pools:
-            pool.data.fill_(50.0)
+            pool.data.fill_(50)
         free = random.Random(5).sample(range(NUM_PAGES), NUM_PAGES)
         prompts = [random.Random(index).choices(range(256), k=length) for index, length in enumerate(lengths)]
         pages = [[free.pop() for _ in range(-(-(length + room) // PAGE_SIZE))] for length in lengths]
@@ -64,12 +105,13 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+@pytest.fixture(scope="module", params=[False, True], ids=["bf16 rows", "packed rows"])
+def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
-    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32")
+    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", packed=request.param)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 8, 13])
 def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batch: int) -> None:
     """Contexts grow over page borders and over the 16 tokens that are selected; padded batches run in larger graphs."""
@@ -90,6 +132,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batc
     torch.testing.assert_close(logits.cpu(), last, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: int) -> None:
     """As many rows as the graph has: the same kernels on the same shapes, so the same bits."""
@@ -105,12 +148,17 @@ def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: 
     assert all(found.equal(known) for found, known in zip(mixed.contents(), by_eager, strict=True))
 
 
-@pytest.fixture(params=["dense", "mixed"])
-def model(request: pytest.FixtureRequest, dense: Setup, mixed: Setup) -> Setup:
-    return dense if request.param == "dense" else mixed
+@pytest.mark.gpu
+def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(dense: Setup) -> None:
+    check_padded_step(dense)
 
 
-def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(model: Setup) -> None:
+@pytest.mark.gpu
+def test_a_padded_step_with_experts_writes_the_slots_of_its_rows_and_nothing_else(mixed: Setup) -> None:
+    check_padded_step(mixed)
+
+
+def check_padded_step(model: Setup) -> None:
     lengths = [9, 30, 4, 17, 1]
     _, pages = model.prefill(lengths, 4)
     slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
@@ -124,6 +172,7 @@ def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(model: Setu
         assert {(page, token) for page, token in written.nonzero().tolist()} == slots
 
 
+@pytest.mark.gpu
 def test_steps_of_other_batches_in_between_leave_no_trace(mixed: Setup) -> None:
     lengths = [40, 3, 77]
     _, pages = mixed.prefill(lengths, 4)
@@ -134,6 +183,7 @@ def test_steps_of_other_batches_in_between_leave_no_trace(mixed: Setup) -> None:
     assert mixed.graphs.run(slices).equal(first)
 
 
+@pytest.mark.gpu
 def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
     lengths = [12, 50]
     _, pages = mixed.prefill(lengths, 4)
@@ -144,6 +194,7 @@ def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
     assert mixed.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
 
 
+@pytest.mark.gpu
 def test_what_fits(dense: Setup) -> None:
     pages = list(range(100))
     assert dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH)

@@ -1,7 +1,6 @@
 """Sparse models whose latent rows are packed, against transformers that rounds what it caches in the same way."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
 
-TOLERANCE = 3e-5  # as in test_dsa_decoder.py: both round the same numbers, give or take their last bits
+TOLERANCE = 4e-3
+"""Of logits of order 1. Both sides round the same numbers but for their last bits, and now and then one of them goes to
+the other side (up to 2e-3 here); without the rounding logits differ by 0.2 and more."""
 CPU = torch.device("cpu")
 KV_RANK, ROPE_DIM, INDEX_DIM, LAYERS = 160, 16, 32, 4
 """Two scales a row, the second of fewer elements."""
@@ -34,14 +35,13 @@ def rounded(latent: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def _rounding_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _rounding_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for attention in (DeepseekV32Attention, GlmMoeDsaAttention):
 
         def expand(self: Any, latent: torch.Tensor, turned: torch.Tensor, plain: Any = attention.expand_kv) -> Any:
             return plain(self, rounded(latent), turned.to(torch.bfloat16).float())
 
         monkeypatch.setattr(attention, "expand_kv", expand)
-    yield
 
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
@@ -75,7 +75,9 @@ def test_logits_and_greedy_tokens_equal_transformers_that_rounds(model: tuple[Mo
         logits = runner.logits(hidden)
         assert logits is not None
         rows.append(logits)
-    torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=TOLERANCE)
+    found = torch.cat(rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert found[length - 1 : -1].argmax(-1).tolist() == text[length:]
 
 
 def test_rounding_makes_a_difference_that_is_small(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 
 TOP_K = 16
 PAGE_SIZE = 8
 NUM_PAGES, SLOTS, MAX_CONTEXT = 128, 4, 256
 
 CPU = torch.device("cpu")
-MODELS = {
+MODELS: dict[str, tuple[DsaArchitecture, dict[str, Any]]] = {
     "deepseek": ("deepseek_v32", {}),
     "glm-shared": ("glm_moe_dsa", {"index_topk_pattern": "FSSF"}),
     "glm-one-indexer": ("glm_moe_dsa", {"index_topk_pattern": "FSSS"}),
@@ -32,6 +33,11 @@ MODELS = {
 
 def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=length)
+
+
+def poison(memory: torch.Tensor) -> None:
+    """NaN in every dtype that rows are kept in."""
+    memory.view(torch.uint8).fill_(255)
 
 
 class Twin:
@@ -50,7 +56,7 @@ class Twin:
             NUM_PAGES, PAGE_SIZE, hot_pages=hot_pages, slots=SLOTS, hot_rows=hot_rows, max_context=MAX_CONTEXT
         )
         for pool in (*self.plain.pools, *self.cache.pools, self.cache.hot):
-            pool.data.fill_(torch.nan)
+            poison(pool.data)
         self.free = random.Random(1).sample(range(NUM_PAGES), NUM_PAGES)
         self.free_hot = random.Random(2).sample(range(hot_pages), hot_pages)
         self.tokens: dict[int, list[int]] = {}
@@ -91,7 +97,8 @@ class Twin:
         """Its pages are full of NaN before somebody else has them."""
         self._hold(slot, 0)
         for pool in self.cache.pools:
-            pool.data[self.pages[slot]] = torch.nan
+            for page in self.pages[slot]:
+                poison(pool.data[page])
         self.free += self.pages.pop(slot)
         del self.tokens[slot], self.hot[slot]
 
@@ -139,7 +146,7 @@ class Twin:
             held.append(self.free_hot.pop())
         while len(held) > pages:
             page = held.pop()
-            self.cache.hot.data[page] = torch.nan
+            poison(self.cache.hot.data[page])
             self.free_hot.append(page)
 
 
@@ -304,6 +311,18 @@ def test_pages_are_copied_saved_and_loaded_with_their_newest_rows(glm: ModelRunn
         assert twin.step([1]).equal(logits)
 
 
+def test_packed_rows_are_moved_as_they_are(glm: ModelRunner) -> None:
+    assert isinstance(glm._decoder, DsaDecoder)
+    packed = ModelRunner(DsaDecoder(glm._decoder.parameters, packed=True), device=CPU, dtype=torch.float32)
+    twin = Twin(packed, hot_rows=TOP_K)
+    assert twin.cache.host.data.dtype == torch.uint8
+    twin.start(0, prompt(14, 100))
+    twin.start(1, prompt(15, TOP_K - 2))
+    for _ in range(8):
+        twin.step([1, 0])
+    assert twin.cache.counters()["misses"] > 0
+
+
 def test_several_tokens_of_a_sequence_are_refused(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(13, 20))
@@ -332,14 +351,15 @@ class Late:
 
     def __call__(self, *args: object) -> None:
         self.streams.append(torch.cuda.current_stream())
-        torch.cuda._sleep(10_000_000)
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
         self._operation(*args)
 
 
 @pytest.fixture(params=["write_back", "copy_misses"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """What runs beside the layers, each in turn."""
-    operation = Late({"write_back": write_back, "copy_misses": copy_misses}[request.param])
+    operations: dict[str, Callable[..., None]] = {"write_back": write_back, "copy_misses": copy_misses}
+    operation = Late(operations[request.param])
     monkeypatch.setattr(hot_rows, request.param, operation)
     yield operation
     assert operation.streams, "it was never called"
@@ -396,7 +416,7 @@ def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late
     twin.forward(twin.cache, pieces)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
-    assert not done.query(), "the write-back was not late"
+    assert not done.query(), "the write-back was not late"  # type: ignore[no-untyped-call]
     done.synchronize()
     for piece in pieces:
         page, offset = divmod(host_row(TokenPosition(piece.start), piece.pages, PAGE_SIZE), PAGE_SIZE)

@@ -1,0 +1,53 @@
+"""The memory of a decode rank's staging ring, and how much there is of it."""
+
+import logging
+
+import torch
+
+from ..configs.errors import StartupError
+from ..configs.schema import DecodeConfig
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+RING_TOKENS = 4096
+MAX_SHARE_BYTES = 64 * MIB
+ROUND_BYTES = 4096
+
+
+def ring_bytes(config: DecodeConfig, token_bytes: int) -> int:
+    """How large the ring of a rank is that keeps `token_bytes` of KV for each token.
+
+    By default 2 x min(KV of 4096 tokens, 64 MiB): what prefill computes in a step or two, so that one chunk is written
+    while another one is scattered. Raises StartupError when the configured size holds no token.
+    """
+    if config.staging_ring_mib is None:
+        size = 2 * min(RING_TOKENS * token_bytes, MAX_SHARE_BYTES)
+    else:
+        size = int(config.staging_ring_mib * MIB)
+    size = -(-size // ROUND_BYTES) * ROUND_BYTES
+    if size < token_bytes:
+        raise StartupError(
+            f"staging_ring_mib = {config.staging_ring_mib} is less than one token, which takes {token_bytes} bytes"
+        )
+    return size
+
+
+class RingMemory:
+    """Owns the bytes. On a GPU they are an allocation of their own: CUDA IPC hands out whole allocations, and a peer
+    counts from the start of the one that it is given.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = size_bytes
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self._pool = torch.cuda.MemPool()  # its first tensor is at the start of a new allocation
+            with torch.cuda.use_mem_pool(self._pool, device):
+                self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.data = torch.empty(size_bytes, dtype=torch.uint8)
+
+    @property
+    def base_address(self) -> int:
+        return self.data.data_ptr()

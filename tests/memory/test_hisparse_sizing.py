@@ -1,0 +1,72 @@
+"""Sizes of a HiSparse cache: what the host holds, what its index leaves of the device, and clear refusals."""
+
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.configs.schema import DecodeConfig
+from pdserve.kernels.slot_tables import table_bytes
+from pdserve.memory.hisparse_sizing import GIB, HiSparseSize, hisparse_size, resolve_hot_rows
+
+LATENT, INDEXER = 61 * 1152, 61 * 256
+
+
+def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> HiSparseSize:
+    config = DecodeConfig(page_size=64, enable_hisparse=True, **settings)  # type: ignore[arg-type]
+    return hisparse_size(
+        config,
+        latent_token_bytes=LATENT,
+        indexer_token_bytes=INDEXER,
+        hot_rows=4096,
+        index_groups=61,
+        context_length=131072,
+        host_bytes=int(host_gib * GIB),
+        device_bytes=int(device_gib * GIB),
+    )
+
+
+def test_the_host_decides_and_the_index_is_taken_from_the_device_budget() -> None:
+    found = size(kv_memory_gib=30, host_memory_gib=50, max_running_requests=8)
+    assert found.num_pages == 50 * GIB // (64 * LATENT)
+    budget = 30 * GIB - found.num_pages * 64 * INDEXER
+    assert found.hot_pages == budget // (64 * LATENT)
+
+
+def test_the_index_leaves_half_of_the_budget_to_hot_pages() -> None:
+    found = size(host_gib=1000, kv_memory_gib=10, host_memory_gib=900, max_running_requests=128)
+    assert found.num_pages == 5 * GIB // (64 * INDEXER)
+    assert found.hot_pages == (10 * GIB - found.num_pages * 64 * INDEXER) // (64 * LATENT)
+
+
+def test_no_more_hot_pages_than_could_be_of_use() -> None:
+    found = size(kv_tokens=6400, kv_memory_gib=20, max_running_requests=2)
+    assert found == HiSparseSize(100, 100 + 2 * 65)
+
+
+def test_tables_count() -> None:
+    tables = table_bytes(groups=61, requests=32, hot_rows=4096, max_context=131072, page_size=64)
+    with pytest.raises(StartupError, match=r"kv_memory_gib = 40\.0 asks for 40\.00 GiB"):
+        size(kv_memory_gib=40)
+    assert size(device_gib=40.01 + tables / GIB, kv_memory_gib=40).hot_pages > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"host_memory_gib": 200}, r"host_memory_gib = 200\.0 asks for more than the 100\.00 GiB"),
+        ({"host_memory_gib": 1, "kv_tokens": 1_000_000}, r"kv_tokens = 1000000 takes 65\.4\d GiB of host memory"),
+        ({"kv_memory_gib": 0.1}, r"does not hold the index of \d+ pages .* and one hot buffer of hot_rows = 4096"),
+        ({"host_memory_gib": 0.001}, r"host_memory_gib = 0\.001 is less than one page of 4497408 bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        size(**settings)
+
+
+def test_a_hot_buffer_holds_what_a_step_reads() -> None:
+    assert resolve_hot_rows(DecodeConfig(page_size=64), 2048) == 4096
+    assert resolve_hot_rows(DecodeConfig(page_size=48), 20) == 48
+    with pytest.raises(StartupError, match="hot_rows = 64 is below the model's index_topk = 2048"):
+        resolve_hot_rows(DecodeConfig(page_size=64, hot_rows=64), 2048)
+    with pytest.raises(StartupError, match="hot_rows = 2100 must be a multiple of page_size = 64"):
+        resolve_hot_rows(DecodeConfig(page_size=64, hot_rows=2100), 2048)

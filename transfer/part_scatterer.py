@@ -1,0 +1,97 @@
+"""The staged path on a decode rank: scatters what prefill wrote into the ring to the pages where it belongs.
+
+A thread of its own, and on a GPU a stream of its own: a scatter waits neither for the steps that are queued nor they
+for it. That is safe because the pages of a transfer under way are touched by nobody else, and no step that reads them
+is given before the scatter is reported.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import msgspec
+import torch
+
+from ..kernels.kv_stage import kv_scatter
+from .layout import KvLayout
+from .messages import StagePart
+
+log = logging.getLogger(__name__)
+
+
+class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Scatter the part at `offset` of the ring. Reported when it is in its pages and the ring has been read.
+
+    `pages` take its tokens, the first of which is token `start` of the first page.
+    """
+
+    part: StagePart
+    offset: int
+    size_bytes: int
+    pages: list[int]
+    start: int
+
+
+class PartScatterer:
+    """Scatters parts of one ring into one pool, in order. Owns a thread.
+
+    `on_scattered` and `on_failed` are called on that thread. After a failure nothing more is scattered: what a GPU that
+    fails has done to memory is not known.
+    """
+
+    def __init__(
+        self,
+        ring: torch.Tensor,
+        pool: torch.Tensor,
+        layout: KvLayout,
+        *,
+        on_scattered: Callable[[StagePart], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """`ring` is uint8; `pool` is `[page, layer, plane, head, token, dim]`."""
+        self._ring = ring
+        self._pool = pool
+        self._layout = layout
+        self._on_scattered = on_scattered
+        self._on_failed = on_failed
+        self._orders: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._thread = threading.Thread(target=self._work, name="scatter", daemon=True)
+        self._thread.start()
+
+    def scatter(self, order: PartScatter) -> None:
+        """Queue a part. Returns at once."""
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """Scatter what is queued, and end."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                while (order := self._orders.get()) is not None:
+                    self._scatter(order)
+                    if self._stream is not None:
+                        self._stream.synchronize()
+                    self._on_scattered(order.part)
+        except Exception as error:
+            log.exception("scattering staged KV")
+            self._on_failed(f"scattering staged KV failed: {error!r}")
+
+    def _scatter(self, order: PartScatter) -> None:
+        block, layout = order.part.block, self._layout
+        kv_scatter(
+            self._ring[order.offset : order.offset + order.size_bytes],
+            self._pool,
+            torch.tensor(order.pages, dtype=torch.int32, device=self._pool.device),
+            start=order.start,
+            end=order.start + order.part.tokens,
+            layers=range(block.layer_start - layout.layer_start, block.layer_end - layout.layer_start),
+            heads=range(block.head_start - layout.head_start, block.head_end - layout.head_start),
+        )

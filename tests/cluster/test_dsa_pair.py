@@ -1,7 +1,8 @@
 """Sparse-attention models through real pairs: both families, any layout to any layout, chunked and retracted."""
 
+import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,23 +23,8 @@ Layout = tuple[int, int]
 """Tensor-parallel ranks and pipeline stages."""
 
 
-class Case(NamedTuple):
-    """A model and the layouts of its prefill servers."""
-
-    architecture: DsaArchitecture
-    overrides: dict[str, Any]
-    prefill: tuple[Layout, ...]
-
-
-# GLM's layers share selections where an even cut into two stages would part them.
-CASES = {
-    "deepseek": Case("deepseek_v32", {}, prefill=((2, 1), (1, 1))),
-    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF"}, prefill=((1, 2), (1, 1))),
-}
-
-
 class Pairs(NamedTuple):
-    """The prefill servers of a case and what transformers says."""
+    """The prefill servers of a model and what transformers says."""
 
     servers: Cluster
     model: Path
@@ -61,15 +47,15 @@ def layout_flags(layout: Layout) -> list[str]:
     return ["--tp", str(tp), "--pp", str(pp)]
 
 
-@pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    """Of the case that is the parameter."""
-    case = CASES[request.param]
-    directory = tmp_path_factory.mktemp(f"{request.param}-model")
-    model = make_dsa_checkpoint(directory, case.architecture, index_topk=TOPK, **case.overrides)
+@contextlib.contextmanager
+def serving(
+    factory: pytest.TempPathFactory, architecture: DsaArchitecture, layouts: Sequence[Layout], **overrides: Any
+) -> Iterator[Pairs]:
+    """Prefill servers of these layouts; afterwards they must be clean."""
+    model = make_dsa_checkpoint(factory.mktemp("model"), architecture, index_topk=TOPK, **overrides)
     flags = ("--page-size", str(PREFILL_PAGE), "--chunk-size", str(3 * PREFILL_PAGE), "--kv-tokens", "4096")
-    with cluster(tmp_path_factory.mktemp(f"{request.param}-logs")) as servers:
-        sources = {layout: servers.add("prefill", model, *layout_flags(layout), *flags) for layout in case.prefill}
+    with cluster(factory.mktemp("logs")) as servers:
+        sources = {layout: servers.add("prefill", model, *layout_flags(layout), *flags) for layout in layouts}
         draw = random.Random(7)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
         reference = load_reference(model)
@@ -81,13 +67,32 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             server.check_clean()
 
 
-@pytest.mark.parametrize(
-    ("pairs", "layout", "page_size"),
-    [("deepseek", (1, 1), 64), ("deepseek", (1, 2), 16), ("glm", (2, 1), 5)],
-    indirect=["pairs"],
-)
-def test_tokens_equal_transformers_whatever_the_layouts(pairs: Pairs, layout: Layout, page_size: int) -> None:
-    """Two samples of one prompt, which share its full pages and have a last page each, equal the same two alone."""
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    with serving(tmp_path_factory, "deepseek_v32", [(2, 1), (1, 1)]) as pairs:
+        yield pairs
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    """Its layers share selections where an even cut into two stages would part them."""
+    with serving(tmp_path_factory, "glm_moe_dsa", [(1, 2), (1, 1)], index_topk_pattern="FSSF") as pairs:
+        yield pairs
+
+
+@pytest.mark.parametrize(("layout", "page_size"), [((1, 1), 64), ((1, 2), 16)], ids=["one rank", "two stages"])
+def test_tokens_of_deepseek_equal_transformers(deepseek: Pairs, layout: Layout, page_size: int) -> None:
+    check_tokens(deepseek, layout, page_size)
+
+
+def test_tokens_of_glm_equal_transformers(glm: Pairs) -> None:
+    check_tokens(glm, (2, 1), page_size=5)
+
+
+def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
+    """From every prefill server to a decode server of `layout`. Two samples of one prompt, which share its full pages
+    and have a last page each, equal the same two alone.
+    """
     decode = pairs.decode(layout, "--page-size", str(page_size), "--kv-tokens", "4096")
     for source in pairs.sources.values():
         place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
@@ -109,12 +114,11 @@ def test_tokens_equal_transformers_whatever_the_layouts(pairs: Pairs, layout: La
     assert decode.stop() == 0
 
 
-@pytest.mark.parametrize("pairs", ["glm"], indirect=True)
-def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(pairs: Pairs) -> None:
+def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(glm: Pairs) -> None:
     """Six at once in a pool for about two and a half: latent rows and indexer keys go to host memory and come back."""
-    decode = pairs.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
-    prompt = pairs.prompts[-1]
-    expected = reference_greedy(pairs.reference, prompt, 40)
+    decode = glm.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
+    prompt = glm.prompts[-1]
+    expected = reference_greedy(glm.reference, prompt, 40)
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda _: decode.generate(prompt, 40), range(6))) == [expected] * 6
     assert decode.count("retractions") > 0

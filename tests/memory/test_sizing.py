@@ -1,0 +1,59 @@
+"""The size of the KV pool: what was asked for, what is useful, what fits."""
+
+import pytest
+import torch
+
+from pdserve.configs.errors import StartupError
+from pdserve.configs.schema import PrefillConfig
+from pdserve.memory.sizing import GIB, peak_bytes, pool_pages
+
+TOKEN_BYTES = 1024
+
+
+def pages(free_bytes: int = 4 * GIB, most_useful_tokens: int = 1 << 40, **settings: float) -> int:
+    config = PrefillConfig.model_validate({"page_size": 16, **settings})
+    return pool_pages(config, token_bytes=TOKEN_BYTES, most_useful_tokens=most_useful_tokens, free_bytes=free_bytes)
+
+
+def test_an_explicit_size_is_kept() -> None:
+    assert pages(kv_tokens=33) == 3
+    assert pages(kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
+
+
+def test_an_automatic_size_is_a_share_of_what_is_free_and_no_more_than_useful() -> None:
+    assert pages(kv_memory_fraction=0.5) == 2 * GIB // (16 * TOKEN_BYTES)
+    assert pages(kv_memory_fraction=0.5, most_useful_tokens=50) == 4
+
+
+def test_a_pool_that_does_not_fit_beside_steps_is_refused() -> None:
+    assert pages(free_bytes=GIB, kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
+    with pytest.raises(StartupError, match=r"kv_memory_gib = 1\.0 asks for .* 1\.00 GiB, 1\.00 GiB are free beside"):
+        pages(free_bytes=GIB - 1, kv_memory_gib=1)
+    with pytest.raises(StartupError, match=r"kv_tokens = 1048577 asks for"):
+        pages(free_bytes=GIB, kv_tokens=(1 << 20) + 1)
+
+
+def test_less_than_a_page_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"less than one page: a page of 16 tokens takes 16384 bytes"):
+        pages(kv_memory_gib=1e-6)
+    with pytest.raises(StartupError, match="kv_memory_fraction = 0.25 is less than one page"):
+        pages(free_bytes=-GIB)
+
+
+def test_nothing_is_tried_on_the_cpu() -> None:
+    ran: list[bool] = []
+    assert peak_bytes(torch.device("cpu"), lambda: ran.append(True)) == 0
+    assert not ran
+
+
+@pytest.mark.gpu
+def test_the_peak_is_what_was_held_at_once() -> None:
+    device = torch.device("cuda")
+    kept = []
+
+    def work() -> None:
+        torch.empty(96 << 20, dtype=torch.uint8, device=device)
+        torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        kept.append(torch.empty(32 << 20, dtype=torch.uint8, device=device))
+
+    assert peak_bytes(device, work) == 96 << 20

@@ -16,7 +16,7 @@ _COLUMNS = 128
 _AHEAD = 512  # columns fetched into L2 before the input is there: 64 KiB a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x_ptr,
     weight_ptr,

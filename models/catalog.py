@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..configs.errors import StartupError
+from ..configs.schema import LoadFormat
 from .config import ModelConfig, read_gguf_config, read_hf_config
 from .gguf_file import GgufFile
 
@@ -25,16 +26,17 @@ class ModelSource:
     config: ModelConfig
 
 
-def locate_model(spec: str) -> ModelSource:
+def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
     """Resolve `smollm2`, a .gguf file or a Hugging Face directory; raises StartupError saying what to do instead.
 
-    A source that is returned has everything a server needs: a supported architecture, weight files and a tokenizer.
+    A source that is returned has everything a server needs: a supported architecture, weight files unless they are
+    "dummy", and a tokenizer.
     """
     if spec == EMBEDDED_MODEL:
         return _gguf_source(EMBEDDED_MODEL, _embedded_file())
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _hf_source(path.resolve())
+        return _hf_source(path.resolve(), load_format)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path.resolve())
     raise StartupError(
@@ -61,12 +63,13 @@ def safetensors_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _hf_source(directory: Path) -> ModelSource:
+def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise StartupError(f"model {directory}: {name} is missing; a Hugging Face model directory has one")
     config = read_hf_config(directory)
-    safetensors_files(directory)
+    if load_format == "auto":
+        safetensors_files(directory)
     return ModelSource(directory.name, directory, "huggingface", config)
 
 

@@ -26,9 +26,13 @@ class Decoder:
     each layer all have the same hidden state.
     """
 
-    def __init__(self, parameters: DecoderParameters, parallel: Parallel = ALONE) -> None:
+    def __init__(
+        self, parameters: DecoderParameters, parallel: Parallel = ALONE, *, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        """KV is kept in `kv_dtype`, or as it is computed."""
         self.parameters = parameters
         self.config = parameters.config
+        self._kv_dtype = kv_dtype or parameters.dtype
         self._sum_over_ranks = parallel.all_reduce
         self._vocabulary = Vocabulary(
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
@@ -41,7 +45,7 @@ class Decoder:
         """Bytes of KV that one token takes on this rank."""
         parameters = self.parameters
         rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
-        return rows * self.config.head_dim * parameters.dtype.itemsize
+        return rows * self.config.head_dim * self._kv_dtype.itemsize
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's layers and heads: a single pool."""
@@ -53,7 +57,7 @@ class Decoder:
                 num_heads=len(parameters.kv_heads),
                 page_size=page_size,
                 head_dim=self.config.head_dim,
-                dtype=parameters.dtype,
+                dtype=self._kv_dtype,
                 device=parameters.device,
                 first_layer=parameters.layer_range.start,
                 first_head=parameters.kv_heads.start,

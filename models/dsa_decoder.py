@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from ..configs.errors import StartupError
 from ..kernels.index_topk import IndexPlan, index_topk
 from ..kernels.latent_write import KeyWrite
 from ..kernels.packed_rows import packed_bytes, sparse_mla_packed
@@ -36,8 +37,14 @@ class DsaDecoder:
     """
 
     def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
-        """Latent rows are kept in the weights' dtype, or `packed` (kernels/packed_rows.py)."""
+        """Latent rows are kept in the weights' dtype, or `packed` (kernels/packed_rows.py). Raises StartupError for a
+        geometry that cannot be packed.
+        """
         assert parameters.config.dsa is not None
+        if packed and parameters.config.dsa.kv_rank % 4:
+            raise StartupError(
+                f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, got {parameters.config.dsa.kv_rank}"
+            )
         self.parameters = parameters
         self.config = parameters.config
         self._dsa = parameters.config.dsa

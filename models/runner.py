@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import LoadFormat
+from ..configs.schema import KvDtypeSetting, LoadFormat
 from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
@@ -23,6 +23,7 @@ from .sharding import WHOLE, Shard
 from .weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def resolve_dtype(
@@ -61,10 +62,18 @@ def allocate_parameters(
 
 
 def build_decoder(
-    source: ModelSource, *, device: torch.device, dtype: torch.dtype, parallel: Parallel, load_format: LoadFormat
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    load_format: LoadFormat,
+    kv_dtype: KvDtypeSetting,
 ) -> AnyDecoder:
     """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
     config = source.config
+    if kv_dtype != "auto" and config.dsa is not None:
+        raise StartupError(f"kv_dtype {kv_dtype} is for dense models; {source.name} is {config.architecture}: use auto")
     try:
         parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
@@ -75,7 +84,7 @@ def build_decoder(
         load_weights(source, parameters.slots(), parameters.names(config))
     if isinstance(parameters, DsaParameters):
         return DsaDecoder(parameters, parallel)
-    return Decoder(parameters, parallel)
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
 class ModelRunner:
@@ -104,9 +113,12 @@ class ModelRunner:
         dtype: torch.dtype,
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
+        kv_dtype: KvDtypeSetting = "auto",
     ) -> "ModelRunner":
         """Read the weights of this rank's shard; raises StartupError when they do not fit or cannot be shared so."""
-        decoder = build_decoder(source, device=device, dtype=dtype, parallel=parallel, load_format=load_format)
+        decoder = build_decoder(
+            source, device=device, dtype=dtype, parallel=parallel, load_format=load_format, kv_dtype=kv_dtype
+        )
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod

@@ -43,7 +43,12 @@ class RankBuilder:
         check_weights_fit(weight_bytes, self._device)
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
         runner = ModelRunner.load(
-            source, device=self._device, dtype=dtype, parallel=parallel, load_format=config.load_format
+            source,
+            device=self._device,
+            dtype=dtype,
+            parallel=parallel,
+            load_format=config.load_format,
+            kv_dtype=config.kv_dtype,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
         step_bytes = self._measure_steps(runner)

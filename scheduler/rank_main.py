@@ -113,7 +113,8 @@ def main() -> int:
     link = LeaderLink(introduction["leader"], rank, keys)
     try:
         host, port = introduction["meet_at"]
-        engine = RankEngine(config, locate_model(config.model), rank, meet_at=(host, port), report=link.report)
+        source = locate_model(config.model, config.load_format)
+        engine = RankEngine(config, source, rank, meet_at=(host, port), report=link.report)
         link.on_transfer = engine.transfer
         engine.announce()
         threading.Thread(target=_say_alive, args=(link, engine, rank), name="alive", daemon=True).start()

@@ -90,6 +90,11 @@ class StagedSends:
         """Parts that have no room yet, are waiting for their KV, or are being written."""
         return len(self._chunk_of)
 
+    @property
+    def idle(self) -> bool:
+        """No part of any transfer is under way, and decode is done with all that were."""
+        return not self._chunk_of and all(peer.sender.idle for peer in self._peers.values())
+
     def peer_up(self, instance: InstanceId, links: Iterable[StagedLink]) -> None:
         """A decode server paired, to which these links are staged. One that was only silent goes on where it was."""
         staged = list(links)

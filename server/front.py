@@ -46,7 +46,7 @@ def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_CO
     """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
     configure_logging(config.log_level, config.role)
     with bind_http_socket(config.host, config.port) as http_socket:
-        tokenizer = load_tokenizer(locate_model(config.model))
+        tokenizer = load_tokenizer(locate_model(config.model, config.load_format))
         return uvloop.run(Front(config, tokenizer, leader_command).serve(http_socket))
 
 

@@ -100,7 +100,7 @@ class Setup:
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In float32 and without experts, whose products torch cannot capture in float32."""
-    pattern = {"index_topk_pattern": "FSSF"} if request.param == "glm_moe_dsa" else {}
+    pattern: dict[str, Any] = {"index_topk_pattern": "FSSF"} if request.param == "glm_moe_dsa" else {}
     directory = tmp_path_factory.mktemp(request.param)
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
 

@@ -9,6 +9,7 @@ import torch
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
+from pdserve.configs.errors import StartupError
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
@@ -16,6 +17,7 @@ from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+from tests.models.test_hot_rows import Twin
 
 TOLERANCE = 4e-3
 """Of logits of order 1. Both sides round the same numbers but for their last bits, and now and then one of them goes to
@@ -105,3 +107,20 @@ def test_a_token_takes_less_room(model: tuple[ModelRunner, Path]) -> None:
     assert keys.head_token_bytes == INDEX_DIM * 4
     assert runner.kv_token_bytes == LAYERS * (latent.head_token_bytes + keys.head_token_bytes)
     assert cache.size_bytes == 7 * 4 * runner.kv_token_bytes
+
+
+def test_hot_buffers_hold_packed_rows(model: tuple[ModelRunner, Path]) -> None:
+    """Two sequences longer than their hot buffers: the same logits, bit for bit, as over a plain cache."""
+    runner, _ = model
+    twin = Twin(runner, hot_rows=24)
+    for slot in (0, 2):
+        twin.start(slot, random.Random(slot).choices(range(256), k=40 + slot))
+    for _ in range(12):
+        twin.step([2, 0])
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    source = locate_model(str(make_dsa_checkpoint(tmp_path, kv_lora_rank=50)))
+    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    with pytest.raises(StartupError, match="multiple of 4, got 50"):
+        DsaDecoder(parameters, packed=True)

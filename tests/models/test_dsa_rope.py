@@ -7,8 +7,9 @@ import torch
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as reference
 
+from pdserve.kernels.latent_write import rotate_pairs_reference
 from pdserve.models.config import RopeConfig
-from pdserve.models.rope import inverse_frequencies, rotate, score_factor
+from pdserve.models.rope import inverse_frequencies, score_factor
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -32,7 +33,9 @@ def test_rotations_equal_transformers(interleaved: bool) -> None:
     theirs = reference.apply_rotary_pos_emb_interleave if interleaved else reference.apply_rotary_pos_emb
     expected = theirs(query, key, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim=1)
     for x, rotated in zip((query, key), expected, strict=True):
-        found = rotate(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), interleaved=interleaved)
+        found = rotate_pairs_reference(
+            x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), interleaved=interleaved
+        )
         assert found.equal(rotated)
 
 

@@ -1,7 +1,5 @@
 """The steps that a server tries before it sizes its KV pool: they run over a single page, and none is larger."""
 
-from pathlib import Path
-
 import pytest
 import torch
 

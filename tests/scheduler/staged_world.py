@@ -1,0 +1,266 @@
+"""The simulated world with staging: of every row decode needs three pieces, one written directly and two staged.
+
+The ring is smaller than a chunk, it is a list of slots, and each says what was written there last. A part that is being
+written may land at any moment, whole or as garbage. A scatter finds in its slot the part it was told of, goes into
+pages that are still reserved for it, and is carried out some time later.
+"""
+
+import collections
+import dataclasses
+
+from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode import DecodeScheduler
+from pdserve.scheduler.effects import (
+    CancelChunks,
+    ConnectPeer,
+    CopyPage,
+    DropPages,
+    LoadPages,
+    OpenHot,
+    ResizeHot,
+    SavePages,
+    SendToFront,
+    SendToPeer,
+)
+from pdserve.transfer.chunk_writer import ChunkWrite
+from pdserve.transfer.links import Link
+from pdserve.transfer.messages import (
+    InstanceId,
+    PrefillDone,
+    StageArrived,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    StageRing,
+    StageStopped,
+)
+from pdserve.transfer.part_scatterer import PartScatter
+from pdserve.transfer.part_writer import PartWrite, PartWritten
+from pdserve.transfer.ring import ALIGNMENT, StagingRing
+from pdserve.transfer.stage_receiver import StageReceiver
+from pdserve.transfer.staged_links import StagedLink
+from tests.scheduler.world import DECODE, EOS, PAGE_SIZE, PAGES, QUARANTINE_S, Prefix, Row, Server, World, Write
+
+TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
+SLOTS = 3
+RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
+LINKS = [
+    StagedLink(Link(writer, 0, range(0, 1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
+    for writer in range(2)
+]
+PIECES = (None, 0, 1)
+"""Who writes a row: None is the direct write."""
+
+
+@dataclasses.dataclass
+class PartOnTheWay:
+    """A part that is being written into the ring; it may land until it has ended and `lands_until` has passed."""
+
+    order: PartWrite
+    prompt: Prefix
+    cancelled: bool = False
+    lands_until: float | None = None
+
+
+@dataclasses.dataclass
+class Scatter:
+    order: PartScatter
+    prompt: Prefix
+    grant: PageGrant
+
+
+class StagedWorld(World):
+    def __init__(self, *, stages: int = 1, look_ahead: bool = False) -> None:
+        self.parts: dict[InstanceId, list[PartOnTheWay]] = collections.defaultdict(list)
+        self.late_parts: list[PartOnTheWay] = []
+        self.scatters: list[Scatter] = []
+        self.slots: dict[int, StagePart | None] = {}
+        self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
+        self.healing = False
+        super().__init__(stages=stages, look_ahead=look_ahead)
+        ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
+        self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
+        self.decode = DecodeScheduler(
+            self.decode.limits, PageAllocator(PAGES), [EOS], receivers=[self.receiver]
+        )
+        for server in self.servers.values():
+            self.decode.peer_up(server.instance, server.endpoint, LINKS)
+
+    def start(self, endpoint: str) -> None:
+        known = set(self.servers)
+        super().start(endpoint)
+        for instance in set(self.servers) - known:
+            self.servers[instance].scheduler.staging.peer_up(DECODE, LINKS)
+            self.decode.intake.staging.peer_up(instance, LINKS)
+
+    def kill(self, which: int) -> None:
+        if (server := self._pick(which)) is not None:
+            for part in self.parts.pop(server.instance, []):
+                part.lands_until = self.now + QUARANTINE_S
+                self.late_parts.append(part)
+            super().kill(which)
+            server.scheduler.peer_closed(DECODE)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def end_part(self, which: int, ok: bool, late: bool) -> None:
+        if (server := self._pick(which)) is not None and self.parts[server.instance]:
+            self._end_part(server, ok, late)
+
+    def scatter_turn(self, which: int) -> None:
+        """A rank does a scatter: out of line with its steps."""
+        if not self.scatters:
+            return
+        scatter = self.scatters.pop(which % len(self.scatters))
+        part = scatter.order.part
+        assert self.slots[scatter.order.offset // ALIGNMENT] == part, f"{part} was overwritten before it was scattered"
+        for position in range(part.token_start, part.token_end):
+            index = scatter.order.start + position - part.token_start
+            place = scatter.order.pages[index // PAGE_SIZE], position % PAGE_SIZE
+            assert place[0] in scatter.grant.pages
+            self._put_piece(place, part.writer, scatter.prompt[: position + 1])
+        done = self.decode.part_scattered(0, part)
+        if done is not None:
+            self.decode.prefill_done(done, self.now)
+        self.act()
+
+    def decode_turn(self) -> None:
+        if self.healing:
+            self._drain()
+        super().decode_turn()
+
+    def check(self) -> None:
+        under_way = [part for parts in self.parts.values() for part in parts]
+        for part in [*under_way, *self.late_parts]:
+            self.slots[part.order.offset // ALIGNMENT] = None  # garbage, at any moment
+        self.late_parts = [part for part in self.late_parts if part.lands_until is not None]
+        self.late_parts = [part for part in self.late_parts if (part.lands_until or 0) > self.now]
+        for scatter in self.scatters:
+            assert scatter.grant in self.decode.pages._grants, f"{scatter.order.part} goes to pages that were given back"
+        super().check()
+
+    def finish(self) -> None:
+        self.healing = True
+        super().finish()
+        assert self.receiver.idle
+        assert self.receiver.ring.idle
+        for server in self.servers.values():
+            assert server.scheduler.staging.parts == 0
+            assert server.scheduler.staging.idle
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        for effect in self.decode.take_effects():
+            match effect:
+                case SendToPeer(instance=instance):
+                    if instance in self.servers:
+                        self.servers[instance].to_prefill.append(effect)
+                case SendToFront():
+                    self._answer(effect)
+                case PartScatter(part=part):
+                    prompt = self.decode.prompt_of(part.key)
+                    assert prompt is not None, f"{part} is scattered for nobody"
+                    assert prompt.grant is not None
+                    self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
+                case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
+                    self.orders.append(effect)
+                case ConnectPeer():
+                    pass
+                case other:
+                    raise AssertionError(other)
+        for server in self.servers.values():
+            if not server.hung:
+                self._act_server(server)
+
+    def _act_server(self, server: Server) -> None:
+        for effect in server.scheduler.take_effects():
+            match effect:
+                case SendToPeer(message=message):
+                    server.to_decode.append(message)
+                case ChunkWrite(instance=instance, key=key):
+                    prompt = tuple(server.scheduler.transfers[instance, key].prompt)
+                    server.writes.append(Write(effect, prompt, self._grant_of(key)))
+                case PartWrite(instance=instance, part=part):
+                    prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
+                    self.parts[server.instance].append(PartOnTheWay(effect, prompt))
+                case CancelChunks(key=key):
+                    for write in server.writes:
+                        write.cancelled |= write.chunk.key == key
+                    for way in self.parts[server.instance]:
+                        way.cancelled |= way.order.part.key == key
+                case SendToFront():
+                    pass
+                case other:
+                    raise AssertionError(other)
+
+    def _turn(self, server: Server) -> None:
+        given = server.scheduler.next_step
+
+        def next_step_and_ask() -> object:
+            step = given()
+            if step is not None:
+                server.scheduler.step_given(step, self.now)
+            return step
+
+        server.scheduler.next_step = next_step_and_ask  # type: ignore[method-assign, assignment]
+        super()._turn(server)
+        del server.scheduler.next_step  # type: ignore[method-assign]
+
+    def _deliver_down(self, server: Server) -> None:
+        match server.to_prefill[0].message:
+            case StageGrant() | StageFree() as message:
+                server.to_prefill.popleft()
+                server.scheduler.stage_message(DECODE, message, self.now)
+                self.act()
+            case _:
+                super()._deliver_down(server)
+
+    def _deliver_up(self, server: Server) -> None:
+        match server.to_decode[0]:
+            case StageRequest() | StageArrived() | StageStopped() as message:
+                server.to_decode.popleft()
+                self.decode.stage_message(server.instance, message, self.now)
+                self.act()
+            case PrefillDone() as done if self.decode.intake.staging.hold(done):
+                server.to_decode.popleft()
+            case _:
+                super()._deliver_up(server)
+
+    def _end_part(self, server: Server, ok: bool, late: bool) -> None:
+        way = self.parts[server.instance].pop(0)
+        ok = ok and not way.cancelled
+        part = way.order.part
+        self.slots[way.order.offset // ALIGNMENT] = part if ok else None
+        if late and not ok:
+            way.lands_until = self.now + QUARANTINE_S
+            self.late_parts.append(way)
+        written = PartWritten(way.order.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
+        server.scheduler.part_written(written, self.now)
+        self.act()
+
+    def _drain(self) -> None:
+        """Let parts go all the way: a grant for one may wait for another."""
+        for _ in range(20):
+            for server in self.servers.values():
+                while self.parts[server.instance]:
+                    self._end_part(server, ok=True, late=False)
+                while server.to_decode:
+                    self._deliver_up(server)
+            while self.scatters:
+                self.scatter_turn(0)
+            for server in self.servers.values():
+                while server.to_prefill:
+                    self._deliver_down(server)
+
+    def _land(self, write: Write, *, intact: bool) -> None:
+        chunk = write.chunk
+        for position in range(chunk.token_start, chunk.token_end):
+            page = chunk.indices[0][(position - chunk.prefix_tokens) // PAGE_SIZE]
+            self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
+
+    def _put_piece(self, place: Row, piece: int | None, prefix: Prefix) -> None:
+        pieces = self.pieces[place]
+        pieces[piece] = prefix
+        self.memory[place] = prefix if all(pieces.get(other) == prefix for other in PIECES) else ()

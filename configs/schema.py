@@ -37,7 +37,7 @@ class ServerConfig(BaseModel):
         "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
     )
     kv_dtype: KvDtypeSetting = Field(
-        "auto", description="KV of dense models; auto is that of the weights, fp8_e4m3 takes half the room of 16 bits"
+        "auto", description="auto is that of the weights, fp8_e4m3 takes about half the room of 16 bits"
     )
     load_format: LoadFormat = Field(
         "auto",

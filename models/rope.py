@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from ..kernels.rope_kv_write import rotate_reference
 from .config import ModelConfig, RopeConfig
 
 
@@ -34,15 +33,6 @@ class Rotary:
         cos = (angles.cos() * self._magnitude).to(self._dtype)
         sin = (angles.sin() * self._magnitude).to(self._dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Rotate x [T, heads, rotary_dim]. `interleaved` takes neighbours as the coordinates of a pair, and leaves the
-    first of all pairs in the first half: another order than it found, the same for queries and keys.
-    """
-    if interleaved:
-        x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-    return rotate_reference(x, cos, signed_sin)
 
 
 def score_factor(rope: RopeConfig) -> float:

@@ -72,8 +72,6 @@ def build_decoder(
 ) -> AnyDecoder:
     """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
     config = source.config
-    if kv_dtype != "auto" and config.dsa is not None:
-        raise StartupError(f"kv_dtype {kv_dtype} is for dense models; {source.name} is {config.architecture}: use auto")
     try:
         parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
@@ -83,7 +81,7 @@ def build_decoder(
     else:
         load_weights(source, parameters.slots(), parameters.names(config))
     if isinstance(parameters, DsaParameters):
-        return DsaDecoder(parameters, parallel)
+        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
     return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 

@@ -349,7 +349,7 @@ def _layout(pool: KvPool) -> KvLayout:
 
 
 def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
-    shard = Shard.of(rank, tp_size=config.tp, stages=config.pp)
+    shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
     if meet_at is None:
         return Parallel(shard, device=device)
     # NCCL wants a GPU for each rank; ranks that share one (a test, a small machine) go through the host

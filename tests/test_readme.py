@@ -40,7 +40,7 @@ def test_the_settings_table_is_true() -> None:
 
 def test_commands_in_the_readme_parse() -> None:
     commands = pdserve_commands((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [command[0] for command in commands] == ["up", "prefill", "decode", "bench"]
+    assert [command[0] for command in commands] == ["up", "prefill", "decode", "prefill", "decode", "bench"]
     for command in commands:
         _, unknown = make_parser().parse_known_args(command)
         assert unknown == []

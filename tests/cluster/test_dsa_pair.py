@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import torch
 
+from pdserve.models.batch import SequenceSlice
+from pdserve.models.catalog import locate_model
+from pdserve.models.runner import ModelRunner
 from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster
 
@@ -124,3 +128,35 @@ def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(glm: Pairs)
     assert decode.count("retractions") > 0
     decode.check_clean()
     assert decode.stop() == 0
+
+
+def test_packed_rows_travel_and_experts_may_be_whole(tmp_path: Path, servers: Cluster) -> None:
+    """Prefill on two ranks with half of the experts each. Tokens equal those of one process that packs its rows."""
+    model = make_dsa_checkpoint(tmp_path / "model", index_topk=TOPK)
+    flags = ("--kv-dtype", "fp8_e4m3", "--kv-tokens", "4096")
+    prefill, decode = servers.pair(
+        model, (*flags, *layout_flags((2, 1)), "--expert-parallel", "--chunk-size", "48"), (*flags, "--page-size", "64")
+    )
+    runner = ModelRunner.load(
+        locate_model(str(model)), device=torch.device("cpu"), dtype=torch.float32, kv_dtype="fp8_e4m3"
+    )
+    for length in LENGTHS:
+        prompt = random.Random(length).choices(range(256), k=length)
+        assert decode.generate(prompt, NEW_TOKENS) == greedy(runner, prompt, NEW_TOKENS)
+    assert decode.count("chunks_verified") > 0
+    assert httpx.get(f"{decode.url}/get_model_info", timeout=5).json()["dtype"] == "uint8"
+    for server in (prefill, decode):
+        server.check_clean()
+
+
+def greedy(runner: ModelRunner, prompt: list[int], new_tokens: int) -> list[int]:
+    cache, pages = runner.make_cache(32, 16), list(range(32))
+    out: list[int] = []
+    piece, start = prompt, 0
+    while len(out) < new_tokens:
+        logits = runner.forward(cache, [SequenceSlice(piece, start, pages)])
+        assert logits is not None
+        start += len(piece)
+        piece = [int(logits[0].argmax())]
+        out += piece
+    return out

@@ -11,7 +11,7 @@ LATENT, INDEXER = 61 * 1152, 61 * 256
 
 
 def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> HiSparseSize:
-    config = DecodeConfig(page_size=64, enable_hisparse=True, **settings)  # type: ignore[arg-type]
+    config = DecodeConfig(page_size=64, enable_hisparse=True, **settings)
     return hisparse_size(
         config,
         latent_token_bytes=LATENT,

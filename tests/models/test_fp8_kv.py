@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.fp8_reference import rounded_logits
 
 CPU = torch.device("cpu")
@@ -74,8 +73,3 @@ def test_pages_are_saved_and_loaded(checkpoint: Path) -> None:
     assert pool.data[0].float().equal(before[4])
     assert pool.data[5].float().equal(before[1])
     assert not pool.data[3].float().any()
-
-
-def test_sparse_models_have_no_fp8_kv(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="kv_dtype fp8_e4m3 is for dense models"):
-        load(make_dsa_checkpoint(tmp_path), kv_dtype="fp8_e4m3")

@@ -7,6 +7,7 @@ pages that are still reserved for it, and is carried out some time later.
 
 import collections
 import dataclasses
+import math
 
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
@@ -60,7 +61,7 @@ class PartOnTheWay:
     order: PartWrite
     prompt: Prefix
     cancelled: bool = False
-    lands_until: float | None = None
+    lands_until: float = math.inf
 
 
 @dataclasses.dataclass
@@ -131,11 +132,10 @@ class StagedWorld(World):
         super().decode_turn()
 
     def check(self) -> None:
-        under_way = [part for parts in self.parts.values() for part in parts]
-        for part in [*under_way, *self.late_parts]:
+        self.ghosts = [write for write in self.ghosts if write.lands_until is None or write.lands_until > self.now]
+        self.late_parts = [part for part in self.late_parts if part.lands_until > self.now]
+        for part in [*self.late_parts, *(part for parts in self.parts.values() for part in parts)]:
             self.slots[part.order.offset // ALIGNMENT] = None  # garbage, at any moment
-        self.late_parts = [part for part in self.late_parts if part.lands_until is not None]
-        self.late_parts = [part for part in self.late_parts if (part.lands_until or 0) > self.now]
         for scatter in self.scatters:
             assert scatter.grant in self.decode.pages._grants, f"{scatter.order.part} goes to pages that were given back"
         super().check()

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .uploads import upload_array
+
 IntArray = npt.NDArray[np.int32]
 
 PIECE_TOKENS = 64
@@ -153,5 +155,5 @@ def _upload(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tens
     starts = [0, *ends[:-1].tolist()]
     for start, array in zip(starts, arrays, strict=True):
         packed[start : start + len(array)] = array
-    buffer = torch.from_numpy(packed).to(device)
+    buffer = upload_array(packed, device)
     return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]

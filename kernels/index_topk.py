@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .dispatch import Impl, use_triton
+from .uploads import upload_array
 
 _REFERENCE_PRODUCTS = 2**24
 """Products query[t, h] . key[s] that the reference holds at a time."""
@@ -67,7 +68,7 @@ class IndexPlan:
         visible[:] = np.concatenate(
             [np.arange(kv_len - query_len, kv_len) + 1 for query_len, kv_len in zip(query_lens, kv_lens, strict=True)]
         )
-        flat = torch.from_numpy(packed).to(device)
+        flat = upload_array(packed, device)
         on_device = flat.split_with_sizes([len(table), tokens, tokens])
         return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2])
 

@@ -90,7 +90,7 @@ def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) ->
     if batch == 0:
         return
     constants = {"TOP_K": width, "PAGE_SIZE": host.shape[1], "ROW_BYTES": hot.shape[2], "THREADS": COPY_THREADS}
-    load_kernel("copy_misses.cu", "copy_misses", hot.device, tuple(constants.items()), 4 * batch).launch(
+    load_kernel("copy_misses.cu", "copy_misses", hot.device, tuple(constants.items())).launch(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
         plan.miss_counts.data_ptr(),

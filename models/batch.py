@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from ..kernels.paged_attention import AttentionPlan, plan_attention
+from ..kernels.uploads import upload_array
+from .copies import upload
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ForwardBatch:
     page_ids: torch.Tensor  # [T] int64, where each token's KV goes ...
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
     last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
-    attention: AttentionPlan
+    attention: AttentionPlan | None  # of dense attention
     hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
 
     @staticmethod
@@ -46,13 +48,14 @@ class ForwardBatch:
         slices: Sequence[SequenceSlice],
         *,
         page_size: int,
-        num_kv_heads: int,
+        num_kv_heads: int | None,
         device: torch.device,
         token_ids: torch.Tensor | None = None,
     ) -> "ForwardBatch":
         """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end.
 
-        `token_ids` on the device, one for each of slices of a single token, stand for those of the slices.
+        `token_ids` on the device, one for each of slices of a single token, stand for those of the slices. Dense
+        attention is planned for `num_kv_heads`; models without it give None.
         """
         for piece in slices:
             if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
@@ -72,9 +75,10 @@ class ForwardBatch:
             for piece, at in zip(slices, positions, strict=True)
         ]
         rows = np.stack((own_ids, np.concatenate(positions), np.concatenate(page_ids)))
-        index = torch.from_numpy(rows).to(device)
+        index = upload_array(rows, device)
         hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
-        last_rows = torch.tensor([end - 1 for end in ends], device=device) if total != len(slices) else None
+        assert len(hot_slots) in (0, len(slices)), "all sequences of a batch have a hot slot, or none has"
+        last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
         return ForwardBatch(
             slices=tuple(slices),
             token_ids=index[0] if token_ids is None else token_ids,
@@ -82,7 +86,9 @@ class ForwardBatch:
             page_ids=index[2],
             offsets=index[1] % page_size,
             last_rows=last_rows,
-            attention=plan_attention(
+            attention=None
+            if num_kv_heads is None
+            else plan_attention(
                 [len(piece.token_ids) for piece in slices],
                 [piece.end for piece in slices],
                 [piece.pages for piece in slices],
@@ -90,5 +96,5 @@ class ForwardBatch:
                 num_kv_heads=num_kv_heads,
                 device=device,
             ),
-            hot_slots=torch.tensor(hot_slots, dtype=torch.int32, device=device) if hot_slots else None,
+            hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,
         )

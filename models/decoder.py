@@ -79,7 +79,8 @@ class Decoder:
         nothing, and what is returned for them means nothing.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
-        (pool,), sum_over_ranks = cache.pools, self._sum_over_ranks
+        (pool,), plan, sum_over_ranks = cache.pools, batch.attention, self._sum_over_ranks
+        assert plan is not None, "batches of dense models have a plan of their attention"
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         cos, signed_sin = self._rotary.cos_sin(batch.positions)
@@ -100,7 +101,7 @@ class Decoder:
                 eps=eps,
                 live_rows=live_rows,
             )
-            attended = paged_attention(query, key_pages, value_pages, batch.attention, scale=self._scale)
+            attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale)
             attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             gated = gated_linear(normed, layer.gate_up, layer.gate_up_bias)

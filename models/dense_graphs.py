@@ -1,7 +1,7 @@
 """The decode step of a dense decoder as a CUDA graph has it: how attention is cut changes from step to step."""
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from ..kernels.attention_plan import WorkPlan, cut_decode, num_pieces
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .decoder import Decoder
-from .graph_inputs import TOKEN_SECTIONS, InputBuffer, fill_tokens, pages_in_use
+from .graph_inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
 
 
 class DenseStep:
@@ -33,6 +33,8 @@ class DenseStep:
             },
             device,
         )
+        self._known = [KnownPages() for _ in range(max_batch)]
+        """The pages of each row of the last step."""
         self._ones = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
@@ -47,9 +49,9 @@ class DenseStep:
         """Padded rows have no keys, so no piece."""
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
         used = pages_in_use(slices, page_size)
-        pages = np.fromiter(
-            chain.from_iterable(piece.pages[:count] for piece, count in zip(slices, used, strict=True)), dtype=np.int32
-        )
+        for known, piece, count in zip(self._known, slices, used, strict=False):
+            known.update(piece.pages, count)
+        pages = np.concatenate([KnownPages.NONE, *(known.array for known in self._known[:live])])
         kv_lens = np.zeros(size, dtype=np.int32)
         kv_lens[:live] = [piece.end for piece in slices]
         pieces, piece_starts = cut_decode(kv_lens, num_pieces(size, self._pool.num_heads, self._cache.device))

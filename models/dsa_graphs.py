@@ -1,15 +1,15 @@
 """The decode step of a sparse-attention decoder as a CUDA graph has it: the page table changes from step to step."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from ..kernels.index_topk import IndexPlan
+from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .dsa_decoder import DsaDecoder
-from .graph_inputs import TOKEN_SECTIONS, InputBuffer, fill_tokens, pages_in_use
+from .graph_inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
 
 
 class DsaStep:
@@ -30,12 +30,8 @@ class DsaStep:
             cache.device,
         )
         self._table = self._inputs.host["page_table"].reshape(max_batch, max_pages)
-        self._known: list[Sequence[int]] = [[] for _ in range(max_batch)]
+        self._known = [KnownPages() for _ in range(max_batch)]
         """What the rows of the table begin with, on the host and on the device."""
-        one = ForwardBatch.build(
-            [SequenceSlice([0], 0, [0])], page_size=cache.page_size, num_kv_heads=1, device=cache.device
-        )
-        self._template = replace(one, slices=())  # with a plan for dense attention, which nothing here reads
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
 
     def token_ids(self, size: int) -> torch.Tensor:
@@ -45,12 +41,14 @@ class DsaStep:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
-        batch = replace(
-            self._template,
+        batch = ForwardBatch(
+            slices=(),
             token_ids=parts["token_ids"][:size],
             positions=parts["positions"][:size],
             page_ids=parts["page_ids"][:size],
             offsets=parts["offsets"][:size],
+            last_rows=None,
+            attention=None,
             hot_slots=parts["hot_slots"][:size],
         )
         return self._decoder.hidden(batch, self._cache, live_rows=parts["live_rows"], plan=plan)
@@ -66,13 +64,13 @@ class DsaStep:
         fill_tokens(host, slices, size, page_size)
         host["visible"][:live] = [piece.end for piece in slices]
         host["visible"][live:size] = 0
-        host["hot_slots"][:live] = [piece.hot_slot or 0 for piece in slices]
+        hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
+        assert len(hot_slots) == (live if isinstance(self._cache, HiSparseCache) else 0), "a hot slot each, or none"
+        host["hot_slots"][: len(hot_slots)] = hot_slots
         host["hot_slots"][live:size] = 0
         changed_rows = 0
         for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
-            pages = piece.pages[:count]
-            if pages != self._known[row]:
-                self._table[row, :count] = pages
-                self._known[row] = pages
+            if self._known[row].update(piece.pages, count):
+                self._table[row, :count] = self._known[row].array
                 changed_rows = row + 1
         self._inputs.upload(changed_rows * self._max_pages)

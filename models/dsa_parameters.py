@@ -73,7 +73,7 @@ class DsaParameters:
         return self.layers[0].input_norm.dtype
 
     def slots(self) -> dict[str, Slot]:
-        """As parameters.Parameters has it. Rows that fill up a share of the vocabulary are never used."""
+        """As DecoderParameters.slots has it. Rows that fill up a share of the vocabulary are never used."""
         slots = {}
         ids = self.shard.vocabulary(self.config.vocab_size)
         for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):

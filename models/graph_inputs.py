@@ -1,7 +1,9 @@
 """What the steps of a CUDA graph read and what changes between them, brought to the device by one copy."""
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
+import numpy as np
 import torch
 
 from ..kernels.attention_plan import IntArray
@@ -36,6 +38,33 @@ class InputBuffer:
         self._on_device[:length].copy_(self._staged[:length], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+class KnownPages:
+    """The first pages of the sequence in one row of a batch, as an array that is made anew only when they change.
+
+    A long sequence has thousands of pages and gets one now and then, in the list that its owner keeps.
+    """
+
+    NONE: Final[IntArray] = np.empty(0, dtype=np.int32)
+
+    def __init__(self) -> None:
+        self.array = self.NONE
+        self._source: Sequence[int] = ()
+
+    def update(self, pages: Sequence[int], count: int) -> bool:
+        """Take the first `count` of `pages`; whether that is another array than before.
+
+        Lists of pages only ever grow at the end, so the same list with the same count has the same pages.
+        """
+        if pages is self._source and count == len(self.array):
+            return False
+        array = np.fromiter(pages[:count], dtype=np.int32, count=count)
+        self._source = pages
+        if np.array_equal(array, self.array):
+            return False
+        self.array = array
+        return True
 
 
 TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")

@@ -83,7 +83,7 @@ class Parallel:
                 dist.destroy_process_group()
             raise StartupError(
                 f"rank {shard.rank} of {shard.world_size} could not meet the others at {store_host}:{store_port} "
-                f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
+                f"within {timeout_s:g} s: {(str(error) or repr(error)).splitlines()[0]}"
             ) from error
         return parallel
 

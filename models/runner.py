@@ -211,7 +211,7 @@ class ModelRunner:
         return ForwardBatch.build(
             slices,
             page_size=cache.page_size,
-            num_kv_heads=cache.pools[0].num_heads,
+            num_kv_heads=cache.pools[0].num_heads if self.config.dsa is None else None,
             device=self.device,
             token_ids=token_ids,
         )

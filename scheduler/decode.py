@@ -238,7 +238,7 @@ class DecodeScheduler:
         """Prefill asks for room in a staging ring, has filled it or will not. One that asks for nonsense is refused."""
         problem = self.intake.staging.receive(instance, message, now)
         prompt = self.intake.prefilling.get(message.part.key)
-        if problem is not None and prompt is not None:
+        if problem is not None and prompt is not None and prompt in self.intake.of_peer(instance):
             self.intake.give_up(prompt, problem, tell=True)
             self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 

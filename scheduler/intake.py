@@ -160,7 +160,6 @@ class Intake:
         prompt.last_problem = reason
         if tell:
             self.effects.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
-        self.staging.close(attempt.key)
         self.fences.put(prompt)
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
@@ -169,6 +168,7 @@ class Intake:
         self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:
+        """The transfer is over, done or given up: nothing more of it is scattered."""
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]

@@ -140,7 +140,6 @@ class Leader:
             model_name=self._source.name,
             ranks=self._places,
             enable_hisparse=config.enable_hisparse,
-            staging=config.staging,
         )
         limits = DecodeLimits(
             page_size=config.page_size,
@@ -220,7 +219,6 @@ class Leader:
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._places,
-            staging=config.staging,
         )
         limits = PrefillLimits(
             page_size=config.page_size,

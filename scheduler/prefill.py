@@ -247,32 +247,6 @@ class PrefillScheduler:
         self.staging.receive(instance, message, now)
         self._take_ended_chunks(now)
 
-    def _take_ended_chunks(self, now: float) -> None:
-        for written in self.staging.take_ended():
-            self._chunk_ended(written, now)
-
-    def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
-        """All that was to be written of a chunk has been, or will not be."""
-        transfer = self.transfers.get((written.instance, written.key))
-        if transfer is None:
-            self.counters["stale_messages"] += 1
-            return
-        transfer.sending -= 1
-        transfer.late_writes |= written.late_writes
-        transfer.writes += written.writes
-        transfer.bytes_written += written.bytes_written
-        self.counters["transfer_writes"] += written.writes
-        self.counters["transfer_bytes"] += written.bytes_written
-        if transfer.state is TransferState.CLOSING:
-            self._conclude_if_drained(transfer, now)
-        elif written.ok:
-            transfer.chunks += 1
-            self.counters["chunks"] += 1
-            self._tell(transfer, ChunkArrived(transfer.key, written.token_start, written.token_end, written.checksums))
-            self._finish_if_sent(transfer, now)
-        else:
-            self._close(transfer, written.reason, now)
-
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
         effects = self._effects[:]
@@ -400,6 +374,32 @@ class PrefillScheduler:
         )
         self._effects.append(chunk)
         self.staging.send(chunk, now)
+
+    def _take_ended_chunks(self, now: float) -> None:
+        for written in self.staging.take_ended():
+            self._chunk_ended(written, now)
+
+    def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
+        """All that was to be written of a chunk has been, or will not be."""
+        transfer = self.transfers.get((written.instance, written.key))
+        if transfer is None:
+            self.counters["stale_messages"] += 1
+            return
+        transfer.sending -= 1
+        transfer.late_writes |= written.late_writes
+        transfer.writes += written.writes
+        transfer.bytes_written += written.bytes_written
+        self.counters["transfer_writes"] += written.writes
+        self.counters["transfer_bytes"] += written.bytes_written
+        if transfer.state is TransferState.CLOSING:
+            self._conclude_if_drained(transfer, now)
+        elif written.ok:
+            transfer.chunks += 1
+            self.counters["chunks"] += 1
+            self._tell(transfer, ChunkArrived(transfer.key, written.token_start, written.token_end, written.checksums))
+            self._finish_if_sent(transfer, now)
+        else:
+            self._close(transfer, written.reason, now)
 
     def _finish_if_sent(self, transfer: Transfer, now: float) -> None:
         if transfer.state is not TransferState.SENDING or transfer.sending:

@@ -318,6 +318,7 @@ class RankEngine:
                 nvlink_session=sessions.get("nvlink"),
                 rdma_session=sessions.get("rdma"),
                 ring=self._announced_ring(),
+                staging=self._config.staging,
             ),
             num_pages=cache.num_pages,
             dtype=cache.pools[0].dtype_name,

@@ -39,7 +39,8 @@ class _Chunk:
 
     ref: TransferRef
     token_start: int
-    waiting: set[StagePart] = dataclasses.field(default_factory=set)
+    waiting: dict[StagePart, None] = dataclasses.field(default_factory=dict)
+    """In the order in which room was asked for."""
     writing: set[StagePart] = dataclasses.field(default_factory=set)
     order: ChunkWrite | None = None
     """Once it is computed."""
@@ -126,7 +127,7 @@ class StagedSends:
             for tokens in split_tokens(start, end, token_bytes=link.token_bytes, limit_bytes=link.part_bytes)
         ]
         for part, link in sorted(parts, key=lambda entry: entry[0].token_start):  # every writer gets its turn
-            chunk.waiting.add(part)
+            chunk.waiting[part] = None
             self._chunk_of[instance, part] = chunk
             self._act(instance, peer.sender.request(part, part.tokens * link.token_bytes, now), now)
 
@@ -140,7 +141,7 @@ class StagedSends:
             self.request(ref, order.token_start, order.token_end, now)
         chunk = self._chunks[ref, order.token_start]
         chunk.order = order
-        for part in sorted(chunk.waiting, key=lambda part: part.token_start):
+        for part in list(chunk.waiting):
             effects = peer.sender.computed(part)
             self._counters["staged_grants_waited"] += not effects
             self._act(order.instance, effects, now)
@@ -221,7 +222,7 @@ class StagedSends:
     def _write(self, chunk: _Chunk, part: StagePart, offset: int, size_bytes: int) -> None:
         order = chunk.order
         assert order is not None, f"{part} is written before it is computed"
-        chunk.waiting.remove(part)
+        del chunk.waiting[part]
         chunk.writing.add(part)
         pages, start = pages_holding(order.source_pages, self._page_size, part.token_start, part.token_end)
         self._effects.append(PartWrite(order.instance, part, offset, size_bytes, pages, start))

@@ -7,8 +7,8 @@ each other at pairing. Large integer arrays (prompt, indices) travel as raw litt
 
 History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
-  2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `staging` to
-     Hello and Welcome, `ring` to Rank, and the messages of the staged path.
+  2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
+     `staging` to Rank, and the messages of the staged path.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -81,7 +81,8 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     """One rank of a server. `session` is where its receive engine listens (TCP); None where it receives nothing.
 
     `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to, and
-    `rdma_session` that of a third, where the rank has an HCA that works. All of them take writes into the `ring`, too.
+    `rdma_session` that of a third, where the rank has an HCA that works. All of them take writes into the `ring`, too,
+    which decode ranks have unless their server's `staging` is off.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     nvlink_session: str | None = None
     rdma_session: str | None = None
     ring: StageRing | None = None
+    staging: StagingSetting = "off"
 
 
 class Hello(Message, frozen=True):
@@ -102,7 +104,6 @@ class Hello(Message, frozen=True):
     model_name: str
     ranks: tuple[Rank, ...]
     enable_hisparse: bool = False
-    staging: StagingSetting = "off"
 
 
 class Welcome(Message, frozen=True):
@@ -114,7 +115,6 @@ class Welcome(Message, frozen=True):
     model_name: str
     ranks: tuple[Rank, ...]
     enable_hisparse: bool = False
-    staging: StagingSetting = "off"
 
 
 class Refused(Message, frozen=True):

@@ -45,7 +45,7 @@ def pair_links(hello: Hello, welcome: Welcome, kind: tuple[str, ...]) -> tuple[L
 
 def staged_links(hello: Hello, welcome: Welcome) -> tuple[StagedLink, ...]:
     """The links of a pair that are staged. `off` on either side is off; `on` on either side stages all dense KV."""
-    settings = {hello.staging, welcome.staging}
+    settings = {rank.staging for rank in (*hello.ranks, *welcome.ranks)}
     prefill, decode = layouts_of(welcome.ranks, STAGED_KIND), layouts_of(hello.ranks, STAGED_KIND)
     if "off" in settings or not prefill:
         return ()

@@ -47,7 +47,7 @@ TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
 SLOTS = 3
 RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
 LINKS = [
-    StagedLink(Link(writer, 0, range(0, 1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
+    StagedLink(Link(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
     for writer in range(2)
 ]
 PIECES = (None, 0, 1)
@@ -82,9 +82,7 @@ class StagedWorld(World):
         super().__init__(stages=stages, look_ahead=look_ahead)
         ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
         self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
-        self.decode = DecodeScheduler(
-            self.decode.limits, PageAllocator(PAGES), [EOS], receivers=[self.receiver]
-        )
+        self.decode = DecodeScheduler(self.decode.limits, PageAllocator(PAGES), [EOS], receivers=[self.receiver])
         for server in self.servers.values():
             self.decode.peer_up(server.instance, server.endpoint, LINKS)
 
@@ -137,7 +135,9 @@ class StagedWorld(World):
         for part in [*self.late_parts, *(part for parts in self.parts.values() for part in parts)]:
             self.slots[part.order.offset // ALIGNMENT] = None  # garbage, at any moment
         for scatter in self.scatters:
-            assert scatter.grant in self.decode.pages._grants, f"{scatter.order.part} goes to pages that were given back"
+            assert scatter.grant in self.decode.pages._grants, (
+                f"{scatter.order.part} goes to pages that were given back"
+            )
         super().check()
 
     def finish(self) -> None:
@@ -206,7 +206,7 @@ class StagedWorld(World):
 
         server.scheduler.next_step = next_step_and_ask  # type: ignore[method-assign, assignment]
         super()._turn(server)
-        del server.scheduler.next_step  # type: ignore[method-assign]
+        del server.scheduler.next_step
 
     def _deliver_down(self, server: Server) -> None:
         match server.to_prefill[0].message:

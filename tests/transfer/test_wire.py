@@ -27,6 +27,14 @@ from pdserve.transfer.messages import (
     PrefillDone,
     Rank,
     Refused,
+    StageArrived,
+    StageBlock,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    StageRing,
+    StageStopped,
     TransferFailed,
     TransferKey,
     Welcome,
@@ -35,9 +43,12 @@ from pdserve.transfer.wire import MAX_FRAMES, Envelope, OtherVersionError, WireE
 
 LAYOUT = KvLayout((Plane("k", 128), Plane("v", 128)), 0, 30, 0, 3, 16, 1000, "float32")
 RANKS = (Rank(0, "127.0.0.1:12345", (Pool(LAYOUT, 0x7F00_0000_0000, LAYOUT.size_bytes, "host"),)),)
+RING = StageRing(0x7F10_0000_0000, 1 << 20, epoch=2**62 - 1, memory="host")
+STAGING_RANKS = (msgspec.structs.replace(RANKS[0], ring=RING, staging="auto"),)
 KEY = TransferKey(7, 2)
+PART = StagePart(RING.epoch, KEY, 3, 1, StageBlock(0, 30, 2, 3), 512, 700)
 HELLO = Hello(PROTOCOL_VERSION, InstanceId("d1"), "fp", "smollm2", RANKS, enable_hisparse=True)
-WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("p1"), "fp", "smollm2", RANKS, enable_hisparse=True)
+WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("p1"), "fp", "smollm2", STAGING_RANKS, enable_hisparse=True)
 DESTINATION = KvDestination(
     KEY, "rid", SamplingParams(max_new_tokens=3, stop_token_ids=(2,)), 9.5, "token", 4, 17, True, enable_hisparse=True
 )
@@ -50,6 +61,11 @@ EVERY_MESSAGE: list[AnyMessage] = [
     TransferFailed(KEY, "reason", True, True),
     Abort(KEY, "client left"),
     AbortAck(KEY, True),
+    StageRequest(PART, 4096),
+    StageGrant(PART, 1 << 40, 512),
+    StageArrived(PART, 1 << 40),
+    StageStopped(PART, True),
+    StageFree(PART),
     Heartbeat(InstanceId("p1"), 1.5, Load(1, 2, 3, 4)),
     HeartbeatAck(InstanceId("p1"), 1.5, Load(1, 2, 3, 4)),
 ]

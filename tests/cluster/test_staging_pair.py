@@ -1,0 +1,172 @@
+"""Pairs of real servers that share heads out differently: the same tokens, one write per part, nothing left behind."""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+
+NEW_TOKENS = 8
+LENGTHS = (1, 17, 48, 131, 333)
+FULL = os.environ.get("PDSERVE_MATRIX") == "full"
+"""`make test-matrix`: every combination; otherwise a few that have everything in them."""
+PREFILL_TP = (1, 2, 4) if FULL else (1, 4)
+DECODE: tuple[tuple[int, str], ...] = ((1, "auto"), (1, "off"), (2, "on"))
+"""Ranks and setting of the decode servers."""
+if FULL:
+    DECODE = tuple((tp, staging) for tp in (1, 2, 4) for staging in ("auto", "on", "off"))
+PAGE_SIZES = {1: 16, 2: 8, 4: 64}
+"""Of the decode servers. Prefill servers have 16."""
+TOKEN_BYTES = 3 * 2 * 4 * 16 * 4
+"""Layers, keys and values, heads, dimensions, bytes."""
+SMALL_RING = ["--staging-ring-mib", "0.03", "--page-size", "8", "--no-prefix-cache", "--quarantine-s", "2"]
+"""32 KiB: a dozen tokens."""
+
+
+class Model(NamedTuple):
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("staging-model"),
+        "qwen3",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=8192,
+    )
+    rng = random.Random(4)
+    prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
+    reference = load_reference(directory)
+    return Model(directory, prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+
+
+@pytest.fixture(scope="module")
+def prefills(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[int, Server]]]:
+    with cluster(tmp_path_factory.mktemp("staging-logs")) as servers:
+        started = {tp: add_prefill(servers, model, tp) for tp in PREFILL_TP}
+        for server in started.values():
+            server.wait_ready()
+        yield servers, started
+
+
+def add_prefill(servers: Cluster, model: Model, tp: int) -> Server:
+    flags = ["--tp", str(tp), "--kv-tokens", "16384", "--chunk-size", "48", "--no-prefix-cache"]
+    return servers.add("prefill", model.directory, *flags)
+
+
+def add_decode(servers: Cluster, model: Model, sources: list[Server], *flags: str) -> Server:
+    endpoints = ",".join(source.endpoint for source in sources)
+    decode = servers.add("decode", model.directory, "--prefill", endpoints, "--kv-tokens", "16384", *flags)
+    return decode.wait_ready(peers=len(sources))
+
+
+def place_of(source: Server) -> dict[str, Any]:
+    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
+
+
+def check_nothing_staged(*servers: Server) -> None:
+    for server in servers:
+        gauges = server.settled_info()["gauges"]
+        assert gauges.get("staging_ring_bytes_granted", 0) == gauges.get("staging_parts", 0) == 0, gauges
+        assert gauges.get("staging_parts_waiting", 0) == 0, gauges
+
+
+@pytest.mark.parametrize(("tp", "staging"), DECODE, ids=lambda value: str(value))
+def test_tokens_equal_transformers_and_each_part_is_one_write(
+    prefills: tuple[Cluster, dict[int, Server]], model: Model, tp: int, staging: str
+) -> None:
+    """Sixteen at once from each prefill server. Each pair of ranks that share heads stages a chunk in one part."""
+    servers, sources = prefills
+    flags = ["--tp", str(tp), "--page-size", str(PAGE_SIZES[tp]), "--staging", staging, "--no-prefix-cache"]
+    decode = add_decode(servers, model, list(sources.values()), *flags)
+    for source_tp, source in sources.items():
+        before = source.settled_info()["counters"]
+        cases = [index % len(LENGTHS) for index in range(16)]
+        with ThreadPoolExecutor(16) as pool:
+            answers = [pool.submit(decode.post, model.prompts[case], NEW_TOKENS, **place_of(source)) for case in cases]
+            found = [answer.result().raise_for_status().json()["output_ids"] for answer in answers]
+        assert found == [model.expected[case] for case in cases]
+        after = source.settled_info()["counters"]
+        counted = {name: int(after[name] - before[name]) for name in after}
+        if staging == "off" or (staging == "auto" and source_tp == tp):
+            assert counted["staged_parts"] == 0
+            assert counted["transfer_writes"] >= counted["chunks"] * max(source_tp, tp)
+        else:
+            assert counted["transfer_writes"] == counted["staged_parts"] == counted["chunks"] * max(source_tp, tp)
+            assert counted["transfer_bytes"] == counted["staged_bytes"]
+            assert counted["transfer_bytes"] == sum(LENGTHS[case] for case in cases) * TOKEN_BYTES
+    assert decode.count("chunks_verified") > 0
+    check_nothing_staged(decode, *sources.values())
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
+def test_a_ring_smaller_than_a_request_and_clients_that_leave(
+    prefills: tuple[Cluster, dict[int, Server]], model: Model
+) -> None:
+    servers, sources = prefills
+    decode = add_decode(servers, model, [sources[4]], *SMALL_RING)
+    rng = random.Random(11)
+
+    def ask(number: int) -> bool:
+        """Half of the clients leave after a moment. Whether an answer came."""
+        case = rng.randrange(len(LENGTHS))
+        leaves_after_s = rng.choice([0.02, 0.1, 0.3]) if number % 2 else None
+        with suppress(httpx.ReadTimeout):
+            answer = httpx.post(
+                f"{decode.url}/generate",
+                json=body(model.prompts[case], NEW_TOKENS),
+                timeout=httpx.Timeout(60, read=leaves_after_s or 60),
+            )
+            assert answer.raise_for_status().json()["output_ids"] == model.expected[case]
+            return True
+        return False
+
+    with ThreadPoolExecutor(16) as pool:
+        answered = list(pool.map(ask, range(48)))
+    assert all(answered[::2])
+    wait_until(lambda: decode.count("requests_aborted") > 0, 10, "somebody was aborted")
+    assert answered.count(False) > 5
+    assert decode.generate(model.prompts[-1], NEW_TOKENS) == model.expected[-1]
+    assert decode.count("checksum_errors") == 0
+    assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks were cut: the ring is small"
+    decode.check_clean()
+    sources[4].check_clean()
+    check_nothing_staged(decode, sources[4])
+    assert decode.stop() == 0
+
+
+def test_a_prefill_server_that_is_killed_leaves_nothing_in_the_ring(
+    prefills: tuple[Cluster, dict[int, Server]], model: Model
+) -> None:
+    servers, sources = prefills
+    victim = add_prefill(servers, model, 2).wait_ready()
+    decode = add_decode(servers, model, [victim, sources[1]], *SMALL_RING, "--staging", "on")
+    prompt = random.Random(5).choices(range(VOCAB_SIZE), k=6000)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(decode.post, prompt, 1, **place_of(victim)) for _ in range(4)]
+        wait_until(lambda: decode.info()["gauges"]["staging_ring_bytes_granted"] > 0, 30, "something is staged")
+        victim.kill()
+        killed_at = time.monotonic()
+        for answer in answers:
+            assert answer.result(30).status_code == 503
+        assert time.monotonic() - killed_at < 15
+    decode.check_clean()
+    check_nothing_staged(decode)
+    assert decode.generate(model.prompts[-1], NEW_TOKENS) == model.expected[-1]
+    decode.check_clean()
+    assert decode.stop() == 0

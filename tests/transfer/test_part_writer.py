@@ -1,0 +1,198 @@
+"""Parts from the pool of a prefill rank into the ring of a real process, and from there into the pages of a pool."""
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from pdserve.configs.schema import PrefillConfig
+from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWriter, ChunkWritten, LocalPool
+from pdserve.transfer.layout import KvLayout
+from pdserve.transfer.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    InstanceId,
+    Pool,
+    Rank,
+    StageBlock,
+    StagePart,
+    StageRing,
+    TransferKey,
+    Welcome,
+)
+from pdserve.transfer.part_scatterer import PartScatter, PartScatterer
+from pdserve.transfer.part_writer import PartWrite, PartWritten
+from pdserve.transfer.staged_links import StagedLink, pages_holding, staged_links
+from tests.transfer.kv_cells import empty_pool, kv_of, layout, put
+from tests.transfer.kv_receiver import Receiver
+
+LAYERS, HEADS, TOKENS = 3, 4, 50
+DECODE = InstanceId("decode")
+RING_BYTES = 64 << 10
+POISON = 0xA5
+SOURCE_PAGES, TARGET_PAGES = [3, 0, 1, 2], [6, 2, 7, 0, 5, 3, 1, 8]
+HALF = layout((0, LAYERS), (2, 4), page_size=16, num_pages=5)
+WHOLE = layout((0, LAYERS), (0, HEADS), page_size=7, num_pages=10)
+
+
+class StagedRank:
+    """Rank 1 of 2 of a prefill server, paired with a decode rank whose ring is the memory of a process."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.cells = kv_of(LAYERS, HEADS, TOKENS, seed=5)
+        self.receiver = receiver
+        self.source = empty_pool(HALF)
+        self.source.data.normal_()
+        put(self.source, HALF, self.cells, SOURCE_PAGES, 0, TOKENS)
+        self.chunks: queue.SimpleQueue[ChunkWritten] = queue.SimpleQueue()
+        self.parts: queue.SimpleQueue[PartWritten] = queue.SimpleQueue()
+        self.writer = ChunkWriter(
+            1,
+            [LocalPool(self.source, HALF, self.source.data)],
+            PrefillConfig(),
+            local_rank=0,
+            on_written=self.chunks.put,
+            on_part_written=self.parts.put,
+        )
+        ring = StageRing(receiver.base_address, RING_BYTES, epoch=4, memory="host")
+        place = Rank(0, receiver.session, (Pool(WHOLE, 0, WHOLE.size_bytes),), ring=ring, staging="auto")
+        hello = Hello(PROTOCOL_VERSION, DECODE, "m", "m", (place,))
+        other = layout((0, LAYERS), (0, 2), page_size=16, num_pages=5)
+        welcome = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "m", "m", (rank(0, other), rank(1, HALF)))
+        self.link: StagedLink = next(one for one in staged_links(hello, welcome) if one.link.source == 1)
+        self.writer.open(hello, welcome)
+
+    def part(self, start: int, end: int, key: TransferKey = TransferKey(1, 1)) -> StagePart:  # noqa: B008
+        return StagePart(4, key, 1, 0, self.link.block, start, end)
+
+    def order(self, part: StagePart, offset: int) -> PartWrite:
+        pages, first = pages_holding(SOURCE_PAGES, HALF.page_size, part.token_start, part.token_end)
+        return PartWrite(DECODE, part, offset, part.tokens * self.link.token_bytes, pages, first)
+
+    def close(self) -> None:
+        self.writer.close_all()
+        assert self.parts.empty(), "a part was reported twice"
+        assert self.chunks.empty(), "a chunk was reported twice"
+
+
+def rank(number: int, kv: KvLayout) -> Rank:
+    return Rank(number, None, (Pool(kv, 0, kv.size_bytes),), staging="auto")
+
+
+@pytest.fixture
+def start_rank() -> Iterator[Callable[[], StagedRank]]:
+    with ExitStack() as stack:
+
+        def start() -> StagedRank:
+            receiver = stack.enter_context(Receiver(RING_BYTES))
+            receiver.pool[:] = POISON
+            started = StagedRank(receiver)
+            stack.callback(started.close)
+            return started
+
+        yield start
+
+
+def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[[], StagedRank]) -> None:
+    """More parts than buffers, between unequal pages; the rest of the ring and of the pool is not touched."""
+    prefill = start_rank()
+    cuts = [3, 14, 15, 33, 50]
+    parts = [prefill.part(start, end) for start, end in itertools.pairwise(cuts)]
+    offsets = [index * (16 << 10) for index in range(len(parts))]
+    for part, offset in zip(parts, offsets, strict=True):
+        prefill.writer.write_part(prefill.order(part, offset))
+    written = [prefill.parts.get(timeout=10) for _ in parts]
+    assert [(one.part, one.ok, one.reason, one.late_writes, one.writes) for one in written] == [
+        (part, True, "", False, 1) for part in parts
+    ]
+    assert [one.bytes_written for one in written] == [part.tokens * prefill.link.token_bytes for part in parts]
+    used = {offset + byte for part, offset in zip(parts, offsets, strict=True) for byte in range(part.tokens * 384)}
+    assert all(prefill.receiver.pool[byte] == POISON for byte in range(RING_BYTES) if byte not in used)
+
+    target = empty_pool(WHOLE)
+    target.data.fill_(-1)
+    expected = target.data.clone()
+    scattered: queue.SimpleQueue[StagePart] = queue.SimpleQueue()
+    failures: list[str] = []
+    ring = torch.from_numpy(prefill.receiver.pool)
+    scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.put, on_failed=failures.append)
+    for part, offset in zip(parts, offsets, strict=True):
+        pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
+        scatterer.scatter(PartScatter(part, offset, part.tokens * prefill.link.token_bytes, pages, first))
+    assert [scattered.get(timeout=10) for _ in parts] == parts
+    scatterer.close()
+    assert not failures
+    for token in range(3, TOKENS):
+        expected[TARGET_PAGES[token // 7], :, :, 2:4, token % 7] = prefill.cells[:, :, 2:4, token]
+    assert target.data.equal(expected)
+
+
+def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Callable[[], StagedRank]) -> None:
+    """Its writes are those of its parts, which are ordered one by one."""
+    prefill = start_rank()
+    chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, [TARGET_PAGES])
+    prefill.writer.write(chunk)
+    plain = prefill.chunks.get(timeout=10)
+    assert (plain.ok, plain.writes, plain.bytes_written, plain.checksums) == (True, 0, 0, ())
+    prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 2), 0, TOKENS, SOURCE_PAGES, [TARGET_PAGES], verify=True))
+    verified = prefill.chunks.get(timeout=10)
+    assert (verified.ok, verified.writes, verified.bytes_written, len(verified.checksums)) == (True, 0, 0, 1)
+    assert verified.checksums != (0,)
+    assert bool((prefill.receiver.pool == POISON).all())
+
+
+def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable[[], StagedRank]) -> None:
+    """Two are in buffers, the others wait for one: those end at once, and another transfer's parts go on."""
+    prefill = start_rank()
+    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    assert prefill.parts.get(timeout=10).ok
+    prefill.receiver.stop()
+    doomed, spared = TransferKey(2, 1), TransferKey(3, 1)
+    for start in range(5):
+        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1, doomed), 1024 * start))
+    prefill.writer.write_part(prefill.order(prefill.part(9, 10, spared), 9 * 1024))
+    prefill.writer.cancel(DECODE, doomed)
+    prefill.receiver.resume()
+    ended = [prefill.parts.get(timeout=15) for _ in range(6)]
+    assert sorted(one.part.token_start for one in ended) == [0, 1, 2, 3, 4, 9]
+    assert sum(one.part.key == doomed and not one.ok for one in ended) >= 3
+    assert [one.ok for one in ended if one.part.key == spared] == [True]
+
+
+def test_closing_reports_every_part(start_rank: Callable[[], StagedRank]) -> None:
+    prefill = start_rank()
+    prefill.receiver.stop()
+    for start in range(6):
+        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1), 1024 * start))
+    prefill.writer.close_all()
+    ended = [prefill.parts.get(timeout=10) for _ in range(6)]
+    assert not any(one.ok for one in ended)
+    assert {one.part.token_start for one in ended} == set(range(6))
+    prefill.writer.write_part(prefill.order(prefill.part(8, 9), 0))
+    assert "gone" in prefill.parts.get(timeout=10).reason
+
+
+def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[[], StagedRank]) -> None:
+    prefill = start_rank()
+    prefill.writer.write_part(prefill.order(prefill.part(0, 8), RING_BYTES - 1024))
+    ended = prefill.parts.get(timeout=10)
+    assert not ended.ok
+    assert not ended.late_writes
+    assert bool((prefill.receiver.pool == POISON).all())
+
+
+def test_a_scatter_that_fails_says_so_and_nothing_more_is_scattered() -> None:
+    target = empty_pool(WHOLE)
+    scattered: list[StagePart] = []
+    failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ring = torch.zeros(RING_BYTES, dtype=torch.uint8)
+    scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.append, on_failed=failures.put)
+    part = StagePart(4, TransferKey(1, 1), 0, 0, StageBlock(0, LAYERS, 0, 2), 0, 4)
+    bad = PartScatter(part, 0, size_bytes=100, pages=[0], start=0)
+    scatterer.scatter(bad)
+    assert "scattering staged KV failed" in failures.get(timeout=10)
+    scatterer.close()
+    assert not scattered

@@ -4,9 +4,7 @@ Triton's interpreter loses the carry when it rounds to fp8 (1.99 becomes 1.0), s
 what needs none in the interpreter.
 """
 
-import importlib.util
 import itertools
-import os
 import random
 
 import pytest
@@ -16,9 +14,9 @@ from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.kv_write import kv_write
 from pdserve.kernels.paged_attention import paged_attention, plan_attention
 from pdserve.kernels.rope_kv_write import rope_kv_write
+from tests.kernels.interpreter import INTERPRETED
 
 FP8 = torch.float8_e4m3fn
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 Where = tuple[Impl, torch.device]
 
 PAGES, LAYERS, PAGE_SIZE, TOKENS, HEADS, KV_HEADS, DIM = 40, 3, 5, 9, 6, 2, 24
@@ -30,7 +28,7 @@ PAGES, LAYERS, PAGE_SIZE, TOKENS, HEADS, KV_HEADS, DIM = 40, 3, 5, 9, 6, 2, 24
         pytest.param(
             ("triton", "cpu"),
             id="interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),

@@ -1,7 +1,5 @@
 """index_topk against a loop over tokens and keys. Values are small integers, so scores are exact and ties are many."""
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.index_topk import IndexPlan, index_topk, position_rows, select_top_reference
+from tests.kernels.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 LAYERS, LAYER = 3, 1
 CPU = torch.device("cpu")
 Where = tuple[Impl, torch.device, torch.dtype]
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
         pytest.param(
             ("triton", "cpu", torch.float32),
             id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("reference", "cuda", torch.bfloat16), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),

@@ -1,7 +1,5 @@
 """kv_gather and kv_scatter, bitwise against a loop over tokens; whatever is not named stays as it was."""
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +8,8 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter
+from tests.kernels.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 Where = tuple[Impl, torch.device]
 
 
@@ -21,7 +19,7 @@ Where = tuple[Impl, torch.device]
         pytest.param(
             ("triton", "cpu"),
             id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),

@@ -1,16 +1,13 @@
 """latent_write and rotate_queries against float64, one coordinate pair at a time; nothing else in a pool changes."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.latent_write import KeyWrite, latent_write
 from pdserve.kernels.rotate_queries import rotate_queries
+from tests.kernels.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 PAGES, LAYERS, LAYER, EPS = 8, 3, 1, 1e-3
 Where = tuple[Impl, torch.device, torch.dtype]
 
@@ -22,7 +19,7 @@ Where = tuple[Impl, torch.device, torch.dtype]
         pytest.param(
             ("triton", "cpu", torch.float32),
             id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),

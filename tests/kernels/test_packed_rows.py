@@ -1,7 +1,5 @@
 """Packed rows against a loop over their bytes; what is read from them against what was packed."""
 
-import importlib.util
-import os
 import struct
 
 import pytest
@@ -17,8 +15,8 @@ from pdserve.kernels.packed_rows import (
     unpack_rows_reference,
 )
 from pdserve.kernels.sparse_mla import sparse_mla
+from tests.kernels.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
 Where = tuple[Impl, torch.device, torch.dtype]
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
         pytest.param(
             ("triton", "cpu", torch.float32),
             id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),

@@ -1,8 +1,6 @@
 """sparse_mla against a loop over tokens and heads in float64, over a pool that holds NaN wherever no chosen row is."""
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +9,8 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.sparse_mla import sparse_mla
+from tests.kernels.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 LAYERS, LAYER = 3, 1
 Where = tuple[Impl, torch.device, torch.dtype]
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
         pytest.param(
             ("triton", "cpu", torch.float32),
             id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
         ),
         pytest.param(("reference", "cuda", torch.bfloat16), id="reference-cuda", marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),

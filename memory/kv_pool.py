@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,6 +15,9 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.uint8: "uint8",
 }
+
+_COPY_BYTES = 64 << 20
+"""Pages that are saved or loaded at once."""
 
 
 class KvPool:
@@ -101,12 +104,22 @@ class KvPool:
 
     def save(self, pages: Sequence[int]) -> torch.Tensor:
         """A host copy of these pages, complete when this returns."""
-        return self.data[torch.tensor(pages, dtype=torch.long, device=self.data.device)].cpu()
+        saved = torch.empty((len(pages), *self.data.shape[1:]), dtype=self.data.dtype)
+        for start, index in self._blocks(pages):
+            saved[start : start + len(index)] = self.data[index].cpu()
+        return saved
 
     def load(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
         """Put what save() returned into the first of these pages."""
-        index = torch.tensor(pages[: len(saved)], dtype=torch.long, device=self.data.device)
-        self.data[index] = saved.to(self.data.device)
+        for start, index in self._blocks(pages[: len(saved)]):
+            self.data[index] = saved[start : start + len(index)].to(self.data.device)
+
+    def _blocks(self, pages: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pages in blocks, each with its start: what is copied at once takes as much memory again on the device."""
+        size = max(1, _COPY_BYTES // (self.size_bytes // self.num_pages))
+        for start in range(0, len(pages), size):
+            block = list(pages[start : start + size])
+            yield start, torch.tensor(block, dtype=torch.long, device=self.data.device)
 
     def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
         """A contiguous host copy of tokens [start, end) of a sequence: `[layer, plane, head, token, dim]`.

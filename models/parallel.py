@@ -40,6 +40,8 @@ class Parallel:
         """For WHOLE; all others come from `connect`."""
         self.shard = shard
         self._device = device or torch.device("cpu")
+        self.on_device = backend == "nccl" or shard.world_size == 1
+        """Whether exchanges are queued on the device; otherwise they block."""
         self._through_host = backend == "gloo" and self._device.type != "cpu"
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
         self._stage: dist.ProcessGroup | None = None

@@ -27,6 +27,10 @@ DECODE_COUNTERS = (
     "peers_lost",
     "stale_messages",
     "event_errors",
+    "hot_hits",
+    "hot_misses",
+    "hot_bytes_swapped_in",
+    "hot_write_backs",
 )
 
 PREFILL_COUNTERS = (

@@ -156,9 +156,16 @@ class DecodeScheduler:
 
     # -- what happens: events from prefill servers -------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, endpoint: str, staged: Iterable[StagedLink] = ()) -> None:
+    def peer_up(
+        self,
+        instance: InstanceId,
+        endpoint: str,
+        staged: Iterable[StagedLink] = (),
+        *,
+        capacity: float = math.inf,
+    ) -> None:
         """A prefill server paired, which stages these links."""
-        self.intake.peers.up(instance, endpoint)
+        self.intake.peers.up(instance, endpoint, capacity)
         self.intake.staging.peer_up(instance, staged)
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -285,6 +292,7 @@ class DecodeScheduler:
         for request in self.runs.fill():
             request.life.to(State.RUNNING, now)
         batch = self.runs.next_batch()
+        self._starving = False
         for request in batch:
             self._starving = request.state is State.RUNNING and not self._make_room(request, now)
             if self._starving:
@@ -405,6 +413,7 @@ class DecodeScheduler:
 
     def _admit_arrived(self, now: float) -> None:
         """The highest priority first; one that finds no hot buffer takes that of a running request of a lower one."""
+        self.runs.held_back = None
         while self._arrived:
             request = max(self._arrived, key=lambda request: request.prompt.priority)
             if not self._may_admit() and not self._park_for(request, now):
@@ -414,11 +423,13 @@ class DecodeScheduler:
 
     def _park_for(self, request: Request, now: float) -> bool:
         """Retract the youngest request of the lowest priority below that of `request`: its hot buffer goes, its KV in
-        host memory stays.
+        host memory stays. One that is in a step is held back from the next and retracted when it is out.
         """
-        idle = [other for other in reversed(self.runs.running) if not other.in_flight]
-        victim = min(idle, key=lambda other: other.prompt.priority, default=None)
+        victim = min(reversed(self.runs.running), key=lambda other: other.prompt.priority, default=None)
         if victim is None or victim.prompt.priority >= request.prompt.priority or self.hot is None:
+            return False
+        if victim.in_flight:
+            self.runs.held_back = victim
             return False
         self.counters["retractions"] += 1
         self.runs.remove(victim)
@@ -470,12 +481,15 @@ class DecodeScheduler:
         return True
 
     def _retract(self, request: Request, now: float) -> None:
-        """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing."""
+        """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing, or
+        where it has become too long for prefill to compute.
+        """
         self.counters["retractions"] += 1
         self.runs.remove(request)
         request.life.to(State.RETRACTED, now)
         pages = self._pages_for(request.kv_tokens)
-        if self.retracted.worth_saving(pages, request.kv_tokens):
+        saved = self.retracted.worth_saving(pages, request.kv_tokens)
+        if saved or not self.intake.peers.can_compute(request.prompt.endpoint, request.kv_tokens + 1):
             self.retracted.add(request, pages)
             self._effects.append(SavePages(self.orders.next(), request.rid, tuple(_pages(request)[:pages])))
         else:

@@ -126,7 +126,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.peer_load(instance, load)
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "decode connects by endpoint"
-                scheduler.peer_up(instance, endpoint, staged_links(self._hello, welcome))
+                layout = welcome.ranks[0].pools[0].layout
+                capacity = layout.num_pages * layout.page_size
+                scheduler.peer_up(instance, endpoint, staged_links(self._hello, welcome), capacity=capacity)
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):
@@ -181,7 +183,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         if verification.ranks < self._world_size:
             return
         del self._verifying[report.key]
-        if verification.problem is None:
+        given_up = self.scheduler.prompt_of(report.key) is None  # its pages may have had other owners meanwhile
+        if verification.problem is None or given_up:
             self.scheduler.prefill_done(verification.done, now)
         else:
             self.scheduler.counters["checksum_errors"] += 1

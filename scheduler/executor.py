@@ -55,9 +55,14 @@ class Executor:
         self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
         self.cache = cache
 
-    @torch.inference_mode()
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it, unless a token could not be settled on the device."""
+        following = self._following_tokens(rows)
+        self._drawn = self._drawn[:0]  # until this step has drawn its own
+        return self._start(rows, following)
+
+    @torch.inference_mode()
+    def _start(self, rows: Sequence[StepRow], following: torch.Tensor | None) -> PendingStep:
         slices = [
             SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages, row.hot_slot)
             for row in rows
@@ -72,7 +77,7 @@ class Executor:
             last = upload([end - 1 for end in ends], torch.long, hidden.device)
             logits = self._runner.logits(hidden.index_select(0, last))
         else:
-            logits = self._runner.forward(self.cache, slices, self._following_tokens(rows))
+            logits = self._runner.forward(self.cache, slices, following)
         choices = [
             Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids)
             for index, row in enumerate(rows)
@@ -89,6 +94,8 @@ class Executor:
         if all(row.follows is None for row in rows):
             return None
         sources = [row.follows for row in rows]
+        if any(source is not None and source >= len(self._drawn) for source in sources):
+            raise RuntimeError("the step that this one follows has failed")
         if sources == list(range(len(self._drawn))):
             return self._drawn
         # a known token is taken from behind the drawn ones

@@ -122,8 +122,9 @@ class Leader:
             match self._inbox.get():
                 case RankReady() as report:
                     ready[report.rank] = report
-                case RankFailed(rank=rank, reason=reason):
-                    raise StartupError(reason if self._config.world_size == 1 else f"rank {rank}: {reason}")
+                case RankFailed(rank=rank, reason=reason, startup=startup):
+                    sentence = reason if self._config.world_size == 1 else f"rank {rank}: {reason}"
+                    raise StartupError(sentence) if startup else RankLostError(sentence)
                 case Stop():
                     raise StartupError("stopped before all ranks were ready")
         return [ready[rank] for rank in sorted(ready)]

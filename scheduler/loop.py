@@ -130,9 +130,10 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self._carry_out()  # pages that were retracted are saved before somebody else writes them
             self._given.append(now)
             self._ranks.tell(step)
-            self._checked_idle = False
         self._carry_out()
-        if not self._checked_idle and self.scheduler.idle:
+        if not self.scheduler.idle:
+            self._checked_idle = False
+        elif not self._checked_idle:
             self._check_idle()
 
     def _handle_events(self, wait_s: float) -> None:

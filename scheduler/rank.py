@@ -64,8 +64,6 @@ log = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
 HOT_REPORT_S = 0.2
-STEPS_AHEAD = 2
-"""Steps started on the device whose results have not been read."""
 
 
 class RankEngine:
@@ -114,6 +112,8 @@ class RankEngine:
                     on_part_written=lambda written: report(PartReport(rank, written)),
                 )
         self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
+        # on the CPU, and through gloo, a step is done when it was started: its tokens need not wait for the next one
+        self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
         self._stepping_s = 0.0
         self._hot_report_at = 0.0
         self._saved: dict[str, list[torch.Tensor]] = {}
@@ -135,7 +135,7 @@ class RankEngine:
     def serve(self, commands: "queue.SimpleQueue[ComputeCommand]") -> None:
         """Carry out commands until StopRank."""
         while True:
-            if self._pending and (commands.empty() or len(self._pending) >= STEPS_AHEAD):
+            if self._pending and (commands.empty() or len(self._pending) >= self._steps_ahead):
                 self._finish_step()
                 continue
             command = commands.get()

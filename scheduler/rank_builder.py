@@ -7,7 +7,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.sampling import SamplingParams
-from ..configs.schema import AnyServerConfig, DecodeConfig
+from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
 from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
@@ -52,6 +52,7 @@ class RankBuilder:
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
         step_bytes = self._measure_steps(runner)
+        parallel.agree_minimum(0)  # what is free is free when all ranks have their weights
         if isinstance(config, DecodeConfig) and config.enable_hisparse:
             cache: KvCache = self._make_hisparse_cache(runner, config, step_bytes)
         else:
@@ -71,7 +72,8 @@ class RankBuilder:
                 2 * MAX_SHARE_BYTES // MIB,
             )
         started = time.monotonic()
-        if self._capture_graphs(runner, cache):
+        context = min(source.config.context_length, cache.num_pages * config.page_size)
+        if self._capture_graphs(runner, cache, context):
             log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
         if self._device.type == "cuda":
             log.info(
@@ -102,7 +104,7 @@ class RankBuilder:
             index_groups=sum(dsa.indexed),
             context_length=context,
             host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
-            device_bytes=free_memory_bytes(self._device) - step_bytes,
+            device_bytes=self._free_bytes() - step_bytes,
         )
         num_pages = self._parallel.agree_minimum(size.num_pages)
         hot_pages = self._parallel.agree_minimum(size.hot_pages)
@@ -129,7 +131,7 @@ class RankBuilder:
             config,
             token_bytes=runner.kv_token_bytes,
             most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=free_memory_bytes(self._device) - step_bytes - self._ring_bytes(runner),
+            free_bytes=self._free_bytes() - step_bytes - self._ring_bytes(runner),
         )
         return self._parallel.agree_minimum(pages)
 
@@ -140,12 +142,16 @@ class RankBuilder:
             return 0
         return ring_bytes(config, runner.kv_token_bytes)
 
-    def _capture_graphs(self, runner: ModelRunner, cache: KvCache) -> bool:
-        """Whether decode steps over `cache` are CUDA graphs from now on."""
+    def _free_bytes(self) -> int:
+        """This rank's share of what is free: ranks of one machine may share its memory, or a GPU."""
+        devices = torch.cuda.device_count() if self._device.type == "cuda" else 1
+        return free_memory_bytes(self._device) // -(-len(self._config.local_ranks) // devices)
+
+    def _capture_graphs(self, runner: ModelRunner, cache: KvCache, context: int) -> bool:
+        """Whether decode steps over `cache`, of sequences up to `context` tokens, are CUDA graphs from now on."""
         config = self._config
         if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
             return False
-        context = min(self._source.config.context_length, cache.num_pages * config.page_size)
         return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context)
 
     def _measure_steps(self, runner: ModelRunner) -> int:
@@ -156,7 +162,9 @@ class RankBuilder:
             return 0
         started = time.monotonic()
         config = self._config
-        longest = min(self._source.config.context_length, self._pool_pages(runner, 0) * config.page_size)
+        longest = self._source.config.context_length
+        if isinstance(config, PrefillConfig):
+            longest = min(longest, self._pool_pages(runner, 0) * config.page_size)
         try:
             needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
         except torch.OutOfMemoryError as error:
@@ -172,7 +180,7 @@ class RankBuilder:
         """Steps of all kinds, over a cache of a single page that stands for all others."""
         config = self._config
         cache = runner.make_cache(1, config.page_size)
-        self._capture_graphs(runner, cache)
+        self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
         for rows in trial_steps(config, longest):
             executor.start(rows).finish()

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -25,21 +24,15 @@ from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..models.catalog import locate_model
 from ..transfer.curve import ClusterKeys
-from ..transfer.part_scatterer import PartScatter
-from ..transfer.part_writer import PartWrite
-from .effects import CancelChunks
 from .rank import RankEngine
 from .rank_messages import (
-    ClosePeer,
     ComputeCommand,
     LeaderAlive,
-    OpenPeer,
     RankAlive,
     RankCommand,
     RankFailed,
     RankReport,
     TransferCommand,
-    WriteChunk,
 )
 
 log = logging.getLogger(__name__)
@@ -54,7 +47,8 @@ class LeaderLink:
 
     def __init__(self, address: str, rank: int, keys: ClusterKeys | None) -> None:
         self.commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
-        self.on_transfer: Callable[[TransferCommand], None] | None = None
+        self.engine: RankEngine | None = None
+        """Set when it is built: it carries out transfer commands."""
         self.heard_at = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankCommand)
@@ -77,6 +71,13 @@ class LeaderLink:
             self._outbox.send(self._encoder.encode(report))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("the link to the leader")
+            os._exit(1)
+
+    def _serve(self) -> NoReturn:
         inbox = self._context.socket(zmq.PULL)
         inbox.set_hwm(0)
         inbox.connect("inproc://reports")
@@ -95,9 +96,9 @@ class LeaderLink:
         match command:
             case LeaderAlive():
                 pass
-            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks() | PartWrite() | PartScatter():
-                assert self.on_transfer is not None, "the leader sends nothing before this rank is ready"
-                self.on_transfer(command)
+            case _ if isinstance(command, TransferCommand):
+                assert self.engine is not None, "the leader sends nothing before this rank is ready"
+                self.engine.transfer(command)
             case _:
                 self.commands.put(command)
 
@@ -111,13 +112,13 @@ def main() -> int:
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
     link = LeaderLink(introduction["leader"], rank, keys)
+    threading.Thread(target=_say_alive, args=(link, rank), name="alive", daemon=True).start()
     try:
         host, port = introduction["meet_at"]
         source = locate_model(config.model, config.load_format)
         engine = RankEngine(config, source, rank, meet_at=(host, port), report=link.report)
-        link.on_transfer = engine.transfer
+        link.engine = engine
         engine.announce()
-        threading.Thread(target=_say_alive, args=(link, engine, rank), name="alive", daemon=True).start()
         engine.serve(link.commands)
         engine.close()
     except StartupError as error:
@@ -142,9 +143,10 @@ def _watch_parent() -> NoReturn:
     os._exit(1)
 
 
-def _say_alive(link: LeaderLink, engine: RankEngine, rank: int) -> NoReturn:
+def _say_alive(link: LeaderLink, rank: int) -> NoReturn:
     while True:
-        link.report(RankAlive(rank, engine.problems(), engine.busy_s))
+        engine = link.engine
+        link.report(RankAlive(rank) if engine is None else RankAlive(rank, engine.problems(), engine.busy_s))
         time.sleep(ALIVE_INTERVAL_S)
         silent_s = time.monotonic() - link.heard_at
         if silent_s > LEADER_SILENCE_S:

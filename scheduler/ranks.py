@@ -15,19 +15,16 @@ import msgspec
 import zmq
 
 from ..configs.errors import PdserveError, StartupError
-from ..configs.schema import LOOPBACK_HOSTS, AnyServerConfig
+from ..configs.schema import AnyServerConfig
 from ..models.catalog import ModelSource
 from ..transfer.curve import ClientGate, ClusterKeys
 from ..transfer.part_scatterer import PartScatter
 from ..transfer.part_writer import PartWrite
 from ..transfer.wakeup import Wakeup
-from .effects import CancelChunks
 from .rank import RankEngine
 from .rank_messages import (
-    ClosePeer,
     ComputeCommand,
     LeaderAlive,
-    OpenPeer,
     RankAlive,
     RankCommand,
     RankFailed,
@@ -35,14 +32,15 @@ from .rank_messages import (
     RankReport,
     StopRank,
     TransferCommand,
-    WriteChunk,
 )
 from .rank_process import RankProcess, leader_address, meeting_point
 
 log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 3.0
-"""A rank that has started and says nothing for this long is lost: it hangs, or is stopped."""
+"""A rank that says nothing for this long is lost: it hangs, or is stopped."""
+STARTUP_SILENCE_S: Final = 60.0
+"""The same while it loads: libraries and drivers may hold up all its threads for a while."""
 TICK_S: Final = 0.25
 STOP_S: Final = 3.0
 """How long ranks may take to end."""
@@ -92,7 +90,7 @@ class Ranks:
         match command:
             case _ if only not in (None, 0):
                 pass
-            case OpenPeer() | ClosePeer() | WriteChunk() | CancelChunks() | PartWrite() | PartScatter():
+            case _ if isinstance(command, TransferCommand):
                 assert self._engine is not None, "commands come after all ranks are ready"
                 self._engine.transfer(command)
             case _:
@@ -165,7 +163,8 @@ class _Hub:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankReport)
         self._heard: dict[int, float] = {}
-        """When each rank that has started was last heard."""
+        """When each rank was last heard."""
+        self._ready: set[int] = set()
         self._lost: set[int] = set()
         self._alive: dict[int, RankAlive] = {}
         """The latest word of each rank."""
@@ -210,6 +209,13 @@ class _Hub:
         self._context.term()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.exception("the link to the ranks")
+            self._on_report(RankFailed(0, f"the link to the ranks failed: {type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.receiver, zmq.POLLIN)
@@ -249,8 +255,9 @@ class _Hub:
 
     def _receive(self, _identity: bytes, payload: bytes) -> None:
         report = self._decoder.decode(payload)
-        if isinstance(report, RankReady) or report.rank in self._heard:
-            self._heard[report.rank] = time.monotonic()
+        self._heard[report.rank] = time.monotonic()
+        if isinstance(report, RankReady):
+            self._ready.add(report.rank)
         if isinstance(report, RankAlive):
             self._alive[report.rank] = report
         else:
@@ -259,7 +266,8 @@ class _Hub:
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         for rank, heard in self._heard.items():
-            if now - heard > SILENCE_S and rank not in self._lost:
+            limit_s = SILENCE_S if rank in self._ready else STARTUP_SILENCE_S
+            if now - heard > limit_s and rank not in self._lost:
                 self._lost.add(rank)
                 self._on_report(RankFailed(rank, f"rank {rank} has said nothing for {now - heard:.1f} s"))
 
@@ -278,7 +286,6 @@ def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
 def _meeting_point(config: AnyServerConfig) -> tuple[str, int]:
     if config.dist_init_addr is not None:
         return meeting_point(config)
-    host = config.host if config.host in LOOPBACK_HOSTS else "127.0.0.1"
     with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])

@@ -49,7 +49,9 @@ class Retractions:
         self._requests.append(request)
 
     def first(self) -> Request | None:
-        return self._requests[0] if self._requests else None
+        """Who comes back next. One that has kept its pages goes before others, who may lack just those."""
+        kept = (request for request in self._requests if request.grant is not None)
+        return next(kept, self._requests[0] if self._requests else None)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)

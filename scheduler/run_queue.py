@@ -46,6 +46,8 @@ class RunQueue:
         self._most_running = most_running
         self.ready: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
+        self.held_back: Request | None = None
+        """It gets no further step for now: it is to be retracted when it is in none."""
         self._steps: collections.deque[DecodeStep] = collections.deque()
         """Under way, oldest first."""
 
@@ -74,11 +76,10 @@ class RunQueue:
 
     def next_batch(self) -> list[Request]:
         """Who is in the next step. With several stages, each batch is an even share of those whose turn it is."""
+        able = [request for request in self.running if request is not self.held_back]
         if self._stages == 1:
-            return [request for request in self.running if request.may_step]
-        waiting = sorted(
-            (request for request in self.running if not request.in_flight), key=lambda request: request.last_step
-        )
+            return [request for request in able if request.may_step]
+        waiting = sorted((request for request in able if not request.in_flight), key=lambda request: request.last_step)
         return waiting[: -(-len(self.running) // self._stages)]
 
     def give(self, batch: list[Request], order: int, hot: HotBuffers | None) -> DecodeStep:

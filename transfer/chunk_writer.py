@@ -237,11 +237,16 @@ class ChunkWriter:
     def open(self, hello: Hello, welcome: Welcome) -> None:
         """Get ready to write to a decode server. `check_pair` has found nothing wrong with these two messages.
 
-        Opening what is open changes nothing: a Hello may come again.
+        Opening what is open changes nothing: a Hello may come again. Where there is no memory for staging buffers,
+        everything that is to be written there fails.
         """
         with self._lock:
-            if hello.instance not in self._routes:
+            if hello.instance in self._routes:
+                return
+            try:
                 self._routes[hello.instance] = self._make_route(hello, welcome)
+            except torch.OutOfMemoryError as error:
+                log.error("KV for decode %s cannot be sent: no memory for staging buffers: %s", hello.instance, error)
 
     def close(self, instance: InstanceId) -> None:
         """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""

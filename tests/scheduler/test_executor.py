@@ -258,3 +258,28 @@ def test_a_step_on_cuda_gives_what_it_gives_on_the_cpu(tiny: Tiny, tmp_path: Any
         for one, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
             assert one.token == other.token
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_a_step_may_follow_one_whose_tokens_are_not_known_here(tiny: Tiny) -> None:
+    """Two rows that follow in another order, and one that joins with a token of its own."""
+    sampled = SamplingParams(temperature=1.0, seed=5)
+    prompts = [PROMPT[:20], PROMPT[5:30], PROMPT[10:27]]
+    first = [tiny.row(prompt, draws=(Draw(sampled, 0),)) for prompt in prompts]
+    known = [result.drawn[0].token for result in tiny.run(*first)]
+
+    def after(index: int, **fields: Any) -> StepRow:
+        return StepRow(start=len(prompts[index]), pages=first[index].pages, draws=(Draw(sampled, 1),), **fields)
+
+    expected = tiny.run(*(after(index, token_ids=(known[index],)) for index in (2, 1, 0)))
+    tiny.run(*first[:2])
+    rows = after(2, token_ids=(known[2],)), after(1, token_ids=(), follows=1), after(0, token_ids=(), follows=0)
+    assert tiny.run(*rows) == expected
+
+
+def test_a_step_that_follows_a_failed_one_fails(tiny: Tiny) -> None:
+    row = tiny.row(PROMPT[:20], draws=(Draw(GREEDY, 0),))
+    tiny.run(row)
+    with pytest.raises(ValueError, match="do not fit"):
+        tiny.run(dataclasses.replace(row, pages=()))
+    with pytest.raises(RuntimeError, match="has failed"):
+        tiny.run(StepRow((), 20, row.pages, draws=(Draw(GREEDY, 1),), follows=0))

@@ -51,9 +51,9 @@ class PairMachine(RuleBasedStateMachine):
     def decode_turn(self) -> None:
         self.world.decode_turn()
 
-    @rule(eos=RARELY)
-    def rank_turn(self, eos: bool) -> None:
-        self.world.rank_turn(eos)
+    @rule(eos=RARELY, fail=st.sampled_from([False] * 9 + [True]))
+    def rank_turn(self, eos: bool, fail: bool) -> None:
+        self.world.rank_turn(eos, fail=fail)
 
     @rule(which=WHICH)
     def prefill_turn(self, which: int) -> None:
@@ -138,7 +138,7 @@ def live(seed: int, steps: int) -> World:
             case "decode_turn":
                 world.decode_turn()
             case "rank_turn":
-                world.rank_turn(eos=draw.random() < 0.05)
+                world.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
             case "prefill_turn":
                 world.prefill_turn(which)
             case "end_write":

@@ -116,6 +116,8 @@ class World:
         """What the ranks of the decode server have been told and not done."""
         self.drawn: list[int] = []
         """Tokens of the last step they did."""
+        self.failed = False
+        """Whether the last step failed."""
         self.known: dict[str, Prefix] = {}
         """All tokens of a sequence, as the ranks know them."""
         self.memory: dict[Row, Prefix] = {}
@@ -154,17 +156,21 @@ class World:
     def decode_turn(self) -> None:
         self.decode.advance(self.now)
         self.act()
-        step = self.decode.next_step(self.now)
-        self.act()  # pages of retracted requests are saved before the step
-        if step is not None:
+        while (step := self.decode.next_step(self.now)) is not None:
+            self.act()  # pages of retracted requests are saved before the step
             self.orders.append(step)
+        self.act()
 
-    def rank_turn(self, eos: bool) -> None:
-        """The ranks carry out their next order, and report."""
+    def rank_turn(self, eos: bool, *, fail: bool = False) -> None:
+        """The ranks carry out their next order, and report; a step may fail."""
         if not self.orders:
             return
         match self.orders.popleft():
+            case DecodeStep() as step if fail or (self.failed and any(row.token is None for row in step.rows)):
+                self.failed = True  # and so does a step that follows it
+                self.decode.step_failed(step.order, "injected", self.now)
             case DecodeStep() as step:
+                self.failed = False
                 self._compute(step, eos)
             case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity) as opened:
                 assert len(opened.pages) * PAGE_SIZE >= opened.tokens
@@ -264,7 +270,7 @@ class World:
         scheduler = PrefillScheduler(limits, PageAllocator(PREFILL_PAGES))
         scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)])
         self.servers[instance] = Server(endpoint, instance, scheduler)
-        self.decode.peer_up(instance, endpoint)
+        self.decode.peer_up(instance, endpoint, capacity=2 * PREFILL_PAGES)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is None:
@@ -319,6 +325,9 @@ class World:
         """Heal the world, let it run, and look for what is left."""
         while any(server.hung for server in self.servers.values()):
             self.wake(0, lost_us=False)
+        for endpoint in ENDPOINTS:
+            self.start(endpoint)
+        self._settle()
         for _ in range(60):
             self.now += QUARANTINE_S
             for server in list(self.servers.values()):
@@ -342,6 +351,25 @@ class World:
             assert server.scheduler.pages.available == PREFILL_PAGES
         assert set(self.terminal) == self.submitted
         assert not self.saved
+
+    def _settle(self) -> None:
+        """Work alone, for a time in which no deadline but quarantines passes, is enough for everybody to be done."""
+        for _ in range(1500):
+            self.now += 0.012
+            for server in list(self.servers.values()):
+                while server.to_prefill:
+                    self._deliver_down(server)
+                self._turn(server)
+                while server.writes:
+                    self._end_write(server, ok=True, late=False)
+                while server.to_decode:
+                    self._deliver_up(server)
+            self.decode_turn()
+            while self.orders:
+                self.rank_turn(eos=False)
+            if not self.decode.requests:
+                return
+        raise AssertionError(f"stuck: {self.decode.state_counts()}")
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class PrefillScheduler:
         self._steps: collections.deque[PrefillStep] = collections.deque()
         """Under way, oldest first."""
         self._orders = 0
-        self._spaces: dict[InstanceId, tuple[PageSpace, ...]] = {}
+        self._spaces: dict[InstanceId, PageSpace] = {}
         self._observers = Observers(limits.observe_timeout_s)
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
@@ -82,9 +82,9 @@ class PrefillScheduler:
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, spaces: Sequence[PageSpace], staged: Iterable[StagedLink] = ()) -> None:
-        """A decode server paired; these are the index spaces of its pools, and the links that are staged to it."""
-        self._spaces[instance] = tuple(spaces)
+    def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedLink] = ()) -> None:
+        """A decode server paired; these are the pages of its pools, and the links that are staged to it."""
+        self._spaces[instance] = pages
         self.staging.peer_up(instance, staged)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
@@ -103,10 +103,10 @@ class PrefillScheduler:
         instance: InstanceId,
         destination: KvDestination,
         prompt: Sequence[int],
-        indices: list[list[int]],
+        indices: list[int],
         now: float,
     ) -> None:
-        """Queue a transfer, or answer at once why not. `indices` are destinations, for each index space of the pair."""
+        """Queue a transfer, or answer at once why not."""
         transfer = Transfer(instance, destination, prompt, indices, now)
         if transfer.ref in self.transfers:
             self.counters["stale_messages"] += 1
@@ -315,23 +315,18 @@ class PrefillScheduler:
         tokens = transfer.prompt_tokens - destination.prefix_tokens
         if instance not in self._spaces:
             return "the decode server is not paired", True
-        spaces = self._spaces[instance]
-        if len(transfer.indices) != len(spaces):
-            return f"destination indices for {len(transfer.indices)} of {len(spaces)} index spaces", False
-        for space, indices in zip(spaces, transfer.indices, strict=True):
-            if destination.granularity == "page":
-                if destination.prefix_tokens % space.page_size:
-                    return (
-                        f"prefix_tokens {destination.prefix_tokens} is no multiple of the page size {space.page_size}",
-                        False,
-                    )
-                limit, needed = space.num_pages, -(-tokens // space.page_size)
-            else:
-                limit, needed = space.num_pages * space.page_size, tokens
-            if len(indices) < needed:
-                return f"{len(indices)} destination indices for {needed} {destination.granularity}s", False
-            if len(indices) and (min(indices) < 0 or max(indices) >= limit):
-                return f"destination indices are outside [0, {limit})", False
+        space = self._spaces[instance]
+        if destination.granularity == "page":
+            if destination.prefix_tokens % space.page_size:
+                return f"prefix_tokens {destination.prefix_tokens} is no multiple of page size {space.page_size}", False
+            limit, needed = space.num_pages, -(-tokens // space.page_size)
+        else:
+            limit, needed = space.num_pages * space.page_size, tokens
+        indices = transfer.indices
+        if len(indices) < needed:
+            return f"{len(indices)} destination indices for {needed} {destination.granularity}s", False
+        if indices and (min(indices) < 0 or max(indices) >= limit):
+            return f"destination indices are outside [0, {limit})", False
         return None
 
     def _start(self, transfer: Transfer, now: float) -> bool:

@@ -56,8 +56,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 scheduler.cancel_observer(rid, now)
             case FlushCache():
                 log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
-            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, *indices)):
-                scheduler.receive(instance, message, prompt.tolist(), [space.tolist() for space in indices], now)
+            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
+                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
             case MessageReceived(instance=instance, message=Abort() as message):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
@@ -68,7 +68,9 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 scheduler.part_written(written, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._ranks.tell(OpenPeer(hello, self._welcome))
-                scheduler.peer_up(instance, _spaces(hello), staged_links(hello, self._welcome))
+                layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
+                pages = PageSpace(layout.num_pages, layout.page_size)
+                scheduler.peer_up(instance, pages, staged_links(hello, self._welcome))
             case PeerLost(instance=instance, reason=reason):
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
@@ -161,9 +163,3 @@ def _join(parts: list[ChunkWritten]) -> ChunkWritten:
         bytes_written=sum(part.bytes_written for part in parts),
         checksums=tuple(add_sums(sums) for sums in zip(*(part.checksums for part in parts), strict=False)),
     )
-
-
-def _spaces(hello: Hello) -> list[PageSpace]:
-    """The index spaces of a decode server, in their order. They are the same on all of its ranks."""
-    spaces = {pool.space: PageSpace(pool.layout.num_pages, pool.layout.page_size) for pool in hello.ranks[0].pools}
-    return [spaces[number] for number in sorted(spaces)]

@@ -39,6 +39,8 @@ class _Chunk:
 
     ref: TransferRef
     token_start: int
+    peer: _Peer
+    """The connection that its parts belong to: the same server may come back on another, and knows nothing of them."""
     waiting: dict[StagePart, None] = dataclasses.field(default_factory=dict)
     """In the order in which room was asked for."""
     writing: set[StagePart] = dataclasses.field(default_factory=set)
@@ -120,7 +122,7 @@ class StagedSends:
         peer = self._peers.get(instance)
         if peer is None or start >= end:
             return
-        chunk = self._chunks[ref, start] = _Chunk(ref, start)
+        chunk = self._chunks[ref, start] = _Chunk(ref, start, peer)
         parts = [
             (StagePart(link.ring.epoch, key, link.link.source, link.link.destination, link.block, *tokens), link)
             for link in peer.links
@@ -170,7 +172,7 @@ class StagedSends:
         chunk = self._chunk_of.pop((instance, part))
         chunk.writing.remove(part)
         chunk.parts.append(written)
-        peer = self._peers.get(instance)
+        peer = self._peer_of(chunk)
         if written.ok:
             self._counters["staged_parts"] += 1
             self._counters["staged_bytes"] += written.bytes_written
@@ -231,13 +233,12 @@ class StagedSends:
         """Start no more writes for a transfer; its chunks end without what they lack."""
         instance, key = ref
         chunks = self._of(ref)
-        peer = self._peers.get(instance)
         for chunk in chunks:
             chunk.problem = chunk.problem or reason
             for part in chunk.waiting:
                 del self._chunk_of[instance, part]
             chunk.waiting.clear()
-        if peer is not None and chunks:
+        if chunks and (peer := self._peer_of(chunks[0])) is not None:
             self._act(instance, peer.sender.abort(key, now), now)
         for chunk in chunks:
             self._check_end(chunk)
@@ -247,6 +248,11 @@ class StagedSends:
         if chunk.ended and place in self._chunks:
             del self._chunks[place]
             self._ended.append(chunk.joined())
+
+    def _peer_of(self, chunk: _Chunk) -> _Peer | None:
+        """None when its connection is closed."""
+        peer = self._peers.get(chunk.ref[0])
+        return peer if peer is chunk.peer else None
 
     def _of(self, ref: TransferRef) -> list[_Chunk]:
         return [chunk for chunk in self._chunks.values() if chunk.ref == ref]

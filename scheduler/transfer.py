@@ -33,7 +33,7 @@ class Transfer:
         instance: InstanceId,
         destination: KvDestination,
         prompt: Sequence[int],
-        indices: list[list[int]],
+        indices: list[int],
         now: float,
     ) -> None:
         self.instance = instance

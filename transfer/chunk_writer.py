@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -27,8 +28,8 @@ from .links import Link
 from .messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from .mooncake_sockets import Region
 from .part_writer import PartJob, PartWrite, PartWriter, PartWritten, StageBuffers
-from .runs import PlanError, Runs, check_bounds, expand_runs, expand_token_runs
-from .sender import MAX_WRITE_BYTES, PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .runs import Runs, expand_runs, expand_token_runs
+from .sender import MAX_DIRECT_WRITE_BYTES, MAX_WRITE_BYTES, PeerSender, PoolPair, RdmaSender, SendJob, SendResult
 from .staged_links import MAX_PART_BYTES, STAGED_KIND, StagedLink, pair_links, staged_links
 from .transports import KvRoute, choose_route, drop_unusable_rdma, resolve_transport
 
@@ -69,8 +70,8 @@ class LocalPool(NamedTuple):
 class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
     """Write KV of tokens [token_start, token_end) into the memory of a decode server.
 
-    `source_pages` cover the sequence from token 0; `indices` has, for each index space of the decode server, its pages
-    (or rows, with granularity "token") from token `prefix_tokens` on.
+    `source_pages` cover the sequence from token 0; `indices` are pages of the decode server (or rows, with granularity
+    "token") from token `prefix_tokens` on.
     """
 
     instance: InstanceId
@@ -78,7 +79,7 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
     token_start: int
     token_end: int
     source_pages: list[int]
-    indices: list[list[int]]
+    indices: list[int]
     granularity: Literal["page", "token"] = "page"
     prefix_tokens: int = 0
     verify: bool = False
@@ -114,26 +115,21 @@ class _LinkRoute:
     source: LocalPool
     pools: PoolPair
     sender: PeerSender
+    write_bytes: int
     staged: bool = False
 
     def plan(self, chunk: ChunkWrite) -> Runs:
         """The copies of a chunk; raises PlanError."""
         if self.staged:
             return NO_RUNS
-        source, destination, space = self.source.layout, self.pools.destination.layout, self.pools.destination.space
-        if not 0 <= space < len(chunk.indices):
-            raise PlanError(
-                f"decode's pool of {'+'.join(destination.kind)} is in index space {space}, and the chunk has "
-                f"{len(chunk.indices)} of them"
-            )
-        tokens, indices = (chunk.token_start, chunk.token_end), chunk.indices[space]
+        source, destination = self.source.layout, self.pools.destination.layout
+        tokens, indices = (chunk.token_start, chunk.token_end), chunk.indices
         if chunk.granularity == "token":
             rows = [0] * chunk.prefix_tokens + indices
             runs = expand_token_runs(source, destination, chunk.source_pages, rows, *tokens, self.link)
         else:
             pages = [0] * (chunk.prefix_tokens // destination.page_size) + indices
             runs = expand_runs(source, destination, chunk.source_pages, pages, *tokens, self.link)
-        check_bounds(runs, self.pools.source_bytes, self.pools.destination.size_bytes)
         return runs
 
     def checksum(self, chunk: ChunkWrite) -> int:
@@ -187,6 +183,16 @@ class _Chunk:
     def add_checksum(self, decode_rank: int, checksum: int) -> None:
         with self.lock:
             self.checksums[decode_rank] = add_sums((self.checksums[decode_rank], checksum))
+
+    @property
+    def failed(self) -> bool:
+        with self.lock:
+            return any(not result.ok for result in self.results)
+
+    def cancel(self) -> None:
+        """Stop the jobs that have not ended; each still reports."""
+        for job in self.jobs:
+            job.route.sender.cancel_job(job)
 
     def written(self) -> ChunkWritten:
         failed = [result for result in self.results if not result.ok]
@@ -314,17 +320,16 @@ class ChunkWriter:
         ]
 
     def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:
-        """Hand a chunk to its senders, all of it or nothing; its end, when it has ended already."""
+        """Hand a chunk to its senders; its end, when there is nothing for them to do."""
         pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
-        try:
-            links = [link for link in route.links if chunk.verify or not link.staged]
-            pending.jobs = [_link_job(pending, link, ready) for link in links]
-        except PlanError as error:
-            return _written(chunk, reason=str(error))
+        links = [link for link in route.links if chunk.verify or not link.staged]
+        pending.jobs = [_link_job(pending, link, ready) for link in links]
         if not pending.jobs:
             return pending.written()
         for job in pending.jobs:
             job.route.sender.submit(job)
+        if pending.failed:  # before the last of them could be cancelled
+            pending.cancel()
         return None
 
     def _take_result(self, result: SendResult) -> None:
@@ -338,8 +343,7 @@ class ChunkWriter:
         if chunk.add(result):
             self._on_written(chunk.written())
         elif not result.ok:
-            for other in chunk.jobs:
-                other.route.sender.cancel_job(other)
+            chunk.cancel()
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the links to a decode server, and start a sender for each session they go to."""
@@ -372,7 +376,8 @@ class ChunkWriter:
             len(hello.ranks),
             tuple(senders.values()),
             tuple(
-                _LinkRoute(link, source, pools, senders[route], link in staged) for link, source, route, pools in plans
+                _LinkRoute(link, source, pools, senders[route], _write_bytes(route), link in staged)
+                for link, source, route, pools in plans
             ),
             writers,
         )
@@ -430,7 +435,19 @@ def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None
         if order.verify:
             chunk.add_checksum(route.link.destination, route.checksum(order))
 
-    return _LinkJob(key=order.key, runs=route.plan(order), ready=prepare, pools=route.pools, chunk=chunk, route=route)
+    return _LinkJob(
+        key=order.key,
+        runs=partial(route.plan, order),
+        ready=prepare,
+        pools=route.pools,
+        write_bytes=route.write_bytes,
+        chunk=chunk,
+        route=route,
+    )
+
+
+def _write_bytes(route: KvRoute) -> int:
+    return MAX_WRITE_BYTES if route.transport == "tcp" else MAX_DIRECT_WRITE_BYTES
 
 
 def _pool_of(rank: Rank, kind: tuple[str, ...]) -> Pool:

@@ -57,15 +57,14 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class Pool(msgspec.Struct, array_like=True, frozen=True):
     """A KV pool as its owner registered it: writes outside [base_address, base_address + size_bytes) are refused.
 
-    Pools of the two sides belong together when they have the same planes. `space` says which of a KvDestination's index
-    arrays holds for this pool: pools of one space share their pages.
+    Pools of the two sides belong together when they have the same planes. All pools of a decode rank share their pages:
+    an index of a KvDestination means the same page of each, wherever their memory is.
     """
 
     layout: KvLayout
     base_address: int
     size_bytes: int
     memory: Literal["device", "host"] = "device"
-    space: int = 0
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
@@ -125,11 +124,11 @@ class Refused(Message, frozen=True):
 
 
 class KvDestination(Message, frozen=True):
-    """Compute this prompt and write its KV here. Frames, all int32: prompt ids, indices of space 0, indices of space 1.
+    """Compute this prompt and write its KV here. Frames, both int32: prompt ids, destination indices.
 
-    Space 0 is decode's device pools, space 1 its host pools (empty when there are none): `Pool.space` says which pools
-    an array holds for. Indices are pages or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens)
-    are already on decode; the indices start at token `prefix_tokens`.
+    Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
+    already on decode; the indices start at token `prefix_tokens`. With `enable_hisparse` the pool of latent rows among
+    them is in host memory; to prefill that makes no difference but in the transport.
     `timeout_s` is what is left of the request's deadline when the message is sent. `samples` first tokens are drawn,
     the i-th with seed + i. The last `output_tokens` of the ids are output already: a request that lost its KV on decode
     is computed anew, and its "first" token is the next one.

@@ -58,9 +58,19 @@ def _describe_ranks(side: str, ranks: Sequence[Rank]) -> str | None:
                     f"{side} rank {rank.rank} announces an impossible KV pool: layers {_range(kv.layers)}, heads "
                     f"{_range(kv.heads)}, {kv.num_pages} pages of {kv.page_size} tokens, {_planes(kv)}"
                 )
+            if (kv.num_pages, kv.page_size) != _pages_of(ranks[0]):
+                num_pages, page_size = _pages_of(ranks[0])
+                return (
+                    f"{side} rank {rank.rank} has {kv.num_pages} pages of {kv.page_size} tokens for {_planes(kv)}, "
+                    f"rank 0 has {num_pages} of {page_size}: all pools of a server share their pages"
+                )
         if _rows_of(rank) != _rows_of(ranks[0]):
             return f"KV pools differ inside {side}: rank 0 has {_pools(ranks[0])}, rank {rank.rank} has {_pools(rank)}"
     return None
+
+
+def _pages_of(rank: Rank) -> tuple[int, int]:
+    return rank.pools[0].layout.num_pages, rank.pools[0].layout.page_size
 
 
 def _describe_sessions(decode: Sequence[Rank]) -> str | None:

@@ -23,13 +23,15 @@ from .engine import SendEngine, WriteId, WriteState
 from .messages import Pool, TransferKey
 from .mooncake_library import Transport
 from .mooncake_sockets import PeerUnreachableError, Region
-from .runs import Runs, check_bounds
+from .runs import PlanError, Runs, check_bounds
 
 log = logging.getLogger(__name__)
 
 MAX_WINDOW: Final = 512
 """Writes in flight to one peer. Mooncake's queue breaks for good at 1,024 (2,048 with luck)."""
 MAX_WRITE_BYTES: Final = 4 << 20
+MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
+"""Over CUDA IPC and RDMA, where each write has a fixed cost and none holds up the others."""
 STALL_BASE_S: Final = 1.0
 EXPECTED_BYTES_PER_S: Final = 1e9
 SLOWEST_SHARE: Final = 0.2
@@ -60,14 +62,15 @@ class RdmaSender:
 class SendJob:
     """Copies of one transfer that belong together, such as a chunk.
 
-    `ready` is called on the sender's thread before the first byte is read, and may wait (for a CUDA event, say).
+    `runs` may be a function: planning takes milliseconds, and is then done on the sender's thread; a PlanError fails
+    the job. `ready` is called there before the first byte is read, and may wait (for a CUDA event, say).
     `timeout_s` bounds the whole job from when it starts; without it a job may take as long as it makes progress.
     `pools` says where the copies are, if not in the pools the sender was made for; then it is one of its `more_pools`.
     Copies longer than `write_bytes` are cut.
     """
 
     key: TransferKey
-    runs: Runs
+    runs: Runs | Callable[[], Runs]
     ready: Callable[[], None] | None = None
     timeout_s: float | None = None
     pools: PoolPair | None = None
@@ -95,6 +98,8 @@ class _Pending:
 
     job: SendJob
     cancelled: bool = False
+    complete: bool = False
+    total_bytes: int = 0
     bytes_written: int = 0
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
@@ -151,9 +156,9 @@ class PeerSender:
         atexit.register(self.close)
 
     def submit(self, job: SendJob) -> None:
-        """Queue a job. Raises PlanError, and queues nothing, when a copy leaves either pool."""
-        pools = job.pools or self._pools
-        check_bounds(job.runs, pools.source_bytes, pools.destination.size_bytes)
+        """Queue a job. Raises PlanError, and queues nothing, when a copy of a finished plan leaves either pool."""
+        if isinstance(job.runs, Runs):
+            self._check_bounds(job, job.runs)
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the sender to {self.session} is closed")
@@ -254,11 +259,15 @@ class PeerSender:
                 job.ready()
             except Exception as error:
                 raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
-        if not len(job.runs) or pending.cancelled:
+        if pending.cancelled:
+            return
+        pieces = self._planned(job).split(job.write_bytes)
+        pending.total_bytes = pieces.total_bytes
+        if not len(pieces):
+            pending.complete = True
             return
         engine = self._open_engine()
         pools = job.pools or self._pools
-        pieces = job.runs.split(job.write_bytes)
         waiting = zip(
             (pieces.source + pools.source_base).tolist(),
             (pieces.destination + pools.destination.base_address).tolist(),
@@ -287,6 +296,21 @@ class PeerSender:
                 self._check_deadlines(pending, started, moved_at)
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, NAP_MAX_S)
+        pending.complete = pending.bytes_written == pending.total_bytes
+
+    def _planned(self, job: SendJob) -> Runs:
+        if isinstance(job.runs, Runs):
+            return job.runs
+        try:
+            runs = job.runs()
+            self._check_bounds(job, runs)
+        except PlanError as error:
+            raise _SendError(str(error), late_writes=False) from error
+        return runs
+
+    def _check_bounds(self, job: SendJob, runs: Runs) -> None:
+        pools = job.pools or self._pools
+        check_bounds(runs, pools.source_bytes, pools.destination.size_bytes)
 
     def _collect(self, pending: _Pending, engine: SendEngine, started: float) -> bool:
         """Take the finished writes out of flight; whether there were any."""
@@ -319,15 +343,14 @@ class PeerSender:
         timeout_s = pending.job.timeout_s
         if timeout_s is not None and now - started > timeout_s:
             raise _SendError(
-                f"writing {pending.job.runs.total_bytes} bytes to decode {self.session} took longer than "
-                f"{timeout_s:g} s",
+                f"writing {pending.total_bytes} bytes to decode {self.session} took longer than {timeout_s:g} s",
                 late_writes=True,
             )
 
     def _finish(self, pending: _Pending, reason: str | None, late_writes: bool, seconds: float) -> None:
         """Report a job. It is cancelled, rather than failed, when it was told to stop and stopped short."""
         job = pending.job
-        complete = reason is None and pending.bytes_written == job.runs.total_bytes
+        complete = reason is None and pending.complete
         cancelled = pending.cancelled and not complete
         result = SendResult(
             key=job.key,

@@ -257,7 +257,7 @@ class StagedWorld(World):
     def _land(self, write: Write, *, intact: bool) -> None:
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[0][(position - chunk.prefix_tokens) // PAGE_SIZE]
+            page = chunk.indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
             self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
 
     def _put_piece(self, place: Row, piece: int | None, prefix: Prefix) -> None:

@@ -38,9 +38,9 @@ class Prefill:
             page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100, observe_timeout_s=5
         )
         self.scheduler = PrefillScheduler(limits, PageAllocator(13))
-        self.scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)], LINKS)
+        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
-        self.scheduler.receive(DECODE, destination, list(range(10, 16)), [[3, 5]], 0.0)
+        self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)
         self.scheduler.advance(0.0)
         self.writes: list[ChunkWrite] = []
         self.parts: list[PartWrite] = []
@@ -204,3 +204,19 @@ def test_an_end_that_comes_before_the_last_scatter_waits_for_it() -> None:
     world.scatter_turn(0)
     assert request.output_ids == [50]
     assert EOS not in request.output_ids
+
+
+def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_behind() -> None:
+    """The same server closes its connection and opens another; what was being written then reports its end."""
+    prefill = Prefill()
+    parts = prefill.give_step()
+    prefill.grant(parts[0], 0)
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.messages()
+    prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
+    prefill.scheduler.peer_closed(DECODE)
+    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+    prefill.end_part(ok=False, late=True)
+    prefill.end_direct(ok=False)
+    assert not prefill.scheduler.transfers
+    assert prefill.scheduler.pages.available == 13

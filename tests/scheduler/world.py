@@ -268,7 +268,7 @@ class World:
         )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
         scheduler = PrefillScheduler(limits, PageAllocator(PREFILL_PAGES))
-        scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)])
+        scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
         self.servers[instance] = Server(endpoint, instance, scheduler)
         self.decode.peer_up(instance, endpoint, capacity=2 * PREFILL_PAGES)
 
@@ -456,15 +456,15 @@ class World:
         """The bytes of a write arrive in decode's memory, or garbage does."""
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[0][(position - chunk.prefix_tokens) // PAGE_SIZE]
+            page = chunk.indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
             self.memory[page, position % PAGE_SIZE] = write.prompt[: position + 1] if intact else ()
 
     def _deliver_down(self, server: Server) -> None:
         effect = server.to_prefill.popleft()
         match effect.message:
             case KvDestination():
-                prompt, *indices = effect.arrays
-                server.scheduler.receive(DECODE, effect.message, prompt, [list(space) for space in indices], self.now)
+                prompt, indices = effect.arrays
+                server.scheduler.receive(DECODE, effect.message, prompt, list(indices), self.now)
             case Abort():
                 server.scheduler.abort(DECODE, effect.message, self.now)
             case message:
@@ -489,7 +489,7 @@ class World:
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)
-        server.scheduler.peer_up(DECODE, [PageSpace(PAGES, PAGE_SIZE)])
+        server.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
         self.act()
 
     def _grant_of(self, key: TransferKey) -> PageGrant:

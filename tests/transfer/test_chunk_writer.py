@@ -87,8 +87,8 @@ def welcome_of(*layouts: KvLayout | tuple[KvLayout, ...]) -> Welcome:
     return Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "model", "model", tuple(places))
 
 
-def order(start: int, end: int, source: Sequence[int], *indices: Sequence[int], **options: object) -> ChunkWrite:
-    chunk = ChunkWrite(DECODE, TransferKey(1, 0), start, end, list(source), [list(space) for space in indices])
+def order(start: int, end: int, source: Sequence[int], indices: Sequence[int], **options: object) -> ChunkWrite:
+    chunk = ChunkWrite(DECODE, TransferKey(1, 0), start, end, list(source), list(indices))
     return msgspec.structs.replace(chunk, **options)
 
 
@@ -160,7 +160,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
             assert report.checksums[number] == block_sum(received.read_tokens(absolute, start, end), kv)
 
 
-def test_rows_of_a_host_pool_and_pages_of_a_device_pool_share_a_sender(
+def test_pools_in_host_and_in_device_memory_share_their_pages_and_a_sender(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     tokens, pages = 40, [1, 0, 3]
@@ -168,32 +168,32 @@ def test_rows_of_a_host_pool_and_pages_of_a_device_pool_share_a_sender(
     held = {
         name: layout((0, LAYERS), (0, 1), page_size=16, num_pages=4, planes=(name,)) for name in ("latent", "indexer")
     }
-    indexer = layout((0, LAYERS), (0, 1), page_size=16, num_pages=4, planes=("indexer",))
+    indexer = layout((0, LAYERS), (0, 1), page_size=8, num_pages=10, planes=("indexer",))
     latent = layout((0, LAYERS), (0, 1), page_size=8, num_pages=10, planes=("latent",))
     receiver = start_receiver(indexer.size_bytes + latent.size_bytes)
     pools = (
         Pool(indexer, receiver.base_address, indexer.size_bytes),
-        Pool(latent, receiver.base_address + indexer.size_bytes, latent.size_bytes, memory="host", space=1),
+        Pool(latent, receiver.base_address + indexer.size_bytes, latent.size_bytes, memory="host"),
     )
     hello = Hello(PROTOCOL_VERSION, DECODE, "model", "model", (Rank(0, receiver.session, pools),))
     sources = [filled_pool(held[name], cells[name], pages) for name in ("latent", "indexer")]
     harness = start_writer(0, sources, hello, welcome_of(tuple(held.values())))
     assert threads("send-") == [f"send-{receiver.session}"]
-    device_pages, host_pages = [2, 3, 0], [4, 5, 6, 9, 1]
-    harness.writer.write(order(0, tokens, pages, device_pages, host_pages, verify=True))
+    to_pages = [4, 5, 6, 9, 1]
+    harness.writer.write(order(0, tokens, pages, to_pages, verify=True))
     report = harness.report()
     assert report.ok
     landed = {
-        "indexer": (view_of(receiver.pool, indexer), indexer, device_pages),
-        "latent": (view_of(receiver.pool[indexer.size_bytes :], latent), latent, host_pages),
+        "indexer": (view_of(receiver.pool, indexer), indexer),
+        "latent": (view_of(receiver.pool[indexer.size_bytes :], latent), latent),
     }
-    for name, (received, kv, to_pages) in landed.items():
+    for name, (received, kv) in landed.items():
         assert torch.equal(received.read_tokens(to_pages, 0, tokens), cells[name]), name
         assert (
             received.data[[page for page in range(kv.num_pages) if page not in to_pages]].view(torch.uint8) == POISON
         ).all()
     assert report.checksums == (
-        add_sums(block_sum(pool.read_tokens(to_pages, 0, tokens), kv) for pool, kv, to_pages in landed.values()),
+        add_sums(block_sum(pool.read_tokens(to_pages, 0, tokens), kv) for pool, kv in landed.values()),
     )
 
 
@@ -317,7 +317,7 @@ def test_a_hello_that_comes_again_changes_nothing_and_a_closed_peer_can_come_bac
         (order(0, 16, [0], [-1]), "leaves the destination pool"),
         (order(0, 16, [4], [0]), "leaves the source pool"),
         (order(0, 17, [0, 1], [0]), "destination_pages has shape (1,), these tokens need 2 entries"),
-        (order(0, 16, [0]), "decode's pool of k+v is in index space 0, and the chunk has 0 of them"),
+        (order(0, 16, [0], []), "destination_pages has shape (0,), these tokens need 1 entries"),
     ],
 )
 def test_a_chunk_that_cannot_be_planned_fails_before_anything_is_written(

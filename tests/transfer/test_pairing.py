@@ -64,9 +64,18 @@ def test_host_pools_and_another_order_of_pools_pair() -> None:
     host = Rank(
         0,
         "10.0.0.1:1",
-        (Pool(indexer, 1, 1), Pool(msgspec.structs.replace(latent, page_size=16), 1, 1, memory="host", space=1)),
+        (Pool(indexer, 1, 1), Pool(latent, 1, 1, memory="host")),
     )
     assert check_pair(*sides((rank(0, latent, indexer), rank(1, latent, indexer)), (host,))) is None
+
+
+def test_all_pools_of_a_server_share_their_pages() -> None:
+    latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
+    indexer = msgspec.structs.replace(latent, planes=(INDEXER,), page_size=16)
+    reason = check_pair(*sides((rank(0, latent, indexer),), (rank(0, latent, indexer),)))
+    assert reason is not None
+    assert "prefill rank 0 has 100 pages of 16 tokens" in reason
+    assert "rank 0 has 100 of 64: all pools of a server share their pages" in reason
 
 
 def test_another_protocol_or_model_is_named() -> None:

@@ -133,11 +133,11 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[[], 
 def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Callable[[], StagedRank]) -> None:
     """Its writes are those of its parts, which are ordered one by one."""
     prefill = start_rank()
-    chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, [TARGET_PAGES])
+    chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES)
     prefill.writer.write(chunk)
     plain = prefill.chunks.get(timeout=10)
     assert (plain.ok, plain.writes, plain.bytes_written, plain.checksums) == (True, 0, 0, ())
-    prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 2), 0, TOKENS, SOURCE_PAGES, [TARGET_PAGES], verify=True))
+    prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 2), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES, verify=True))
     verified = prefill.chunks.get(timeout=10)
     assert (verified.ok, verified.writes, verified.bytes_written, len(verified.checksums)) == (True, 0, 0, 1)
     assert verified.checksums != (0,)

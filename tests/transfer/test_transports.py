@@ -43,7 +43,7 @@ TCP_ONLY = Rank(0, "127.0.0.1:1", (), machine_id(), None)
 WITH_HCA = msgspec.structs.replace(ELSEWHERE, rdma_session="10.0.0.9:3")
 LAYOUT = KvLayout((Plane("k", 4),), 0, 1, 0, 1, 16, 4, "uint8")
 DEVICE = Pool(LAYOUT, 0, LAYOUT.size_bytes)
-HOST = Pool(LAYOUT, 0, LAYOUT.size_bytes, memory="host", space=1)
+HOST = Pool(LAYOUT, 0, LAYOUT.size_bytes, memory="host")
 
 
 class Memory:

@@ -21,7 +21,7 @@ MODEL_STAMP := .venv/.stamp-model
 
 .PHONY: help
 help: ## show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
 
 .PHONY: setup
 setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies and the embedded model, in .venv
@@ -33,6 +33,10 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU
 	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-matrix
+test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
+	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_ranks.py tests/cluster/test_staging_pair.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy, as CI runs them

@@ -154,6 +154,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     instance: str | None = None
     detail: str | None = None
     round_trip_ms: float | None = None
+    transports: dict[str, str] = {}
+    """How KV of each pool goes there (prefill)."""
 
 
 class Status(FrontMessage, frozen=True):

@@ -229,7 +229,7 @@ class Leader:
             vocab_size=self._source.config.vocab_size,
             observe_timeout_s=config.observe_timeout_s,
             prefix_cache=config.prefix_cache,
-            steps_in_flight=config.pp + 1,
+            steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )
         scheduler = PrefillScheduler(limits, PageAllocator(self._num_pages))
         control = PrefillControl(
@@ -259,6 +259,7 @@ class Leader:
 
     def _run(self, loop: DecodeLoop | PrefillLoop, control: Control) -> None:
         def status() -> Status:
+            transports = loop.transports if isinstance(loop, PrefillLoop) else {}
             problems = loop.problems()
             if control.progress_age_s() > CONTROL_STALL_S:
                 problems.append(f"the control thread has not turned for {control.progress_age_s():.0f} s")
@@ -267,7 +268,14 @@ class Leader:
                 gauges=dict(snapshot.gauges),
                 counters={**snapshot.counters, **{f"control_{name}": n for name, n in control.stats().items()}},
                 peers=tuple(
-                    PeerStatus(peer.endpoint, peer.state, peer.instance, peer.detail, peer.round_trip_ms)
+                    PeerStatus(
+                        peer.endpoint,
+                        peer.state,
+                        peer.instance,
+                        peer.detail,
+                        peer.round_trip_ms,
+                        transports.get(peer.instance or "", {}),
+                    )
                     for peer in control.peers()
                 ),
                 states=dict(snapshot.states),

@@ -17,7 +17,7 @@ from .front import Cancel, FlushCache, Observe
 from .front_link import FrontLink
 from .loop import EngineLoop
 from .prefill import PrefillScheduler
-from .rank_messages import ChunkReport, ClosePeer, OpenPeer, PartReport, RunStep, StepDone, WriteChunk
+from .rank_messages import ChunkReport, ClosePeer, OpenPeer, PeerRoutes, PartReport, RunStep, StepDone, WriteChunk
 from .ranks import Ranks
 from .step import Draw, StepRow
 from .transfer import PageSpace, PrefillRow
@@ -44,6 +44,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         super().__init__(scheduler, front, inbox, ranks, world_size)
         self._control = control
         self._welcome = welcome
+        self.transports: dict[str, dict[str, str]] = {}
+        """How KV of each pool goes to each decode server. Read by another thread."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Chunks that some ranks have written, and others have not."""
 
@@ -62,6 +64,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
+            case PeerRoutes(instance=instance, transports=transports):
+                self.transports[instance] = {**self.transports.get(instance, {}), **transports}
             case ChunkReport(written=written):
                 self._chunk_written(written, now)
             case PartReport(written=written):
@@ -76,6 +80,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case PeerClosed(instance=instance):
                 self._ranks.tell(ClosePeer(instance))
                 scheduler.peer_closed(instance)
+                self.transports.pop(instance, None)
             case LoadReported() | PeerRefused() | SendFailed():
                 pass  # nothing to decide; the control plane logs what is wrong
             case _:

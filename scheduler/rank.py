@@ -46,6 +46,7 @@ from .rank_messages import (
     OpenPeer,
     OrderDone,
     PageCommand,
+    PeerRoutes,
     PartReport,
     PartScattered,
     RankFailed,
@@ -159,6 +160,7 @@ class RankEngine:
                 self._writer.cancel(instance, key)
             case OpenPeer(hello=hello, welcome=welcome):
                 self._writer.open(hello, welcome)
+                self._report(PeerRoutes(self._rank, hello.instance, self._writer.transports(hello.instance)))
             case ClosePeer(instance=instance):
                 self._writer.close(instance)
 

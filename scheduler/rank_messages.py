@@ -158,6 +158,13 @@ class HotCounters(Report, frozen=True):
     counters: dict[str, float]
 
 
+class PeerRoutes(Report, frozen=True):
+    """How this rank's KV goes to a decode server: a transport for each pool (prefill)."""
+
+    instance: InstanceId
+    transports: dict[str, str]
+
+
 class RankAlive(Report, frozen=True):
     """Sent a few times a second; `problems` make the server unhealthy. `busy_s` is the time spent on steps, less that
     spent waiting for the stage before.
@@ -178,5 +185,6 @@ RankReport = (
     | PartReport
     | PartScattered
     | HotCounters
+    | PeerRoutes
     | RankAlive
 )

@@ -62,7 +62,7 @@ def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_and_local_links_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"^(?:    )?make ([a-z]+)", text, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^(?:    )?make ([a-z-]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / link).exists(), f"{document} links to {link}"

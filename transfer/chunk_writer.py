@@ -254,6 +254,13 @@ class ChunkWriter:
             except torch.OutOfMemoryError as error:
                 log.error("KV for decode %s cannot be sent: no memory for staging buffers: %s", hello.instance, error)
 
+    def transports(self, instance: InstanceId) -> dict[str, str]:
+        """How KV of each pool goes to a decode server; empty for one that is not open, or to which nothing goes."""
+        with self._lock:
+            route = self._routes.get(instance)
+        links = route.links if route is not None else ()
+        return {"+".join(link.source.layout.kind): link.sender.transport for link in links}
+
     def close(self, instance: InstanceId) -> None:
         """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""
         with self._lock:

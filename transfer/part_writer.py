@@ -155,7 +155,10 @@ class PartWriter:
                     self._on_written(_stopped(order, f"the part could not be gathered: {error!r}"))
                     continue
                 self._submit(gathering, slot, ready)
-        for order in self._queue:
+        with self._changed:
+            left = list(self._queue)
+            self._queue.clear()
+        for order in left:
             self._on_written(_stopped(order, "cancelled"))
 
     def _take(self) -> tuple[_Gathering, int] | None:

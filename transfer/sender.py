@@ -142,7 +142,7 @@ class PeerSender:
         self._sources = {Region(pair.source_base, pair.source_bytes) for pair in (self._pools, *more_pools)}
         self._window = window
         self._on_result = on_result
-        self._transport = transport
+        self.transport = transport
         self._rdma = rdma or RdmaSender("127.0.0.1", ())
         self._engine: SendEngine | None = None
         self._changed = threading.Condition()
@@ -376,7 +376,7 @@ class PeerSender:
                 self.session,
                 self._pools.destination.base_address,
                 self._pools.destination.size_bytes,
-                transport=self._transport,
+                transport=self.transport,
                 host=self._rdma.host,
                 devices=self._rdma.devices,
                 gid_index=self._rdma.gid_index,

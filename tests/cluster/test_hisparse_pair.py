@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster, wait_until
 
 TOPK = 16
@@ -145,12 +145,15 @@ def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(sourc
 
 
 def test_a_dense_model_and_an_impossible_buffer_are_refused(source: Source, tmp_path: Path) -> None:
+    dense = make_checkpoint(tmp_path / "dense", "llama")
     for flags, sentence in (
+        ([], "enable_hisparse needs a model with sparse attention"),
         (["--hot-rows", "8"], "hot_rows = 8 is below the model's index_topk = 16"),
         (["--hot-rows", "20"], "hot_rows = 20 must be a multiple of page_size = 8"),
         (["--host-memory-gib", "9999"], "host_memory_gib = 9999"),
     ):
-        server = Server("decode", source.model, tmp_path / "log", "--page-size", "8", "--enable-hisparse", *flags)
+        model = source.model if flags else dense
+        server = Server("decode", model, tmp_path / "log", "--page-size", "8", "--enable-hisparse", *flags)
         process = server.start().process
         assert process is not None
         assert process.wait(60) == 2

@@ -89,6 +89,8 @@ def test_tokens_equal_transformers_whatever_the_layouts(
         assert list(found) == model.expected
     assert decode.count("chunks_verified") > 0
     assert len(decode.info()["ranks"]) == layout[0] * layout[1]
+    for source in sources.values():
+        assert {"k+v": "tcp"} in [peer["transports"] for peer in source.settled_info()["peers"]]
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -102,7 +104,7 @@ def rank_pids(server: Server) -> list[int]:
 def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
 ) -> None:
-    """Eight at once in a pool for about three; with two stages, how much they wait for each other is measured."""
+    """Eight at once in a pool for about three."""
     servers, sources = prefills
     tp, pp = layout
     source = sources[1, 1].endpoint
@@ -120,7 +122,7 @@ def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
 
 
 def test_stages_work_at_the_same_time(prefills: tuple[Cluster, dict[Layout, Server]], model: Model) -> None:
-    """With eight requests and two stages, the stages are busy for longer than one of them could be alone."""
+    """With eight requests and two stages, the stages are busy for longer than they could be one after the other."""
     servers, sources = prefills
     decode = servers.add(
         "decode", model.directory, "--prefill", sources[1, 1].endpoint, *flags((1, 2), 16), "--no-prefix-cache"
@@ -135,10 +137,11 @@ def test_stages_work_at_the_same_time(prefills: tuple[Cluster, dict[Layout, Serv
     before, started = busy(), time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda _: decode.generate(prompt, 100), range(8))) == [alone] * 8
-    wall = time.monotonic() - started - 0.6  # settled_info waits
+    wall = time.monotonic() - started
     shares = {name: (value - before[name]) / wall for name, value in busy().items()}
     print(f"share of the time each stage was at work: {shares}, bubble fraction {1 - sum(shares.values()) / 2:.2f}")
     assert len(shares) == 2
+    assert sum(shares.values()) > 1.1
     assert decode.stop() == 0
 
 

@@ -284,7 +284,7 @@ def test_closing_does_not_wait_for_a_hung_peer_and_reports_what_was_under_way(
     receivers[1].stop()
     started = time.monotonic()
     harness.writer.close(DECODE)
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < 0.5  # the peer would be waited for for a second
     harness.writer.write(chunk)
     gone, report = harness.report(), harness.report()
     assert (gone.ok, gone.reason, gone.writes) == (False, "the decode server is gone", 0)

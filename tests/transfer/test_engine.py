@@ -153,7 +153,7 @@ def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver
     assert all(write is not None and engine.poll(write) is WriteState.PENDING for write in writes)
     started = time.monotonic()
     engine.destroy()
-    assert time.monotonic() - started < 0.2  # up to 1 s without waking the listener
+    assert time.monotonic() - started < 0.5  # up to 1 s without waking the listener
 
 
 def test_mooncake_is_silent_even_when_everything_fails() -> None:

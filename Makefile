@@ -36,7 +36,7 @@ test: lint ## lint, then every test that needs no GPU
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_ranks.py tests/cluster/test_staging_pair.py $(ARGS)
+	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy, as CI runs them

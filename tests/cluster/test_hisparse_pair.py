@@ -1,6 +1,7 @@
 """HiSparse through real pairs: KV goes straight into decode's host memory, attention reads hot rows, tokens agree."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,11 @@ def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = 4096, share: float 
     ]
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+FULL = os.environ.get("PDSERVE_MATRIX") == "full"
+"""`make test-matrix`: both families; otherwise the one that also shares selections between layers."""
+
+
+@pytest.fixture(scope="module", params=list(CASES) if FULL else ["glm"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     case = CASES[request.param]
     directory = tmp_path_factory.mktemp(f"{request.param}-model")

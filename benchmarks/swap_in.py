@@ -187,7 +187,7 @@ def main() -> None:
     for row_bytes in args.row_bytes:
         pools = Pools.allocate(max(args.batches), row_bytes)
         verify(pools)
-        time.sleep(1)  # soon after the CPU has read host memory, the GPU reads it up to 40 % slower
+        time.sleep(1)  # runs that were timed right after the CPU had read host memory were up to 40 % slower
         rate = bulk_rate(pools)
         cases = [(batch, share) for batch in args.batches for share in args.shares]
         rounds = [[measure(pools, *case) for case in cases] for _ in range(ROUNDS)]

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig
-from ..kernels.slot_tables import table_bytes
-
-GIB = 1 << 30
+from ..kernels.slot_tables import buffer_pages, table_bytes
+from .sizing import GIB
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def hisparse_size(
         page_size=page_size,
     )
     latent_page, indexer_page = latent_token_bytes * page_size, indexer_token_bytes * page_size
-    buffer_pages = hot_rows // page_size + 1
+    one_buffer = buffer_pages(hot_rows, page_size)
     budget = int(
         config.kv_memory_gib * GIB if config.kv_memory_gib is not None else config.kv_memory_fraction * device_bytes
     )
@@ -71,15 +70,15 @@ def hisparse_size(
         )
     num_pages = _host_pages(config, latent_page, context_length, host_bytes)
     if config.kv_tokens is None:
-        hot_floor = min(config.max_running_requests * buffer_pages * latent_page, budget // 2)
+        hot_floor = min(config.max_running_requests * one_buffer * latent_page, budget // 2)
         num_pages = min(num_pages, (budget - hot_floor) // indexer_page)
-    most_useful = num_pages + config.max_running_requests * buffer_pages
+    most_useful = num_pages + config.max_running_requests * one_buffer
     hot_pages = min(most_useful, (budget - num_pages * indexer_page) // latent_page)
-    if num_pages < 1 or hot_pages < buffer_pages:
+    if num_pages < 1 or hot_pages < one_buffer:
         raise StartupError(
             f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the "
             f"index of {max(num_pages, 1)} pages ({max(num_pages, 1) * indexer_page / GIB:.3f} GiB) and one hot buffer "
-            f"of hot_rows = {hot_rows} ({buffer_pages * latent_page / GIB:.3f} GiB)"
+            f"of hot_rows = {hot_rows} ({one_buffer * latent_page / GIB:.3f} GiB)"
         )
     return HiSparseSize(num_pages, hot_pages)
 

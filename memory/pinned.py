@@ -13,8 +13,8 @@ import torch
 
 from ..configs.errors import StartupError
 from .device import free_memory_bytes
+from .sizing import GIB
 
-GIB = 1 << 30
 CHUNK_BYTES = 4 * GIB
 _PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
 

@@ -32,7 +32,6 @@ class PrefixCache:
         self._roots: dict[tuple[int, ...], _Node] = {}
         self._nodes: dict[int, _Node] = {}
         pages.on_evict = self._evicted
-        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -90,4 +89,3 @@ class PrefixCache:
         assert not node.children, f"page {page} was evicted before those that build on it"
         siblings = node.parent.children if node.parent is not None else self._roots
         del siblings[node.tokens]
-        self.evictions += 1

@@ -8,6 +8,7 @@ import queue
 import numpy as np
 
 from ..configs.errors import UnavailableError
+from ..transfer.chunks import PartScatter
 from ..transfer.decode_control import DecodeControl
 from ..transfer.events import (
     LoadReported,
@@ -33,7 +34,6 @@ from ..transfer.messages import (
     TransferKey,
     Welcome,
 )
-from ..transfer.part_scatterer import PartScatter
 from ..transfer.staged_links import staged_links
 from .decode import DecodeScheduler
 from .effects import (

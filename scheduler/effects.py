@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..transfer.chunk_writer import ChunkWrite
+from ..transfer.chunks import ChunkWrite, PartScatter, PartWrite
 from ..transfer.messages import AnyMessage, InstanceId, TransferKey
-from ..transfer.part_scatterer import PartScatter
-from ..transfer.part_writer import PartWrite
 from .front import ToFront
 
 

@@ -41,7 +41,8 @@ from .front import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status
 from .front_link import FrontLink
 from .hot_buffers import HotLimits
 from .intake import DecodeLimits
-from .prefill import PrefillLimits, PrefillScheduler
+from .prefill import PrefillScheduler
+from .prefill_limits import PrefillLimits
 from .prefill_loop import PrefillLoop
 from .rank_builder import looks_ahead
 from .rank_messages import RankFailed, RankReady

@@ -17,7 +17,7 @@ from ..configs.errors import PdserveError
 from ..transfer.messages import Load
 from .decode import DecodeScheduler
 from .effects import Effect, SendToFront
-from .front import Stop, ToFront
+from .front import Stop
 from .front_link import FrontLink
 from .prefill import PrefillScheduler
 from .rank_messages import CacheChecked, CheckCache, RankFailed, RunStep, StepDone
@@ -139,7 +139,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     def _handle_events(self, wait_s: float) -> None:
         """Everything in the inbox; waits up to `wait_s` for the first. One bad event does not stop the others."""
         try:
-            event = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            event = self._inbox.get(timeout=wait_s)
             while True:
                 try:
                     match event:
@@ -166,12 +166,9 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     def _carry_out(self) -> None:
         for effect in self.scheduler.take_effects():
             if isinstance(effect, SendToFront):
-                self._tell_front(effect.message)
+                self._front.send(effect.message)
             else:
                 self._perform(effect)
-
-    def _tell_front(self, message: ToFront) -> None:
-        self._front.send(message)
 
     def _begin_stop(self, drain_s: float) -> None:
         self.scheduler.stop_accepting()

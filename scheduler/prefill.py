@@ -10,14 +10,14 @@ released, and decode is told, only after every chunk that was handed out has rep
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..configs.errors import ServerError
 from ..configs.sampling import TokenLogprob
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
-from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
+from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWritten
 from ..transfer.messages import (
     Abort,
     AbortAck,
@@ -30,34 +30,23 @@ from ..transfer.messages import (
     StageGrant,
     TransferFailed,
 )
-from ..transfer.part_writer import PartWritten
 from ..transfer.staged_links import StagedLink
 from .counters import PREFILL_COUNTERS
 from .effects import CancelChunks, Effect, SendToFront, SendToPeer
 from .front import ToFront
 from .lifecycle import TransferState
 from .observers import Observers, Outcome, TransferSummary
+from .prefill_limits import PrefillLimits
+from .reservation import pages_for
 from .staged_sends import StagedSends
 from .transfer import PageSpace, PrefillRow, PrefillStep, Transfer, TransferRef
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillLimits:
-    """The bounds a prefill scheduler works within."""
+class Refusal(NamedTuple):
+    """Why a transfer is not taken, and whether another try may help."""
 
-    page_size: int
-    chunk_size: int
-    max_queued_requests: int
-    context_length: int
-    vocab_size: int
-    observe_timeout_s: float
-    prefix_cache: bool = True
-    steps_in_flight: int = 2
-    """Steps given to the ranks at once: one that computes, and more so that no stage waits for the next."""
-
-
-MAX_SAMPLES = 256
-"""First tokens that one transfer may ask for."""
+    reason: str
+    retryable: bool
 
 
 class PrefillScheduler:
@@ -113,10 +102,9 @@ class PrefillScheduler:
             return
         refusal = self._refusal(transfer)
         if refusal is not None:
-            reason, retryable = refusal
             self.counters["requests_refused"] += 1
-            self._tell(transfer, TransferFailed(transfer.key, reason, retryable))
-            self._settle(transfer, ServerError(reason))
+            self._tell(transfer, TransferFailed(transfer.key, refusal.reason, refusal.retryable))
+            self._settle(transfer, ServerError(refusal.reason))
             return
         self.counters["requests"] += 1
         self.transfers[transfer.ref] = transfer
@@ -285,49 +273,15 @@ class PrefillScheduler:
         assert step.order == order, f"step {order} has ended before step {step.order}"
         return step.rows
 
-    def _refusal(self, transfer: Transfer) -> tuple[str, bool] | None:
-        """Why this transfer cannot be taken and whether another try may help; everything in it came from a peer."""
-        limits, length = self.limits, transfer.prompt_tokens
+    def _refusal(self, transfer: Transfer) -> Refusal | None:
         if not self._accepting:
-            return "the prefill server is shutting down", True
-        if len(self._waiting) >= limits.max_queued_requests:
-            return f"prefill has {len(self._waiting)} requests queued (max_queued_requests)", True
-        if not 1 <= length <= limits.context_length:
-            return f"prompt of {length} tokens is outside [1, {limits.context_length}]", False
-        if min(transfer.prompt) < 0 or max(transfer.prompt) >= limits.vocab_size:
-            return f"prompt has token ids outside [0, {limits.vocab_size})", False
-        if self._pages_for(length) > self.pages.num_pages:
-            capacity = self.pages.num_pages * limits.page_size
-            return f"prompt of {length} tokens exceeds prefill's KV pool of {capacity} tokens", False
-        sampling = transfer.destination.sampling
-        if any(not 0 <= t < limits.vocab_size for t in (*sampling.stop_token_ids, *dict(sampling.logit_bias))):
-            return f"stop_token_ids or logit_bias name tokens outside [0, {limits.vocab_size})", False
-        if not 1 <= transfer.destination.samples <= MAX_SAMPLES:
-            return f"samples {transfer.destination.samples} is outside [1, {MAX_SAMPLES}]", False
-        if not 0 <= transfer.destination.output_tokens < length:
-            return f"output_tokens {transfer.destination.output_tokens} is outside [0, {length})", False
-        return self._destination_refusal(transfer)
-
-    def _destination_refusal(self, transfer: Transfer) -> tuple[str, bool] | None:
-        destination, instance = transfer.destination, transfer.instance
-        if not 0 <= destination.prefix_tokens <= transfer.prompt_tokens:
-            return f"prefix_tokens {destination.prefix_tokens} is outside [0, {transfer.prompt_tokens}]", False
-        tokens = transfer.prompt_tokens - destination.prefix_tokens
-        if instance not in self._spaces:
-            return "the decode server is not paired", True
-        space = self._spaces[instance]
-        if destination.granularity == "page":
-            if destination.prefix_tokens % space.page_size:
-                return f"prefix_tokens {destination.prefix_tokens} is no multiple of page size {space.page_size}", False
-            limit, needed = space.num_pages, -(-tokens // space.page_size)
-        else:
-            limit, needed = space.num_pages * space.page_size, tokens
-        indices = transfer.indices
-        if len(indices) < needed:
-            return f"{len(indices)} destination indices for {needed} {destination.granularity}s", False
-        if indices and (min(indices) < 0 or max(indices) >= limit):
-            return f"destination indices are outside [0, {limit})", False
-        return None
+            return Refusal("the prefill server is shutting down", retryable=True)
+        if len(self._waiting) >= self.limits.max_queued_requests:
+            return Refusal(f"prefill has {len(self._waiting)} requests queued (max_queued_requests)", retryable=True)
+        if transfer.instance not in self._spaces:
+            return Refusal("the decode server is not paired", retryable=True)
+        problem = self.limits.describe_problem(transfer, self._spaces[transfer.instance], self.pages.num_pages)
+        return Refusal(problem, retryable=False) if problem is not None else None
 
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
@@ -466,4 +420,4 @@ class PrefillScheduler:
         self._effects += [SendToFront(message) for message in messages]
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.page_size)
+        return pages_for(tokens, self.limits.page_size)

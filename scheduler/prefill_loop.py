@@ -6,10 +6,9 @@ import queue
 import numpy as np
 
 from ..transfer.checksum import add_sums
-from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
+from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWrite
 from ..transfer.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerRefused, PeerUp, SendFailed
 from ..transfer.messages import Abort, Hello, InstanceId, KvDestination, StageFree, StageGrant, TransferKey, Welcome
-from ..transfer.part_writer import PartWrite
 from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
 from .effects import CancelChunks, Effect, SendToPeer

@@ -24,11 +24,12 @@ from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
 from ..models.sharding import Shard
 from ..transfer.checksum import add_sums, block_sum
-from ..transfer.chunk_writer import ChunkWriter, LocalPool
+from ..transfer.chunk_writer import ChunkWriter
+from ..transfer.chunks import PartScatter, PartWrite
 from ..transfer.layout import KvLayout, Plane
+from ..transfer.local_pool import LocalPool
 from ..transfer.messages import Pool, Rank, StageRing
-from ..transfer.part_scatterer import PartScatter, PartScatterer
-from ..transfer.part_writer import PartWrite
+from ..transfer.part_scatterer import PartScatterer
 from ..transfer.receivers import Receivers
 from ..transfer.staged_links import STAGED_KIND
 from ..transfer.transports import machine_id

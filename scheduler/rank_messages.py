@@ -5,10 +5,8 @@ Rank 0 is a thread of the leader and gets these objects as they are; the others 
 
 import msgspec
 
-from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
+from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
-from ..transfer.part_scatterer import PartScatter
-from ..transfer.part_writer import PartWrite, PartWritten
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .step import StepResult, StepRow
 

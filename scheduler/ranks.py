@@ -17,9 +17,8 @@ import zmq
 from ..configs.errors import PdserveError, StartupError
 from ..configs.schema import AnyServerConfig
 from ..models.catalog import ModelSource
+from ..transfer.chunks import PartScatter, PartWrite
 from ..transfer.curve import ClientGate, ClusterKeys
-from ..transfer.part_scatterer import PartScatter
-from ..transfer.part_writer import PartWrite
 from ..transfer.wakeup import Wakeup
 from .rank import RankEngine
 from .rank_messages import (

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
 
+from ..transfer.chunks import PartScatter
 from ..transfer.messages import (
     InstanceId,
     PrefillDone,
@@ -18,7 +19,6 @@ from ..transfer.messages import (
     StageStopped,
     TransferKey,
 )
-from ..transfer.part_scatterer import PartScatter
 from ..transfer.stage_receiver import (
     BadRequest,
     PagesQuiet,

@@ -9,9 +9,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from ..transfer.chunk_writer import ChunkWrite, ChunkWritten
+from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from ..transfer.messages import InstanceId, StageArrived, StageFree, StageGrant, StagePart, StageRequest, StageStopped
-from ..transfer.part_writer import PartWrite, PartWritten
 from ..transfer.stage_sender import (
     PartFailed,
     PeerRing,

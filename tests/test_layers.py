@@ -1,6 +1,9 @@
 """The rooms of the house: which folder may import which, checked on the source."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,15 +26,21 @@ DECIDING = (
     "decode.py",
     "effects.py",
     "fences.py",
+    "hot_buffers.py",
     "intake.py",
     "lifecycle.py",
     "observers.py",
+    "orders.py",
     "prefill.py",
+    "prefill_limits.py",
     "prefill_peers.py",
     "prompt_queue.py",
     "request.py",
     "reservation.py",
     "retraction.py",
+    "run_queue.py",
+    "staged_arrivals.py",
+    "staged_sends.py",
     "transfer.py",
 )
 """The modules of scheduler/ that decide: plain integers in, effects out."""
@@ -105,6 +114,14 @@ def test_the_check_itself_sees_violations(tmp_path: Path, monkeypatch: pytest.Mo
 def test_decisions_have_no_tensors_sockets_or_clock(name: str) -> None:
     imported = {dotted.split(".")[0] for level, dotted, _ in imports(ROOT / "scheduler" / name) if level == 0}
     assert imported & NOT_FOR_DECISIONS == set()
+
+
+def test_nothing_that_decisions_import_brings_tensors_or_sockets() -> None:
+    names = [f"pdserve.scheduler.{name.removesuffix('.py')}" for name in DECIDING]
+    program = f"import sys, {', '.join(names)}; print(*({{'torch', 'zmq', 'mooncake'}} & sys.modules.keys()))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".dev")}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.parametrize("name", FRONT_MODULES)

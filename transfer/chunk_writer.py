@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final
 
-import msgspec
 import numpy as np
 import torch
 
 from ..configs.schema import PrefillConfig
 from .checksum import add_sums, block_sum
+from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from .infiniband import SYSFS
-from .layout import KvLayout
 from .links import Link
+from .local_pool import LocalPool
 from .messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from .mooncake_sockets import Region
-from .part_writer import PartJob, PartWrite, PartWriter, PartWritten, StageBuffers
+from .part_writer import PartJob, PartWriter, StageBuffers
 from .runs import Runs, expand_runs, expand_token_runs
 from .sender import MAX_DIRECT_WRITE_BYTES, MAX_WRITE_BYTES, PeerSender, PoolPair, RdmaSender, SendJob, SendResult
 from .staged_links import MAX_PART_BYTES, STAGED_KIND, StagedLink, pair_links, staged_links
@@ -39,69 +39,6 @@ NO_RUNS: Final = Runs(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
 STALL_S: Final = 30.0
 """A sender that has work and makes no progress for this long is a problem to report."""
-
-
-class KvMemory(Protocol):
-    """What the writer needs of a KV pool (`memory/kv_pool.py`)."""
-
-    @property
-    def base_address(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def on_gpu(self) -> bool: ...
-
-    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor: ...
-
-
-class LocalPool(NamedTuple):
-    """A pool of this rank: its memory and what it holds.
-
-    `data` is the pool as `[page, layer, plane, head, token, dim]`; only what is staged needs it.
-    """
-
-    memory: KvMemory
-    layout: KvLayout
-    data: torch.Tensor | None = None
-
-
-class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
-    """Write KV of tokens [token_start, token_end) into the memory of a decode server.
-
-    `source_pages` cover the sequence from token 0; `indices` are pages of the decode server (or rows, with granularity
-    "token") from token `prefix_tokens` on.
-    """
-
-    instance: InstanceId
-    key: TransferKey
-    token_start: int
-    token_end: int
-    source_pages: list[int]
-    indices: list[int]
-    granularity: Literal["page", "token"] = "page"
-    prefix_tokens: int = 0
-    verify: bool = False
-
-
-class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
-    """How a ChunkWrite ended on one prefill rank. `ok`: every byte this rank had to write is in decode's memory.
-
-    With `late_writes`, bytes already on their way may still land for a while. `checksums` is this rank's share of the
-    sum of each decode rank; empty when the chunk is not verified or has failed.
-    """
-
-    instance: InstanceId
-    key: TransferKey
-    token_start: int
-    token_end: int
-    ok: bool
-    reason: str = ""
-    late_writes: bool = False
-    writes: int = 0
-    bytes_written: int = 0
-    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,27 +11,14 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import msgspec
 import torch
 
 from ..kernels.kv_stage import kv_scatter
+from .chunks import PartScatter
 from .layout import KvLayout
 from .messages import StagePart
 
 log = logging.getLogger(__name__)
-
-
-class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Scatter the part at `offset` of the ring. Reported when it is in its pages and the ring has been read.
-
-    `pages` take its tokens, the first of which is token `start` of the first page.
-    """
-
-    part: StagePart
-    offset: int
-    size_bytes: int
-    pages: list[int]
-    start: int
 
 
 class PartScatterer:

@@ -11,44 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import numpy as np
 import torch
 
 from ..kernels.kv_stage import kv_gather
+from .chunks import PartWrite, PartWritten
 from .layout import KvLayout, Plane
-from .messages import InstanceId, Pool, StagePart, StageRing, TransferKey
+from .messages import Pool, StageRing, TransferKey
 from .ring import ALIGNMENT
 from .runs import Runs
 from .sender import PeerSender, PoolPair, SendJob, SendResult
 
 BUFFERS: Final = 2
-
-
-class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Gather a part and write it to `offset` of the ring of its decode rank. Its rank reports one PartWritten.
-
-    `pages` hold its tokens, the first of which is token `start` of the first page. `size_bytes` is that of the grant.
-    """
-
-    instance: InstanceId
-    part: StagePart
-    offset: int
-    size_bytes: int
-    pages: list[int]
-    start: int
-
-
-class PartWritten(msgspec.Struct, array_like=True, frozen=True):
-    """How a PartWrite ended. `ok`: all of it is in the ring; otherwise as in ChunkWritten."""
-
-    instance: InstanceId
-    part: StagePart
-    ok: bool
-    reason: str = ""
-    late_writes: bool = False
-    writes: int = 0
-    bytes_written: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

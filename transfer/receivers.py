@@ -6,9 +6,9 @@ from typing import Protocol
 
 from ..configs.errors import StartupError
 from ..configs.schema import ServerConfig
-from .chunk_writer import LocalPool
 from .engine import ReceiveEngine
 from .infiniband import SYSFS
+from .local_pool import LocalPool
 from .mooncake_library import Transport
 from .mooncake_sockets import Region
 from .transports import open_receiver, resolve_transport

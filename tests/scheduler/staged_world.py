@@ -23,7 +23,7 @@ from pdserve.scheduler.effects import (
     SendToFront,
     SendToPeer,
 )
-from pdserve.transfer.chunk_writer import ChunkWrite
+from pdserve.transfer.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.links import Link
 from pdserve.transfer.messages import (
     InstanceId,
@@ -36,8 +36,6 @@ from pdserve.transfer.messages import (
     StageRing,
     StageStopped,
 )
-from pdserve.transfer.part_scatterer import PartScatter
-from pdserve.transfer.part_writer import PartWrite, PartWritten
 from pdserve.transfer.ring import ALIGNMENT, StagingRing
 from pdserve.transfer.stage_receiver import StageReceiver
 from pdserve.transfer.staged_links import StagedLink

@@ -5,9 +5,10 @@ import pytest
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.effects import SendToPeer
-from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdserve.scheduler.prefill import PrefillScheduler
+from pdserve.scheduler.prefill_limits import PrefillLimits
 from pdserve.scheduler.transfer import PageSpace
-from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWritten
+from pdserve.transfer.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from pdserve.transfer.messages import (
     Abort,
     AbortAck,
@@ -23,7 +24,6 @@ from pdserve.transfer.messages import (
     TransferFailed,
     TransferKey,
 )
-from pdserve.transfer.part_writer import PartWrite, PartWritten
 from tests.scheduler.staged_world import LINKS, RING, TOKEN_BYTES, StagedWorld
 from tests.scheduler.world import DECODE, EOS, PAGE_SIZE, PAGES
 

@@ -30,10 +30,11 @@ from pdserve.scheduler.effects import (
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.hot_buffers import HotLimits
 from pdserve.scheduler.intake import DecodeLimits
-from pdserve.scheduler.prefill import PrefillLimits, PrefillScheduler
+from pdserve.scheduler.prefill import PrefillScheduler
+from pdserve.scheduler.prefill_limits import PrefillLimits
 from pdserve.scheduler.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.transfer import PageSpace, PrefillStep
-from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWritten
+from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import (
     Abort,
     AbortAck,

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.memory.kv_pool import KvPool
-from pdserve.transfer.chunk_writer import LocalPool
 from pdserve.transfer.layout import KvLayout, Plane
+from pdserve.transfer.local_pool import LocalPool
 
 DIM = 8
 Span = tuple[int, int]

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from pdserve.configs.schema import PrefillConfig
-from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWriter, ChunkWritten
+from pdserve.transfer.chunk_writer import ChunkWriter
+from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import Hello, Welcome
 from tests.transfer.kv_cells import filled_pool, kv_of
 

@@ -14,8 +14,10 @@ import torch
 from pdserve.configs.schema import PrefillConfig
 from pdserve.transfer import chunk_writer as chunk_writer_module
 from pdserve.transfer.checksum import add_sums, block_sum
-from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWriter, ChunkWritten, LocalPool
+from pdserve.transfer.chunk_writer import ChunkWriter
+from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.layout import KvLayout
+from pdserve.transfer.local_pool import LocalPool
 from pdserve.transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from pdserve.transfer.pairing import check_pair
 from tests.transfer.kv_cells import empty_pool, filled_pool, kv_of, layout, put, view_of

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from pdserve.configs.schema import PrefillConfig
-from pdserve.transfer.chunk_writer import ChunkWrite, ChunkWriter, ChunkWritten, LocalPool
+from pdserve.transfer.chunk_writer import ChunkWriter
+from pdserve.transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.layout import KvLayout
+from pdserve.transfer.local_pool import LocalPool
 from pdserve.transfer.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -23,8 +25,7 @@ from pdserve.transfer.messages import (
     TransferKey,
     Welcome,
 )
-from pdserve.transfer.part_scatterer import PartScatter, PartScatterer
-from pdserve.transfer.part_writer import PartWrite, PartWritten
+from pdserve.transfer.part_scatterer import PartScatterer
 from pdserve.transfer.staged_links import StagedLink, pages_holding, staged_links
 from tests.transfer.kv_cells import empty_pool, kv_of, layout, put
 from tests.transfer.kv_receiver import Receiver

@@ -19,9 +19,10 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig, TransportSetting
 from pdserve.transfer import engine as engine_module
 from pdserve.transfer import mooncake_library
-from pdserve.transfer.chunk_writer import ChunkWriter, LocalPool
+from pdserve.transfer.chunk_writer import ChunkWriter
 from pdserve.transfer.engine import SendEngine
 from pdserve.transfer.layout import KvLayout, Plane
+from pdserve.transfer.local_pool import LocalPool
 from pdserve.transfer.messages import Pool, Rank, TransferKey
 from pdserve.transfer.mooncake_sockets import EngineDescription, Region
 from pdserve.transfer.receivers import Receivers

@@ -1,6 +1,6 @@
 """Speed of a sparse-attention model's decode steps on one GPU, with random weights at DeepSeek-V3.2's geometry.
 
-    python benchmarks/dsa_engine.py [--json results.json]
+    python -m benchmarks.dsa_engine [--json results.json]
 
 A few of its layers with the dense MLP of its first ones, and a small vocabulary, so that layers are what is timed.
 `graph` is the GPU's time of a replay, `step` the wall time of a serving step without a scheduler (fill the inputs,
@@ -15,12 +15,12 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.dsa_config import DsaConfig, MoeConfig
@@ -29,7 +29,6 @@ from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.runner import ModelRunner
 
-DEVICE = torch.device("cuda")
 BATCHES, CONTEXTS = (1, 8, 32), (8192, 32768)
 
 
@@ -132,27 +131,6 @@ class Engine:
                 weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
         rows = context * self.dsa.index_dim + min(context, self.dsa.index_topk) * self.dsa.latent_dim
         return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
-
-
-def gpu_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median GPU time of one call."""
-    events = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return float(statistics.median(begin.elapsed_time(end) for begin, end in events))
-
-
-def copy_rate() -> float:
-    """Bytes per second of a large device-to-device copy, read and written."""
-    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    gpu_ms(lambda: target.copy_(source), 20)
-    return 2 * source.nbytes / (gpu_ms(lambda: target.copy_(source), 20) / 1e3)
 
 
 def check_graphs(engine: Engine, graphs: DecodeGraphs) -> None:

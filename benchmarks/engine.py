@@ -1,6 +1,6 @@
 """Speed of the model loop on one GPU: decode steps and prefill, with random weights at Qwen3-8B's geometry.
 
-    python benchmarks/engine.py [--json results.json]
+    python -m benchmarks.engine [--json results.json]
 
 Decode steps are timed two ways: `graph` is the GPU's time of a replay, `step` the wall time of a serving step without
 a scheduler (fill the inputs, replay, take the most likely tokens, read them back). Both stand beside the roofline: the
@@ -14,20 +14,18 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.parameters import DecoderParameters
 from pdserve.models.runner import ModelRunner
-
-DEVICE = torch.device("cuda")
 
 QWEN3_8B = ModelConfig(
     architecture="qwen3",
@@ -105,27 +103,6 @@ class Engine:
     @property
     def kv_token_bytes(self) -> int:
         return self.decoder.kv_token_bytes
-
-
-def gpu_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median GPU time of one call."""
-    events = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return float(statistics.median(begin.elapsed_time(end) for begin, end in events))
-
-
-def copy_rate() -> float:
-    """Bytes per second of a large device-to-device copy, read and written."""
-    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    gpu_ms(lambda: target.copy_(source), 20)
-    return 2 * source.nbytes / (gpu_ms(lambda: target.copy_(source), 20) / 1e3)
 
 
 def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:

@@ -1,8 +1,5 @@
 """index_topk against a loop over tokens and keys. Values are small integers, so scores are exact and ties are many."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +8,7 @@ from hypothesis import strategies as st
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.index_topk import IndexPlan, index_topk, position_rows, select_top_reference
 from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.poison import poisoned
 
 LAYERS, LAYER = 3, 1
 CPU = torch.device("cpu")
@@ -37,19 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 def where(request: pytest.FixtureRequest) -> Where:
     impl, device, dtype = request.param
     return impl, torch.device(device), dtype
-
-
-@contextmanager
-def poisoned(impl: Impl) -> Iterator[None]:
-    """torch.empty gives NaN, or the largest integer: what is read or left unwritten shows.
-
-    The mode that does this forbids matrix products by cuBLAS, so references go without.
-    """
-    torch.use_deterministic_algorithms(impl != "reference")
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Case:

@@ -1,8 +1,6 @@
 """sparse_mla against a loop over tokens and heads in float64, over a pool that holds NaN wherever no chosen row is."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.sparse_mla import sparse_mla
 from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.poison import poisoned
 
 LAYERS, LAYER = 3, 1
 Where = tuple[Impl, torch.device, torch.dtype]
@@ -34,19 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 def where(request: pytest.FixtureRequest) -> Where:
     impl, device, dtype = request.param
     return impl, torch.device(device), dtype
-
-
-@contextmanager
-def poisoned(impl: Impl) -> Iterator[None]:
-    """torch.empty gives NaN, or the largest integer: what is read or left unwritten shows.
-
-    The mode that does this forbids matrix products by cuBLAS, so references go without.
-    """
-    torch.use_deterministic_algorithms(impl != "reference")
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def random_rows(tokens: int, k: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:

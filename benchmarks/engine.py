@@ -2,30 +2,36 @@
 
     python -m benchmarks.engine [--json results.json]
 
-Decode steps are timed two ways: `graph` is the GPU's time of a replay, `step` the wall time of a serving step without
-a scheduler (fill the inputs, replay, take the most likely tokens, read them back). Both stand beside the roofline: the
+Decode steps are timed three ways: `graph` is the GPU's time of a replay; `step` the wall time of a step as a decode
+server makes them, by the same executor (fill the inputs, replay, choose tokens, read them back), each started before
+the tokens of the last one are read; `alone` the same without that look-ahead. All stand beside the roofline: the
 weights and the KV that a step must read, over the copy rate measured in the same run. Before anything is timed, logits
 of a prompt and of decode steps in graphs are compared with those of transformers over the same weights.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
+from pdserve.configs.sampling import SamplingParams
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.parameters import DecoderParameters
 from pdserve.models.runner import ModelRunner
+from pdserve.scheduler.executor import Executor
+from pdserve.scheduler.step import Draw, StepRow
 
 QWEN3_8B = ModelConfig(
     architecture="qwen3",
@@ -76,7 +82,8 @@ class Engine:
         self.cache = self.decoder.make_cache(-(-kv_tokens // page_size), page_size)
         (self.pool,) = self.cache.pools
         self.pool.data.normal_()
-        self._runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+        self._eager = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
         self._random = random.Random(2)
 
     def pages(self, lengths: list[int]) -> list[list[int]]:
@@ -89,7 +96,8 @@ class Engine:
         return self._random.choices(range(self.config.vocab_size), k=count)
 
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
-        logits = self._runner.forward(self.cache, slices)
+        """Logits without graphs."""
+        logits = self._eager.forward(self.cache, slices)
         assert logits is not None
         return logits
 
@@ -172,6 +180,7 @@ class DecodeResult:
     context: int
     graph_ms: float
     step_ms: float
+    alone_ms: float
     roofline_ms: float
 
     @property
@@ -179,27 +188,40 @@ class DecodeResult:
         return self.graph_ms / self.roofline_ms
 
 
-def time_decode(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, rate: float) -> DecodeResult:
+def time_decode(
+    engine: Engine, executor: Executor, graphs: DecodeGraphs, batch: int, context: int, rate: float
+) -> DecodeResult:
     """A step of `batch` sequences of `context` tokens each, the one being computed included."""
-    pages = engine.pages([context] * batch)
-    slices = [
-        SequenceSlice([token], context - 1, where) for token, where in zip(engine.tokens(batch), pages, strict=True)
+    greedy = (Draw(SamplingParams(temperature=0.0), 0),)
+    first = [
+        StepRow([token], context - 1, pages, greedy)
+        for token, pages in zip(engine.tokens(batch), engine.pages([context] * batch), strict=True)
     ]
+    following = [dataclasses.replace(row, token_ids=(), follows=index) for index, row in enumerate(first)]
+    alone_ms = wall_ms(lambda: executor.start(first).finish())
+    pending = executor.start(first)
 
-    def step() -> list[int]:
-        tokens: list[int] = graphs.run(slices).argmax(dim=-1).tolist()
-        return tokens
+    def step() -> None:
+        nonlocal pending
+        before, pending = pending, executor.start(following)
+        before.finish()
 
-    for _ in range(5):
-        step()
-    walls = []
-    for _ in range(30):
-        begun = time.perf_counter()
-        step()
-        walls.append((time.perf_counter() - begun) * 1e3)
+    step_ms = wall_ms(step)
+    pending.finish()
     graph_ms = gpu_ms(lambda: graphs.replay(batch), 30)
     needed = engine.weight_bytes + batch * context * engine.kv_token_bytes
-    return DecodeResult(batch, context, graph_ms, statistics.median(walls), needed / rate * 1e3)
+    return DecodeResult(batch, context, graph_ms, step_ms, alone_ms, needed / rate * 1e3)
+
+
+def wall_ms(step: Callable[[], object], *, repeats: int = 40) -> float:
+    """Median time between the ends of two steps."""
+    for _ in range(5):
+        step()
+    ends = [time.perf_counter()]
+    for _ in range(repeats):
+        step()
+        ends.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(ends)) * 1e3
 
 
 def time_prefill(engine: Engine, tokens: int, chunk: int) -> float:
@@ -229,7 +251,9 @@ def main() -> None:
     config = dataclasses.replace(QWEN3_8B, num_layers=options.layers)
     engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
     begun = time.perf_counter()
-    graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=256, max_context=65536)
+    graphs = engine.runner.capture_graphs(engine.cache, max_batch=256, max_context=65536)
+    assert graphs is not None
+    executor = Executor(engine.runner, engine.cache, (), look_ahead=True)
     capture_s = time.perf_counter() - begun
     print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}
@@ -239,15 +263,16 @@ def main() -> None:
         print("relative error of logits:", ", ".join(f"{k} {v:.4f}" for k, v in results["logit_errors"].items()))
         engine.pool.data.normal_()
 
-    print("\nbatch  context  graph ms  step ms  roofline ms  ratio  vLLM ms")
+    print("\nbatch  context  graph ms  step ms  alone ms  roofline ms  graph/roofline  step/roofline  vLLM ms")
     results["decode"] = []
     for batch, context in [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 65536)]:
-        result = time_decode(engine, graphs, batch, context, rate)
+        result = time_decode(engine, executor, graphs, batch, context, rate)
         results["decode"].append({**dataclasses.asdict(result), "ratio": result.ratio})
         anchor = VLLM_DECODE_MS.get(batch) if context == 1024 and options.layers == QWEN3_8B.num_layers else None
         print(
-            f"{batch:5}  {context:7}  {result.graph_ms:8.2f}  {result.step_ms:7.2f}  {result.roofline_ms:11.2f}  "
-            f"{result.ratio:5.2f}  {anchor or '':>7}"
+            f"{batch:5}  {context:7}  {result.graph_ms:8.2f}  {result.step_ms:7.2f}  {result.alone_ms:8.2f}  "
+            f"{result.roofline_ms:11.2f}  {result.ratio:14.2f}  {result.step_ms / result.roofline_ms:13.2f}  "
+            f"{anchor or '':>7}"
         )
 
     print("\nprefill of 8,192 tokens: vLLM", VLLM_PREFILL_8192_MS, "ms")

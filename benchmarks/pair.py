@@ -16,13 +16,10 @@ gaps of the other. What a pair on two GPUs would gain does not show here.
 import argparse
 import asyncio
 import json
-import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,8 @@ import httpx
 import uvloop
 from rich.console import Console
 from rich.table import Table
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
+from benchmarks.servers import cpu_seconds, free_port, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.bench import measure
@@ -71,26 +65,6 @@ VLLM_TOKENS_PER_S = 4569
 """vLLM 0.22.1 on the same GPU and geometry, both phases in one process, in one burst of 64."""
 
 BEFORE_FIRST_TOKEN = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
-
-
-def write_model(directory: Path, config: Mapping[str, Any]) -> None:
-    """What a server needs of a model but its weights. The tokenizer has a short word for each id."""
-    (directory / "config.json").write_text(json.dumps(config))
-    letters = sorted(ByteLevel.alphabet())
-    words = letters + [f"{first}{second}{third}" for first in letters for second in letters for third in letters[:4]]
-    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words[: config["vocab_size"] - 1]))}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
@@ -148,25 +122,6 @@ class Load:
             busy = {name: value for name, value in info["gauges"].items() if name.endswith("busy_seconds")}
             found[config.role] = {**info["counters"], **busy, **cpu_seconds(config.port)}
         return found
-
-
-def cpu_seconds(port: int) -> dict[str, float]:
-    """CPU time of the front that was started with this port, and of its leader."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError, ValueError):
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"pdserve.server" not in command or f"--port={port}".encode() not in command:
-                continue
-            children = (entry / "task" / entry.name / "children").read_text().split()
-            times = []
-            for process in (entry.name, children[0]):
-                fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-                times.append((int(fields[11]) + int(fields[12])) / ticks)
-            return {"front_cpu_s": times[0], "leader_cpu_s": times[1]}
-    return {}
 
 
 def difference(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -5,15 +5,17 @@
 Each step selects 2,048 tokens per request, of which the given share was not selected before and is not resident. A step
 is timed with events around one `swap_in`, while the GPU is kept busy ahead of it, as it is in a serving step: launches
 from Python do not count. `gather` is the time of a plain Triton gather of as many random rows, nothing planned. Before
-anything is timed, every selected row of several steps is compared with host memory. Others may share the host's memory
-and PCIe: three rounds over the whole table show how far it can be trusted.
+anything is timed, every selected row of several steps is compared with host memory, as that gather reads it.
+
+What the host's cores did last shows in all of it but the bulk copy: a gather took 10 to 20 % longer after two idle
+seconds, and 60 % longer after they had filled half a gigabyte. So nothing is compared by the CPU, and three rounds over
+the whole table show how far it can be trusted.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,7 +100,8 @@ class Trace:
         steps = WARM_UP_STEPS + STEPS
         orders = torch.rand(batch, first_length, device=DEVICE).argsort(dim=1).int()
         window = torch.arange(steps, device=DEVICE)[:, None] * self.misses + torch.arange(TOP_K, device=DEVICE)
-        self.selections = orders[:, window % first_length].transpose(0, 1).contiguous()  # [steps, batch, TOP_K]
+        selections = orders[:, window % first_length].transpose(0, 1)  # [steps, batch, TOP_K]
+        self.selections = selections.sort(dim=2).values  # as index_topk leaves them
         self.lengths = (first_length + 1 + torch.arange(steps, device=DEVICE, dtype=torch.int32))[:, None].repeat(
             1, batch
         )
@@ -129,20 +132,26 @@ class Trace:
         expected = TOP_K if self.step == 1 else self.misses
         assert counts == [expected] * self.batch, counts
         tokens = self.selected.long()
-        pages = self.pages.gather(1, tokens // PAGE_SIZE).cpu()
+        pages = self.pages.gather(1, tokens // PAGE_SIZE)
+        expected_rows = torch.empty(TOP_K, self.pools.hot.shape[2], dtype=torch.uint8, device=DEVICE)
         for row in range(self.batch):
-            held = self.pools.hot.view(-1, self.pools.hot.shape[2])[self.plan.rows[row].long()].cpu()
-            assert held.equal(self.pools.host[pages[row].long(), (tokens[row] % PAGE_SIZE).cpu()])
+            gather(self.pools, (pages[row] * PAGE_SIZE + tokens[row] % PAGE_SIZE).int(), expected_rows)
+            held = self.pools.hot.view(-1, self.pools.hot.shape[2])[self.plan.rows[row].long()]
+            assert held.equal(expected_rows)
+
+
+def gather(pools: Pools, sources: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy host rows [n] to the first n of `out`."""
+    words = pools.host.shape[2] // 4
+    host, target = (memory.view(-1).view(torch.int32) for memory in (pools.host, out))
+    gather_rows[(len(sources),)](host, sources, target, words, triton.next_power_of_2(words), num_warps=1)
 
 
 def gather_us(pools: Pools, rows: int) -> float:
-    words = pools.host.shape[2] // 4
-    host, hot = pools.host.view(-1).view(torch.int32), pools.hot.view(-1).view(torch.int32)
     times = []
     for _ in range(8):
         sources = torch.randint(pools.host.shape[0] * PAGE_SIZE, (rows,), device=DEVICE, dtype=torch.int32)
-        block = triton.next_power_of_2(words)
-        times.append(timed_us(lambda: gather_rows[(rows,)](host, sources, hot, words, block, num_warps=1)))  # noqa: B023
+        times.append(timed_us(lambda: gather(pools, sources, pools.hot)))  # noqa: B023
     return statistics.median(times[2:])
 
 
@@ -187,7 +196,6 @@ def main() -> None:
     for row_bytes in args.row_bytes:
         pools = Pools.allocate(max(args.batches), row_bytes)
         verify(pools)
-        time.sleep(1)  # runs that were timed right after the CPU had read host memory were up to 40 % slower
         rate = bulk_rate(pools)
         cases = [(batch, share) for batch in args.batches for share in args.shares]
         rounds = [[measure(pools, *case) for case in cases] for _ in range(ROUNDS)]

@@ -117,8 +117,6 @@ class ServerConfig(BaseModel):
             raise ValueError("nnodes > 1 needs dist_init_addr: HOST:PORT of machine 0, the same on all machines")
         if self.nnodes > 1 and self.cluster_key is None:
             raise ValueError("nnodes > 1 needs a cluster_key: the leader takes ranks of other machines only with it")
-        if self.world_size > 1 and self.device.startswith("cuda:"):
-            raise ValueError(f"device {self.device} names one GPU for tp x pp = {self.world_size} ranks: use cuda")
         return self
 
     @model_validator(mode="after")
@@ -142,6 +140,13 @@ class ServerConfig(BaseModel):
         """The ranks of this machine."""
         share = self.world_size // self.nnodes
         return range(self.node_rank * share, (self.node_rank + 1) * share)
+
+    @property
+    def ranks_share_gpu(self) -> bool:
+        """Whether several ranks of this machine were given one GPU, by its number (`cuda:0`; with `cuda` each has its
+        own). They take equal shares of its memory, and talk through host memory: NCCL wants a GPU for each.
+        """
+        return self.device.startswith("cuda:") and len(self.local_ranks) > 1
 
     @property
     def public_host(self) -> str:

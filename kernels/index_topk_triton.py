@@ -24,6 +24,7 @@ _PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of diff
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
 _SELECT_THREADS = 1024
+_SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # that select_top holds in registers
 
 
 @triton.jit
@@ -159,12 +160,15 @@ def _launch_scores(
 
 
 def blocks_per_row(rows: int, width: int, sms: int) -> int:
-    """How many blocks share a row of `width` scores: as many as all find room at once, and have enough to do.
+    """How many blocks share a row of `width` scores: 2 or 4 where fewer cannot hold it and all rows find room at once.
 
-    The blocks of a row must run within one group of SMs, so not every SM can be used: half of them are counted on. With
-    4 blocks for each of 32 rows of 32,768 scores some had to wait: 26 us, where one row alone took 13 (H200).
+    The blocks of a row run within one group of SMs, so not every SM can have one of four: with 24 rows of 65,536 scores
+    nobody waits (17 us; 26 with two blocks each), with 32 some do (28 us; H200).
     """
-    return next((blocks for blocks in (4, 2) if 2 * blocks * rows <= sms and 4096 * blocks < width), 1)
+    for blocks, room in ((4, sms * 3 // 4), (2, sms)):
+        if width > blocks // 2 * _SCORES_PER_BLOCK and blocks * rows <= room:
+            return blocks
+    return 1
 
 
 def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:

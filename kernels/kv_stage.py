@@ -89,6 +89,19 @@ def kv_scatter(
         launch_kv_stage(pool, pages, block, start, end, layers, heads, gather=False)
 
 
+def warm_up_kv_stage(pool: torch.Tensor) -> None:
+    """Compile what kv_gather and kv_scatter need for blocks of any size of this pool: seconds, which the first of them
+    would otherwise take. Nothing to do on a CPU. Copies a token onto itself: nobody else may write page 0 meanwhile.
+    """
+    if not use_triton("auto", pool.device):
+        return
+    pages = torch.zeros(1, dtype=torch.int32, device=pool.device)
+    size = block_bytes(pool, tokens=1, layers=1, heads=1)
+    block = torch.empty(size, dtype=torch.uint8, device=pool.device)
+    kv_gather(pool, pages, block, start=0, end=1, layers=range(1), heads=range(1))
+    kv_scatter(block, pool, pages, start=0, end=1, layers=range(1), heads=range(1))
+
+
 def _pieces(
     pool: torch.Tensor, pages: torch.Tensor, block: torch.Tensor, start: int, end: int, layers: range, heads: range
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -72,7 +72,8 @@ def launch_kv_stage(
     aligned = [row_words * 8, pool.data_ptr(), block.data_ptr(), *(8 * stride for stride in pool.stride()[:-1])]
     unit = 2 if pool.element_size() == 8 and not any(span % 16 for span in aligned) else 1
     block_words = triton.next_power_of_2(row_words)
-    block_tokens = min(triton.next_power_of_2(end - start), max(1, _WORDS_PER_PROGRAM // block_words))
+    # whatever the number of tokens: there is one kernel for a pool, and a small part does not have to wait for another
+    block_tokens = max(1, _WORDS_PER_PROGRAM // block_words)
     rows = len(layers) * planes * len(heads)
     _kv_stage[(rows * triton.cdiv(end - start, block_tokens),)](
         pool,

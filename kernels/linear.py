@@ -14,11 +14,14 @@ fetch their first weights, while the kernel before them ends.
 import torch
 from torch.nn.functional import linear as linear_reference
 
-from .dispatch import Impl, use_triton
+from .dispatch import Impl, launcher, use_numba, use_triton
 from .swiglu import swiglu, swiglu_reference
 
 FEW_ROWS = 32
 """Up to here our kernels are the faster ones, alone and in a graph (H200)."""
+
+FEW_CPU_ROWS = 16
+"""The same on a CPU."""
 
 
 def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,12 +32,14 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
 ) -> torch.Tensor:
     """A linear layer; see the module docstring. `auto` is Triton for few rows in 16 bits on CUDA, otherwise torch."""
-    if not _ours(x, weight, impl):
+    if _numba_fits(x, weight, bias, impl):
+        launch = launcher("linear_numba", "launch_linear")
+    elif _triton_fits(x, weight, impl):
+        launch = launcher("linear_triton", "launch_linear")
+    else:
         return linear_reference(x, weight, bias)
-    from .linear_triton import launch_linear
-
     out = x.new_empty(len(x), len(weight))
-    launch_linear(x, weight, bias, out, gated=False)
+    launch(x, weight, bias, out, gated=False)
     return out
 
 
@@ -44,16 +49,25 @@ def gated_linear(
     """The first half of a Llama-style MLP; see the module docstring. `auto` as in `linear`."""
     if impl == "reference":
         return gated_linear_reference(x, weight, bias)
-    if not _ours(x, weight, impl):
+    if _numba_fits(x, weight, bias, impl):
+        launch = launcher("linear_numba", "launch_linear")
+    elif _triton_fits(x, weight, impl):
+        launch = launcher("linear_triton", "launch_linear")
+    else:
         return swiglu(linear_reference(x, weight, bias))
-    from .linear_triton import launch_linear
-
     out = x.new_empty(len(x), len(weight) // 2)
-    launch_linear(x, weight, bias, out, gated=True)
+    launch(x, weight, bias, out, gated=True)
     return out
 
 
-def _ours(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:
+def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: Impl) -> bool:
+    few = x.ndim == 2 and 1 <= len(x) <= FEW_CPU_ROWS and weight.shape[1:] == x.shape[1:]
+    if impl == "numba" and not few:
+        raise ValueError(f"x {list(x.shape)} must be 1 to {FEW_CPU_ROWS} rows as long as those of {list(weight.shape)}")
+    return few and use_numba(impl, x, weight, *(() if bias is None else (bias,)))
+
+
+def _triton_fits(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:
     if not use_triton(impl, x.device):
         return False
     fits = x.ndim == 2 and len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()

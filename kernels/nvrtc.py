@@ -65,17 +65,24 @@ class CudaKernel:
 
 @functools.cache
 def load_kernel(
-    source: str, name: str, device: torch.device, constants: tuple[tuple[str, int], ...] = (), shared_bytes: int = 0
+    source: str,
+    name: str,
+    device: torch.device,
+    constants: tuple[tuple[str, int], ...] = (),
+    shared_bytes: int = 0,
+    *,
+    only_here: bool = False,
 ) -> CudaKernel:
     """Kernel `name` of `kernels/csrc/<source>`, with `constants` as macros and up to `shared_bytes` of dynamic memory.
 
-    `device` has an index. Raises RuntimeError where cuda-core is missing, or with the compiler's log.
+    `device` has an index. `only_here` allows instructions that this architecture has and later ones need not have
+    (sm_90a: wgmma). Raises RuntimeError where cuda-core is missing, or with the compiler's log.
     """
     core, driver = _cuda_packages()
     major, minor = torch.cuda.get_device_capability(device)
     options = core.ProgramOptions(
         name=source,
-        arch=f"sm_{major}{minor}",
+        arch=f"sm_{major}{minor}{'a' if only_here else ''}",
         std="c++17",
         include_path=str(SOURCE_FOLDER),
         define_macro=[(macro, str(value)) for macro, value in constants],

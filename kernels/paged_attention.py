@@ -10,17 +10,21 @@ any strides (a layer of a page-major pool), token j of a sequence is in its page
 out as query. Rows of a page beyond a sequence's end are never seen, but must hold finite values. Pages have the dtype
 of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
 
-The plan of a batch is made once and serves every layer: `GatherPlan` for torch, `WorkPlan` for the Triton kernels.
+The plan of a batch is made once and serves every layer: `WorkPlan` for the Triton kernels, otherwise `GatherPlan`, by
+which torch computes, or the Numba kernel for sequences of one query and torch for the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_plan import WorkPlan, make_work_plan
-from .dispatch import Impl, use_triton
+from .dispatch import Impl, launcher, use_numba, use_triton
 from .kv_write import can_store
 
 
@@ -69,15 +73,57 @@ class PrefillSequence:
     mask: torch.Tensor | None  # [1, 1, query_len, kv_len] bool
 
 
+class DecodingSequence(NamedTuple):
+    """A sequence of one query: where that is, and what it sees."""
+
+    row: int
+    kv_len: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """B sequences of one query each as the Numba kernel reads them, all int64 and contiguous."""
+
+    rows: torch.Tensor  # [B] rows of `query`
+    kv_lens: torch.Tensor  # [B]
+    page_starts: torch.Tensor  # [B], each sequence's first in `pages`
+    pages: torch.Tensor
+    longest: int  # of kv_lens
+
+
 @dataclass(frozen=True)
 class GatherPlan:
-    """A batch as the reference computes it."""
+    """A batch as torch, and the Numba kernel, compute it. What only one of them needs is made when it asks."""
 
+    impl: Impl
+    device: torch.device
     tokens: int
     page_size: int
     num_kv_heads: int
-    decode: tuple[DecodeGroup, ...]
+    decoding: tuple[DecodingSequence, ...]
     prefill: tuple[PrefillSequence, ...]
+
+    @cached_property
+    def decode(self) -> tuple[DecodeGroup, ...]:
+        """The sequences of one query, for torch."""
+        return tuple(
+            _decode_group(group, self.tokens, self.num_kv_heads, self.device)
+            for group in _similar_lengths(self.decoding)
+        )
+
+    @cached_property
+    def decode_rows(self) -> DecodeRows:
+        """The sequences of one query, for Numba."""
+        kv_lens = [sequence.kv_len for sequence in self.decoding]
+        starts = [0, *accumulate(len(sequence.pages) for sequence in self.decoding)]
+        return DecodeRows(
+            rows=torch.tensor([sequence.row for sequence in self.decoding]),
+            kv_lens=torch.tensor(kv_lens),
+            page_starts=torch.tensor(starts[:-1]),
+            pages=torch.tensor([page for sequence in self.decoding for page in sequence.pages]),
+            longest=max(kv_lens),
+        )
 
 
 AttentionPlan = GatherPlan | WorkPlan
@@ -100,63 +146,40 @@ def plan_attention(
             raise ValueError(
                 f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
             )
-    if use_triton(impl, device):
+    if impl != "numba" and use_triton(impl, device):
         return make_work_plan(query_lens, kv_lens, used, page_size=page_size, num_kv_heads=num_kv_heads, device=device)
-    return _gather_plan(query_lens, kv_lens, used, page_size, num_kv_heads, device)
-
-
-def _gather_plan(
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    pages: Sequence[tuple[int, ...]],
-    page_size: int,
-    num_kv_heads: int,
-    device: torch.device,
-) -> GatherPlan:
-    """Sort a batch into decode groups and prefill sequences."""
-    row_starts = [0]
-    for query_len in query_lens:
-        row_starts.append(row_starts[-1] + query_len)
-    tokens = row_starts[-1]
-    decoding = [index for index, query_len in enumerate(query_lens) if query_len == 1]
-    decode = tuple(
-        _decode_group(
-            [row_starts[index] for index in members],
-            [kv_lens[index] for index in members],
-            [pages[index] for index in members],
-            tokens,
-            num_kv_heads,
-            device,
-        )
-        for members in _similar_lengths(decoding, [len(ids) for ids in pages])
+    row_starts = [0, *accumulate(query_lens)]
+    batch = list(zip(row_starts, query_lens, kv_lens, used, strict=False))
+    return GatherPlan(
+        impl=impl,
+        device=device,
+        tokens=row_starts[-1],
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        decoding=tuple(DecodingSequence(row, kv_len, ids) for row, query_len, kv_len, ids in batch if query_len == 1),
+        prefill=tuple(
+            _prefill_sequence(row, query_len, kv_len, ids, num_kv_heads, device)
+            for row, query_len, kv_len, ids in batch
+            if query_len > 1
+        ),
     )
-    prefill = tuple(
-        _prefill_sequence(row_starts[index], query_len, kv_lens[index], pages[index], num_kv_heads, device)
-        for index, query_len in enumerate(query_lens)
-        if query_len > 1
-    )
-    return GatherPlan(tokens, page_size, num_kv_heads, decode, prefill)
 
 
-def _similar_lengths(members: list[int], num_pages: Sequence[int]) -> list[list[int]]:
-    """Split `members` so that padding at most doubles the pages gathered; one group where lengths are alike."""
-    groups: list[list[int]] = []
-    for index in sorted(members, key=lambda index: -num_pages[index]):
-        if groups and 2 * num_pages[index] >= num_pages[groups[-1][0]]:
-            groups[-1].append(index)
+def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
+    """Split sequences so that padding at most doubles the pages gathered; one group where lengths are alike."""
+    groups: list[list[DecodingSequence]] = []
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.pages)):
+        if groups and 2 * len(sequence.pages) >= len(groups[-1][0].pages):
+            groups[-1].append(sequence)
         else:
-            groups.append([index])
+            groups.append([sequence])
     return [sorted(group) for group in groups]
 
 
 def _decode_group(
-    rows: list[int],
-    kv_lens: list[int],
-    pages: list[tuple[int, ...]],
-    tokens: int,
-    num_kv_heads: int,
-    device: torch.device,
+    sequences: Sequence[DecodingSequence], tokens: int, num_kv_heads: int, device: torch.device
 ) -> DecodeGroup:
+    rows, kv_lens, pages = zip(*sequences, strict=True)
     longest = max(len(ids) for ids in pages)
     padded = [ids + (ids[-1],) * (longest - len(ids)) for ids in pages]
     table = PageTable(padded, num_kv_heads, device)
@@ -164,7 +187,7 @@ def _decode_group(
     if len(set(kv_lens)) > 1:
         seen = torch.arange(max(kv_lens), device=device) < torch.tensor(kv_lens, device=device).unsqueeze(1)
         mask = seen[:, None, None, :]
-    everything = rows == list(range(tokens))
+    everything = rows == tuple(range(tokens))
     return DecodeGroup(None if everything else torch.tensor(rows, device=device), table, mask, max(kv_lens))
 
 
@@ -189,10 +212,22 @@ def paged_attention_reference(
     for group in plan.decode:
         assert group.rows is not None
         out[group.rows] = _attend_decode(query[group.rows], key_pages, value_pages, group, scale)
+    _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale)
+    return out
+
+
+def _prefill_reference(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: GatherPlan,
+    out: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
     for sequence in plan.prefill:
         rows = slice(sequence.row_start, sequence.row_end)
         out[rows] = _attend_prefill(query[rows], key_pages, value_pages, sequence, scale)
-    return out
 
 
 def _attend_decode(
@@ -290,18 +325,21 @@ def paged_attention(
     if not can_store(key_pages.dtype, query.dtype) or key_pages.dtype != value_pages.dtype:
         raise ValueError(f"query is {query.dtype}, the pages are {key_pages.dtype} and {value_pages.dtype}")
     if isinstance(plan, GatherPlan):
-        return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale)
+        if not plan.decoding or not use_numba(plan.impl, query, pages=(key_pages, value_pages)):
+            return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale)
+        out = torch.empty_like(query)
+        launch = launcher("paged_decode_numba", "launch_decode")
+        launch(query, key_pages, value_pages, plan.decode_rows, out, scale=scale)
+        _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale)
+        return out
     if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1 or query.stride()[1:] != (head_dim, 1):
         raise ValueError(
             f"query has strides {query.stride()}, key pages {key_pages.stride()}, value pages {value_pages.stride()}: "
             "heads must be contiguous, and both page tensors alike"
         )
-    from .paged_decode_triton import launch_decode
-    from .paged_prefill_triton import launch_prefill
-
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if plan.pieces.shape[1]:
-        launch_decode(query, key_pages, value_pages, plan, out, scale=scale)
+        launcher("paged_decode_triton", "launch_decode")(query, key_pages, value_pages, plan, out, scale=scale)
     if plan.tiles.shape[1]:
-        launch_prefill(query, key_pages, value_pages, plan, out, scale=scale)
+        launcher("paged_prefill_triton", "launch_prefill")(query, key_pages, value_pages, plan, out, scale=scale)
     return out

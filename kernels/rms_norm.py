@@ -11,7 +11,7 @@ Floor: rms_norm moves 2, add_rms_norm 4 rows; at decode sizes both are one launc
 
 import torch
 
-from .dispatch import Impl, use_triton
+from .dispatch import Impl, launcher, use_numba, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,13 +31,15 @@ def add_rms_norm_reference(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: Impl = "auto") -> torch.Tensor:
     """Norm of each row; see the module docstring."""
-    if not use_triton(impl, x.device):
+    if use_numba(impl, x, weight):
+        launch = launcher("rms_norm_numba", "launch_rms_norm")
+    elif use_triton(impl, x.device):
+        launch = launcher("rms_norm_triton", "launch_rms_norm")
+    else:
         return rms_norm_reference(x, weight, eps)
     _check(x, weight)
-    from .rms_norm_triton import launch_rms_norm
-
     out = torch.empty_like(x)
-    launch_rms_norm(x, None, weight, None, out, eps)
+    launch(x, None, weight, None, out, eps)
     return out
 
 
@@ -45,15 +47,17 @@ def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: Impl = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of two tensors and the norm of its rows, in one pass; see the module docstring."""
-    if not use_triton(impl, x.device):
+    if use_numba(impl, x, y, weight):
+        launch = launcher("rms_norm_numba", "launch_rms_norm")
+    elif use_triton(impl, x.device):
+        launch = launcher("rms_norm_triton", "launch_rms_norm")
+    else:
         return add_rms_norm_reference(x, y, weight, eps)
     _check(x, weight)
     if y.shape != x.shape or y.dtype != x.dtype or not y.is_contiguous():
         raise ValueError(f"cannot add {y.dtype} {list(y.shape)} to {x.dtype} {list(x.shape)}: both must be contiguous")
-    from .rms_norm_triton import launch_rms_norm
-
     total, out = torch.empty_like(x), torch.empty_like(x)
-    launch_rms_norm(x, y, weight, total, out, eps)
+    launch(x, y, weight, total, out, eps)
     return total, out
 
 

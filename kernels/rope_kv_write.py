@@ -18,7 +18,7 @@ what lets a CUDA graph of a padded batch run. Floor: 2 * tokens * (Hq + 2 Hkv) *
 
 import torch
 
-from .dispatch import Impl, use_triton
+from .dispatch import Impl, launcher, use_numba, use_triton
 from .kv_write import can_store, kv_write
 from .rms_norm import rms_norm_reference
 
@@ -89,7 +89,11 @@ def rope_kv_write(
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
-    if not use_triton(impl, qkv.device):
+    if use_numba(impl, qkv, cos, signed_sin, pages=(key_pages, value_pages)):
+        launch = launcher("rope_kv_write_numba", "launch_rope_kv_write")
+    elif use_triton(impl, qkv.device):
+        launch = launcher("rope_kv_write_triton", "launch_rope_kv_write")
+    else:
         if live_rows is not None:
             raise ValueError("live_rows is for padded batches in CUDA graphs")
         return rope_kv_write_reference(
@@ -99,10 +103,6 @@ def rope_kv_write(
         raise ValueError(f"cos has strides {cos.stride()}, signed_sin {signed_sin.stride()}: rows must be contiguous")
     if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:
         raise ValueError(f"key pages have strides {key_pages.stride()}, value pages {value_pages.stride()}")
-    from .rope_kv_write_triton import launch_rope_kv_write
-
     query = qkv.new_empty(tokens, q_heads, head_dim)
-    launch_rope_kv_write(
-        qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm, eps, live_rows, query
-    )
+    launch(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm, eps, live_rows, query)
     return query

@@ -21,8 +21,16 @@ residency can be taken away at any time, by lowering the capacity to B: nothing 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NewType
 
 import torch
+
+from .dispatch import Impl, use_triton
+
+KvRows = NewType("KvRows", torch.Tensor)
+"""Flat rows of a pool that has the pages of sequences, such as the one in host memory: int32, -1 for none."""
+HotRows = NewType("HotRows", torch.Tensor)
+"""Flat rows of the hot pool: int32, -1 for none."""
 
 MAX_HOT_ROWS = 2**15 - 1  # slots 0 to B are int16
 MAX_ROWS = 2**31 - 1  # flat rows are int32
@@ -35,7 +43,7 @@ def buffer_pages(hot_rows: int, page_size: int) -> int:
 
 def plan_shared_bytes(top_k: int, hot_rows: int, page_size: int) -> int:
     """Shared memory of one planning block: `Shared` in csrc/swap_in.cu."""
-    words = (1 << bucket_bits(top_k)) + top_k + 2 * 32 + buffer_pages(hot_rows, page_size)
+    words = (1 << bucket_bits(top_k)) + top_k + 3 * 32 + 32 * 32 + buffer_pages(hot_rows, page_size)
     return 4 * words + 2 * top_k + hot_rows + 1 + 3
 
 
@@ -135,6 +143,11 @@ class SlotTables:
         )
 
     @property
+    def size_bytes(self) -> int:
+        tables = (self.capacity, self.hot_pages, self.slot_tokens, self.token_slots, self.eviction_order, self.lookups)
+        return sum(table.nbytes for table in tables)
+
+    @property
     def requests(self) -> int:
         return self.slot_tokens.shape[-2]
 
@@ -177,17 +190,24 @@ class SlotTables:
         self.capacity[request] = values[0]
         self.hot_pages[request, : len(hot_pages)] = values[1:]
 
-    def flat_rows(self, requests: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def flat_rows(self, requests: torch.Tensor, slots: torch.Tensor) -> HotRows:
         """Flat hot rows, int32, of slots [..., batch] of these requests [batch]."""
         pages = self.hot_pages[requests.long(), (slots // self.page_size).long()]
-        return pages * self.page_size + slots % self.page_size
+        return HotRows(pages * self.page_size + slots % self.page_size)
 
-    def newest_rows(self, requests: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    def newest_rows(self, requests: torch.Tensor, seq_lens: torch.Tensor, *, impl: Impl = "auto") -> HotRows:
         """The flat hot rows where this step's tokens go: [groups, batch] int32, of one group [batch].
 
         To be read before the step's swap_in. `seq_lens` count the new token, which stays in its row when it is no
-        longer the newest; padding, whose length is 0, gets -1.
+        longer the newest; padding, whose length is 0, gets -1. Both are int32.
         """
+        if use_triton(impl, self.capacity.device):
+            from .newest_rows_triton import launch_newest_rows
+
+            order = self.eviction_order.view(-1, *self.eviction_order.shape[-2:])
+            rows = torch.empty(len(order), len(requests), dtype=torch.int32, device=requests.device)
+            launch_newest_rows(order, self.capacity, self.hot_pages, requests, seq_lens, rows, page_size=self.page_size)
+            return HotRows(rows.view(*self.eviction_order.shape[:-2], len(requests)))
         reserved = self.eviction_order[..., requests.long(), self.hot_rows].int()
         slots = torch.where(seq_lens <= self.capacity[requests.long()], seq_lens - 1, reserved).clamp_(min=0)
-        return torch.where(seq_lens > 0, self.flat_rows(requests, slots), -1)
+        return HotRows(torch.where(seq_lens > 0, self.flat_rows(requests, slots), -1))

@@ -16,7 +16,7 @@ row where it is, and is not fetched.
 
     rows[t, i]                           flat hot row of token top_k[t, i], the same for duplicates; -1 where the token
                                          is not in [0, seq_len)
-    miss_sources[t, j], miss_rows[t, j]  host row and hot row of the j-th of miss_counts[t] misses
+    miss_sources[t, j], miss_rows[t, j]  host row and hot row of each of miss_counts[t] misses, in any order
 
 A sequence within its capacity has token p in slot p and no misses, and its tables do not change: nor do those that a
 padded batch row names, whose seq_len is 0. Every selectable token but the newest must be in host memory. Shapes: top_k
@@ -33,36 +33,36 @@ from dataclasses import dataclass
 import torch
 
 from .nvrtc import CudaImpl, use_cuda
-from .slot_tables import SlotTables
+from .slot_tables import HotRows, KvRows, SlotTables
 
 
 @dataclass(frozen=True)
 class SwapPlan:
     """What swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring.
 
-    One stream at a time uses it. `signals` [batch + 1] is the kernel's own: zero between calls.
+    One stream at a time uses it. `signals` [batch + 2] are the kernels' own: zero between calls.
     """
 
-    rows: torch.Tensor
-    miss_sources: torch.Tensor
-    miss_rows: torch.Tensor
+    rows: HotRows
+    miss_sources: KvRows
+    miss_rows: HotRows
     miss_counts: torch.Tensor
     signals: torch.Tensor
 
     @classmethod
     def allocate(cls, batch: int, top_k: int, device: torch.device) -> "SwapPlan":
         rows, sources, destinations = torch.full((3, batch, top_k), -1, dtype=torch.int32, device=device)
-        counts, signals = (torch.zeros(size, dtype=torch.int32, device=device) for size in (batch, batch + 1))
-        return cls(rows, sources, destinations, counts, signals)
+        counts, signals = (torch.zeros(size, dtype=torch.int32, device=device) for size in (batch, batch + 2))
+        return cls(HotRows(rows), KvRows(sources), HotRows(destinations), counts, signals)
 
     def first(self, batch: int) -> "SwapPlan":
         """Its first rows: a plan for a smaller batch, in the same memory."""
         return SwapPlan(
-            self.rows[:batch],
-            self.miss_sources[:batch],
-            self.miss_rows[:batch],
+            HotRows(self.rows[:batch]),
+            KvRows(self.miss_sources[:batch]),
+            HotRows(self.miss_rows[:batch]),
             self.miss_counts[:batch],
-            self.signals[: batch + 1],
+            self.signals[: batch + 2],
         )
 
 

@@ -9,7 +9,7 @@ as transformers does it. Floor: 3 * rows * size elements moved.
 import torch
 from torch.nn.functional import silu
 
-from .dispatch import Impl, use_triton
+from .dispatch import Impl, launcher, use_numba, use_triton
 
 
 def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -19,12 +19,14 @@ def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 def swiglu(gate_up: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
     """Gate each row; see the module docstring."""
-    if not use_triton(impl, gate_up.device):
+    if use_numba(impl, gate_up):
+        launch = launcher("swiglu_numba", "launch_swiglu")
+    elif use_triton(impl, gate_up.device):
+        launch = launcher("swiglu_triton", "launch_swiglu")
+    else:
         return swiglu_reference(gate_up)
     if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
         raise ValueError(f"gate_up {list(gate_up.shape)} must be contiguous rows of an even size")
-    from .swiglu_triton import launch_swiglu
-
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    launch_swiglu(gate_up, out)
+    launch(gate_up, out)
     return out

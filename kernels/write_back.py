@@ -13,13 +13,12 @@ copy_misses on its layer, which may evict it, and be in host memory before the c
 import torch
 
 from .nvrtc import CudaImpl, device_address, load_kernel, use_cuda
+from .slot_tables import HotRows, KvRows
 
 THREADS = 256
 
 
-def write_back_reference(
-    hot: torch.Tensor, hot_rows: torch.Tensor, host: torch.Tensor, host_rows: torch.Tensor
-) -> None:
+def write_back_reference(hot: torch.Tensor, hot_rows: HotRows, host: torch.Tensor, host_rows: KvRows) -> None:
     page_size, real = host.shape[2], host_rows >= 0
     targets = host_rows[real].to(host.device).long()
     for layer, sources in enumerate(hot_rows[:, real].long()):
@@ -29,9 +28,9 @@ def write_back_reference(
 
 def write_back(
     hot: torch.Tensor,
-    hot_rows: torch.Tensor,
+    hot_rows: HotRows,
     host: torch.Tensor,
-    host_rows: torch.Tensor,
+    host_rows: KvRows,
     *,
     impl: CudaImpl = "auto",
 ) -> None:

@@ -7,13 +7,20 @@ import torch
 from ..configs.errors import StartupError
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
     """`auto` is CUDA where there is one; raises StartupError for a device this host lacks.
 
-    Ranks of one machine get a GPU each, by number; with more ranks than GPUs they share them.
+    The `local_ranks` ranks of this machine get a GPU each, by number, unless one is named (`cuda:N`): that is for all.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        devices = torch.cuda.device_count()
+        if local_ranks > devices:
+            raise StartupError(
+                f"device {name}: {local_ranks} ranks (tp x pp) need a GPU each and this machine has {devices}; "
+                "lower --tp or --pp, use --device cpu, or name one GPU for all of them (--device cuda:0; slow, for "
+                "tests)"
+            )
+        return torch.device("cuda", local_rank)
     if name == "auto":
         return torch.device("cpu")
     device = torch.device(name)

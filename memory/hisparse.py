@@ -16,7 +16,7 @@ import torch
 from ..configs.errors import StartupError
 from ..kernels.slot_tables import SlotTables, buffer_pages, check_geometry
 from ..kernels.swap_in import SwapPlan
-from .index_spaces import HotSlot, TokenPosition
+from .index_spaces import HotPage, KvPage, RequestSlot
 from .kv_pool import KvCache, KvPool
 
 
@@ -91,6 +91,10 @@ class HiSparseCache(KvCache):
         """Where steps run."""
         return self.hot.data.device
 
+    @property
+    def device_bytes(self) -> int:
+        return self.size_bytes - self.host.size_bytes + self.hot.size_bytes + self.tables.size_bytes
+
     def swaps(self, batch: int) -> SwapPlan:
         """The plan of a step of this many rows, in memory that all steps share."""
         return self._swaps.first(batch)
@@ -106,7 +110,9 @@ class HiSparseCache(KvCache):
 
     # -- hot buffers -------------------------------------------------------------------------------------------
 
-    def open(self, slot: int, hot_pages: Sequence[int], pages: Sequence[int], tokens: int, capacity: int) -> None:
+    def open(
+        self, slot: RequestSlot, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int, capacity: int
+    ) -> None:
         """A request takes this slot: the rows of its first `tokens` tokens are in host memory, in `pages`.
 
         `hot_pages` hold its buffer, or at least its next token for as long as it is shorter. With `tokens` within
@@ -122,7 +128,7 @@ class HiSparseCache(KvCache):
             for source, target, count in _runs(pages[:used], hot_pages[:used], self.host.pages_per_chunk):
                 self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
-    def resize(self, slot: int, hot_pages: Sequence[int], capacity: int) -> None:
+    def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:
         """The buffer has these pages and this capacity from now on; the pages that stay are the same, and first.
 
         A capacity may be lowered to the size of the buffer at any time, and raised while the sequence is within the
@@ -131,7 +137,7 @@ class HiSparseCache(KvCache):
         self._check(hot_pages, 1, capacity)
         self.tables.set_pages(slot, hot_pages, capacity)
 
-    def _check(self, hot_pages: Sequence[int], tokens: int, capacity: int) -> None:
+    def _check(self, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
         rows, needed = len(hot_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
         assert rows >= needed, f"{len(hot_pages)} hot pages of {self.page_size} rows do not hold {needed}"
         assert all(0 <= page < self.hot.num_pages for page in hot_pages), f"hot pages are {hot_pages}"
@@ -203,22 +209,17 @@ class HiSparseCache(KvCache):
                     request = int(fine.logical_not().nonzero()[0])
                     raise HiSparseError(f"index group {group}, request slot {request}: {problem}")
 
-    def slot_of(self, group: int, slot: int, position: TokenPosition) -> HotSlot | None:
-        """Where a token of a cycling buffer is; None for a token that would be fetched. Waits for the device."""
-        found = int(self.tables.token_slots[group, slot, position])
-        return HotSlot(found) if found >= 0 else None
-
 
 def _as_bytes(pool: KvPool) -> torch.Tensor:
     """[pages, layers, page_size, row_bytes] uint8: the rows of a latent pool, as kernels copy them."""
     return pool.data.view(torch.uint8)[:, :, 0, 0]
 
 
-def _runs(sources: Sequence[int], targets: Sequence[int], chunk: int) -> list[tuple[int, int, int]]:
+def _runs(sources: Sequence[KvPage], targets: Sequence[HotPage], chunk: int) -> list[tuple[KvPage, HotPage, int]]:
     """(first source, first target, length) of the stretches in which both count up by one, none of which has sources
     on both sides of a multiple of `chunk`.
     """
-    runs: list[tuple[int, int, int]] = []
+    runs: list[tuple[KvPage, HotPage, int]] = []
     for source, target in zip(sources, targets, strict=True):
         first_source, first_target, length = runs[-1] if runs else (source, target, 0)
         follows = (source, target) == (first_source + length, first_target + length)

@@ -1,34 +1,17 @@
-"""The numbers that a HiSparse cache counts with. They are all small integers and mean different things.
+"""The numbers that memory is counted with. All are small integers, with types of their own: mypy tells them apart.
 
-    TokenPosition   a token of one sequence, from 0
-    HostRow         a row of the host pool: page * page_size + offset
-    HotSlot         a row of one request's hot buffer, from 0
-    HotRow          a row of the hot pool: hot page * page_size + offset
+    KvPage        a page of a sequence. All pools of a cache share page ids: with HiSparse, page p is latent rows in
+                  host memory, and their indexer keys on the device
+    HotPage       a page of the hot pool, on the device (HiSparse)
+    RequestSlot   the number under which a running request has its hot pages and tables (HiSparse)
 
-A sequence's pages lead from positions to host rows, a request's hot pages from slots to hot rows. Which token is in
-which slot is in the tables of kernels/slot_tables.py; of a resident sequence, token p is in slot p.
+They come from their allocators and from nowhere else: pages from `PageAllocator` (memory/pages.py), slots from
+`HotBuffers` (scheduler/hot_buffers.py). Rows, page * page_size + offset, are only ever in tensors: `KvRows` and
+`HotRows` of kernels/slot_tables.py.
 """
 
-from collections.abc import Sequence
 from typing import NewType
 
-TokenPosition = NewType("TokenPosition", int)
-HostRow = NewType("HostRow", int)
-HotSlot = NewType("HotSlot", int)
-HotRow = NewType("HotRow", int)
-
-
-def host_row(position: TokenPosition, pages: Sequence[int], page_size: int) -> HostRow:
-    return HostRow(pages[position // page_size] * page_size + position % page_size)
-
-
-def token_position(row: HostRow, pages: Sequence[int], page_size: int) -> TokenPosition:
-    return TokenPosition(pages.index(row // page_size) * page_size + row % page_size)
-
-
-def hot_row(slot: HotSlot, hot_pages: Sequence[int], page_size: int) -> HotRow:
-    return HotRow(hot_pages[slot // page_size] * page_size + slot % page_size)
-
-
-def hot_slot(row: HotRow, hot_pages: Sequence[int], page_size: int) -> HotSlot:
-    return HotSlot(hot_pages.index(row // page_size) * page_size + row % page_size)
+KvPage = NewType("KvPage", int)
+HotPage = NewType("HotPage", int)
+RequestSlot = NewType("RequestSlot", int)

@@ -157,6 +157,11 @@ class KvCache:
     def size_bytes(self) -> int:
         return sum(pool.size_bytes for pool in self.pools)
 
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the memory of `device`."""
+        return self.size_bytes
+
     def close(self) -> None:
         """Let the GPU go of pinned memory; nothing may be running on it."""
         for pool in self.pools:

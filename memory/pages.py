@@ -7,20 +7,24 @@ taken page by page as it generates, so what was reserved can always be had. `che
 
 import collections
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, cast
 
 from ..configs.errors import PdserveError
+
+PageT = TypeVar("PageT", bound=int)
+"""Which pages: those of sequences or those of the hot pool (index_spaces.py)."""
 
 
 class PageLeakError(PdserveError):
     """The page accounting does not add up: a bug, found by check_integrity()."""
 
 
-class PageGrant:
+class PageGrant(Generic[PageT]):
     """The pages of one owner, in sequence order, and how many more it may still take. Released exactly once."""
 
     __slots__ = ("owner", "pages", "released", "reserved")
 
-    def __init__(self, owner: str, pages: list[int], reserved: int) -> None:
+    def __init__(self, owner: str, pages: list[PageT], reserved: int) -> None:
         self.owner = owner
         self.pages = pages
         self.reserved = reserved
@@ -30,21 +34,22 @@ class PageGrant:
         return f"PageGrant({self.owner!r}, {len(self.pages)} pages, {self.reserved} reserved)"
 
 
-class PageAllocator:
+class PageAllocator(Generic[PageT]):
     """Hands out the pages [0, num_pages). Not thread-safe: the leader's scheduling thread owns it."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
-        self.on_evict: Callable[[int], None] | None = None
+        self.on_evict: Callable[[PageT], None] | None = None
         """Told when an idle page is taken from the cache."""
-        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low ids first
+        # here, and nowhere else, a number becomes a page; popped from the end: low ids first
+        self._free = cast("list[PageT]", list(range(num_pages - 1, -1, -1)))
         self._holders = [0] * num_pages
-        self._kept: set[int] = set()
-        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._kept: set[PageT] = set()
+        self._idle: collections.OrderedDict[PageT, None] = collections.OrderedDict()
         self._reserved = 0
-        self._grants: set[PageGrant] = set()
+        self._grants: set[PageGrant[PageT]] = set()
 
     @property
     def available(self) -> int:
@@ -60,7 +65,7 @@ class PageAllocator:
         """Pages that only the prefix cache keeps."""
         return len(self._idle)
 
-    def grant(self, owner: str, pages: int, reserve: int = 0, shared: Sequence[int] = ()) -> PageGrant | None:
+    def grant(self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = ()) -> PageGrant[PageT] | None:
         """Hold `shared` together with their other holders, take `pages` new ones behind them and keep `reserve` more
         for later; None, and nothing changed, when they are not there.
 
@@ -76,7 +81,7 @@ class PageAllocator:
         self._grants.add(grant)
         return grant
 
-    def grow(self, grant: PageGrant) -> bool:
+    def grow(self, grant: PageGrant[PageT]) -> bool:
         """Give `grant` one more page, from its reservation or, when that is used up, from what is available."""
         assert grant in self._grants, f"grow of a released grant: {grant}"
         if grant.reserved:
@@ -87,7 +92,7 @@ class PageAllocator:
         grant.pages.extend(self._take(1))
         return True
 
-    def release(self, grant: PageGrant) -> None:
+    def release(self, grant: PageGrant[PageT]) -> None:
         """Let go of everything. The caller has made sure that nobody, here or remote, still writes these pages."""
         assert not grant.released, f"second release of {grant}"
         grant.released = True
@@ -99,18 +104,18 @@ class PageAllocator:
             self._let_go(page)
         grant.pages = []
 
-    def give_back(self, grant: PageGrant, count: int) -> None:
+    def give_back(self, grant: PageGrant[PageT], count: int) -> None:
         """Let go of the last `count` pages of a grant, which goes on with the others."""
         assert grant in self._grants, f"give_back of a released grant: {grant}"
         for _ in range(count):
             self._let_go(grant.pages.pop())
 
-    def keep(self, page: int) -> None:
+    def keep(self, page: PageT) -> None:
         """The prefix cache wants this page, which somebody holds, to stay when it is released."""
         assert self._holders[page], f"page {page} is held by nobody"
         self._kept.add(page)
 
-    def forget(self, page: int) -> None:
+    def forget(self, page: PageT) -> None:
         """The prefix cache has no more use for this page."""
         self._kept.remove(page)
         if page in self._idle:
@@ -126,7 +131,7 @@ class PageAllocator:
         if everything != list(range(self.num_pages)):
             found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"
             raise PageLeakError(f"{found} pages are not the {self.num_pages} of the pool")
-        if any(self._holders[page] != held[page] for page in range(self.num_pages)):
+        if any(self._holders[page] != held[page] for page in everything):
             raise PageLeakError(f"the counts of holders differ from the grants: {self._names()}")
         if self._reserved != sum(grant.reserved for grant in self._grants):
             raise PageLeakError(f"{self._reserved} pages are reserved, but the grants say otherwise: {self._names()}")
@@ -135,13 +140,13 @@ class PageAllocator:
         if idle and self._grants:
             raise PageLeakError(f"idle, but pages are held by {self._names()}")
 
-    def _hold(self, page: int) -> None:
+    def _hold(self, page: PageT) -> None:
         if not self._holders[page]:
             assert page in self._idle, f"page {page} is free: it cannot be shared"
             del self._idle[page]
         self._holders[page] += 1
 
-    def _let_go(self, page: int) -> None:
+    def _let_go(self, page: PageT) -> None:
         self._holders[page] -= 1
         if self._holders[page]:
             return
@@ -150,7 +155,7 @@ class PageAllocator:
         else:
             self._free.append(page)
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int) -> list[PageT]:
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
             self._kept.remove(page)

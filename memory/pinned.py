@@ -8,6 +8,7 @@ plain memory, so that everything above works on any machine.
 
 import math
 import mmap
+import sys
 
 import torch
 
@@ -22,8 +23,9 @@ _PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
 class PinnedMemory:
     """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes. A copy stays within `chunk_bytes`.
 
-    `close` lets the GPU go of it, not the memory itself, which lives as long as its views. Nothing may be running on
-    it then. A process that ends without closing is cleaned up by the driver, only more slowly.
+    `close` lets the GPU go of it, not the memory itself, which lives as long as its views; with the last of them it is
+    let go of at the latest. Nothing may be running on it then. A process that ends without closing is cleaned up by the
+    driver, only more slowly.
     """
 
     def __init__(self, size_bytes: int, unit_bytes: int = 1) -> None:
@@ -33,20 +35,16 @@ class PinnedMemory:
             raise StartupError(
                 f"KV in host memory asks for {size_bytes / GIB:.2f} GiB, {available / GIB:.2f} GiB are available"
             )
-        memory = mmap.mmap(-1, max(size_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.data = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+        self._memory = _LockedMemory(max(size_bytes, 1))
+        self.data = torch.frombuffer(self._memory, dtype=torch.uint8)[:size_bytes]
         whole = math.lcm(unit_bytes, mmap.PAGESIZE)
         self.chunk_bytes = max(CHUNK_BYTES // whole, 1) * whole
-        self._chunks: list[int] = []
         if torch.cuda.is_available():
-            self._register(len(memory))
+            self._register(len(self._memory))
 
     def close(self) -> None:
         """Undo the page-locking. Harmless the second time."""
-        while self._chunks:
-            torch.cuda.cudart().cudaHostUnregister(self._chunks.pop())  # type: ignore[no-untyped-call]
+        self._memory.unlock()
 
     def _register(self, size_bytes: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -56,8 +54,33 @@ class PinnedMemory:
             if int(status) != 0:
                 self.close()
                 raise StartupError(
-                    f"cannot page-lock {size_bytes / GIB:.2f} GiB of host memory for KV: {status!r} after "
-                    f"{start / GIB:.2f} GiB; {free_memory_bytes(torch.device('cpu')) / GIB:.2f} GiB are available, "
-                    "and the locked-memory limit (ulimit -l) must allow it"
+                    f"cannot page-lock {size_bytes / GIB:.2f} GiB of host memory for KV: "
+                    f"{cudart.cudaGetErrorString(status)} after {start / GIB:.2f} GiB; "
+                    f"{free_memory_bytes(torch.device('cpu')) / GIB:.2f} GiB are available, and the locked-memory "
+                    "limit (ulimit -l) must allow it"
                 )
-            self._chunks.append(self.data.data_ptr() + start)
+            self._memory.locked_chunks.append(self.data.data_ptr() + start)
+
+
+class _LockedMemory(mmap.mmap):
+    """Memory that is unlocked before it is unmapped, however it goes: the driver would take whatever is mapped at the
+    same addresses next for locked already, and refuse it.
+    """
+
+    def __new__(cls, size_bytes: int) -> "_LockedMemory":
+        # private: the kernel has large pages for shared memory only where an administrator has asked for them
+        return super().__new__(cls, -1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, _size_bytes: int) -> None:
+        self.locked_chunks: list[int] = []
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.madvise(mmap.MADV_HUGEPAGE)
+            self.madvise(mmap.MADV_DONTFORK)  # a child would share it, and writes would go to copies
+
+    def unlock(self) -> None:
+        while self.locked_chunks:
+            torch.cuda.cudart().cudaHostUnregister(self.locked_chunks.pop())  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the driver cleans up after a process
+            self.unlock()

@@ -7,6 +7,7 @@ allocator to keep pages when their last holder goes, and gives them up, least re
 
 from collections.abc import Iterator, Sequence
 
+from .index_spaces import KvPage
 from .pages import PageAllocator
 
 
@@ -15,7 +16,7 @@ class _Node:
 
     __slots__ = ("children", "page", "parent", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], page: int, parent: "_Node | None") -> None:
+    def __init__(self, tokens: tuple[int, ...], page: KvPage, parent: "_Node | None") -> None:
         self.tokens = tokens
         self.page = page
         self.parent = parent
@@ -25,23 +26,23 @@ class _Node:
 class PrefixCache:
     """The prefixes in the pages of one allocator. A disabled cache finds and keeps nothing."""
 
-    def __init__(self, pages: PageAllocator, page_size: int, *, enabled: bool = True) -> None:
+    def __init__(self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True) -> None:
         self._pages = pages
         self._page_size = page_size
         self._enabled = enabled
         self._roots: dict[tuple[int, ...], _Node] = {}
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[KvPage, _Node] = {}
         pages.on_evict = self._evicted
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], most_tokens: int) -> list[int]:
+    def match(self, tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
         """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
 
         They may be evicted by the next grant unless that grant shares them.
         """
-        found: list[int] = []
+        found: list[KvPage] = []
         children = self._roots
         for key in self._keys(tokens, most_tokens):
             node = children.get(key)
@@ -51,7 +52,7 @@ class PrefixCache:
             children = node.children
         return found
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[KvPage]) -> None:
         """`pages`, which the caller holds, have the KV of `tokens`; remember the full ones.
 
         Where a page with the same prefix is known already, that one stays, and what follows is not remembered: a child
@@ -84,7 +85,7 @@ class PrefixCache:
         for start in range(0, end - self._page_size + 1, self._page_size):
             yield tuple(tokens[start : start + self._page_size])
 
-    def _evicted(self, page: int) -> None:
+    def _evicted(self, page: KvPage) -> None:
         node = self._nodes.pop(page)
         assert not node.children, f"page {page} was evicted before those that build on it"
         siblings = node.parent.children if node.parent is not None else self._roots

@@ -12,13 +12,17 @@ from .device import free_memory_bytes
 GIB = 1 << 30
 
 
-def check_weights_fit(weight_bytes: int, device: torch.device) -> None:
-    """Refuse a model whose weights alone exceed the free memory, before minutes are spent on loading it."""
+def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int = 1) -> None:
+    """Refuse a model whose weights alone exceed the free memory, before minutes are spent on loading it.
+
+    `sharers` ranks, this one included, are about to load as much onto the device.
+    """
     free = free_memory_bytes(device)
-    if weight_bytes > free:
+    if weight_bytes * sharers > free:
+        ranks = f" for {sharers} ranks" if sharers > 1 else ""
         raise StartupError(
-            f"the weights need {weight_bytes / GIB:.1f} GiB and {device} has {free / GIB:.1f} GiB free: "
-            "use a smaller model, another --device or a 16-bit --dtype"
+            f"the weights need {weight_bytes * sharers / GIB:.1f} GiB{ranks} and {device} has {free / GIB:.1f} GiB "
+            "free: use a smaller model, another --device or a 16-bit --dtype"
         )
 
 
@@ -28,6 +32,7 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """
     if device.type != "cuda":
         return 0
+    torch.cuda.empty_cache()  # or `work` would seem to have taken what was cached before it
     torch.cuda.reset_peak_memory_stats(device)
     try:
         work()
@@ -56,6 +61,6 @@ def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: in
     if pages * page_bytes > free_bytes:
         raise StartupError(
             f"{asked} = {value} asks for a KV pool of {pages * page_bytes / GIB:.2f} GiB, "
-            f"{free_bytes / GIB:.2f} GiB are free beside the weights and what a step needs"
+            f"{free_bytes / GIB:.2f} GiB are free beside the weights, what a step needs and room for staging"
         )
     return pages

@@ -105,7 +105,7 @@ class DsaDecoder:
             dtype=dtype,
             device=torch.device("cpu") if in_host_memory else self.parameters.device,
             planes=(plane,),
-            pinned=in_host_memory,
+            pinned=in_host_memory and self.parameters.device.type == "cuda",
         )
 
     def _row(self, plane: str) -> tuple[int, torch.dtype]:

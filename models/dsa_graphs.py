@@ -64,10 +64,11 @@ class DsaStep:
         fill_tokens(host, slices, size, page_size)
         host["visible"][:live] = [piece.end for piece in slices]
         host["visible"][live:size] = 0
-        hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
-        assert len(hot_slots) == (live if isinstance(self._cache, HiSparseCache) else 0), "a hot slot each, or none"
-        host["hot_slots"][: len(hot_slots)] = hot_slots
-        host["hot_slots"][live:size] = 0
+        if isinstance(self._cache, HiSparseCache):
+            hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
+            assert len(hot_slots) == live, "a sequence over a HiSparse cache has a hot slot"
+            host["hot_slots"][:live] = hot_slots
+            host["hot_slots"][live:size] = 0
         changed_rows = 0
         for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
             if self._known[row].update(piece.pages, count):

@@ -15,6 +15,7 @@ only the host knows, and all memory stays in place, so that a CUDA graph capture
 import torch
 
 from ..kernels.index_topk import IndexPlan
+from ..kernels.slot_tables import HotRows, KvRows
 from ..kernels.swap_in import copy_misses, swap_in
 from ..kernels.write_back import write_back
 from ..memory.hisparse import HiSparseCache
@@ -24,7 +25,7 @@ from .latent_rows import RowPlaces
 class HotLatentRows:
     """LatentRows of one step, of one token per sequence."""
 
-    def __init__(self, cache: HiSparseCache, plan: IndexPlan, new_rows: torch.Tensor, hot_slots: torch.Tensor) -> None:
+    def __init__(self, cache: HiSparseCache, plan: IndexPlan, new_rows: KvRows, hot_slots: torch.Tensor) -> None:
         """`new_rows` [T] are those of the new tokens in host memory, `hot_slots` [T] int32 the slots of their requests.
 
         Padding sees nothing in `plan`, its row is -1 and its slot any valid one.
@@ -100,7 +101,7 @@ class HotLatentRows:
 
     def _write_back(self) -> None:
         cache = self._cache
-        hot_rows = self._hot_rows[cache.layer_groups]
+        hot_rows = HotRows(self._hot_rows[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)
         cache.rows_written += (self._host_rows >= 0).sum() * len(cache.groups)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..kernels.index_topk import IndexPlan, position_rows
+from ..kernels.slot_tables import KvRows
 from ..memory.kv_pool import KvPool
 from .batch import ForwardBatch
 
@@ -22,14 +23,14 @@ class RowPlaces(NamedTuple):
     rows: torch.Tensor
 
 
-def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor | None) -> torch.Tensor:
+def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor | None) -> KvRows:
     """[T] int32: the flat rows where the tokens of a batch go in every paged pool; -1 for padding, which is whatever
     comes after the first `live_rows` tokens.
     """
     rows = (batch.page_ids * page_size + batch.offsets).int()
-    if live_rows is None:
-        return rows
-    return rows.masked_fill_(torch.arange(len(rows), device=rows.device) >= live_rows, -1)
+    if live_rows is not None:
+        rows.masked_fill_(torch.arange(len(rows), device=rows.device) >= live_rows, -1)
+    return KvRows(rows)
 
 
 class LatentRows(Protocol):
@@ -58,7 +59,7 @@ class LatentRows(Protocol):
 class PagedLatentRows:
     """All rows are in the pages of a pool: a look-up in the page table is all it takes."""
 
-    def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: torch.Tensor) -> None:
+    def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows) -> None:
         self._pool = pool
         self._plan = plan
         self._new_rows = new_rows

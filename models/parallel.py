@@ -7,6 +7,7 @@ calls in the same order.
 
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -23,6 +24,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from ..configs.errors import StartupError
 from .sharding import WHOLE, Shard
 
+log = logging.getLogger(__name__)
+
 Backend = Literal["gloo", "nccl"]
 
 _MOST_SENDS = 4
@@ -33,7 +36,8 @@ class Parallel:
     """A rank's shard and its connections to the others. A shard that is the only one of its kind talks to nobody:
     then every method returns at once, and `ALONE` needs no torch.distributed at all.
 
-    NCCL orders everything on the CUDA stream. gloo blocks, and takes tensors of a GPU through the host.
+    NCCL orders everything on the CUDA stream, and wants a GPU for each rank. gloo blocks; ranks that share a GPU use it
+    as well, and then every exchange is a copy to the host and one back.
     """
 
     def __init__(self, shard: Shard, *, device: torch.device | None = None, backend: Backend = "gloo") -> None:
@@ -43,6 +47,7 @@ class Parallel:
         self.on_device = backend == "nccl" or shard.world_size == 1
         """Whether exchanges are queued on the device; otherwise they block."""
         self._through_host = backend == "gloo" and self._device.type != "cpu"
+        """gloo takes tensors of a GPU for collectives, by way of pinned memory of its own, but does not send them."""
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
         self._stage: dist.ProcessGroup | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -67,6 +72,8 @@ class Parallel:
         parallel = cls(shard, device=device, backend=backend)
         if shard.world_size == 1:
             return parallel
+        if parallel._through_host:
+            log.warning("ranks share %s: what they exchange goes through host memory, which is slow: for tests", device)
         timeout = timedelta(seconds=timeout_s)
         try:
             if backend == "gloo":
@@ -98,12 +105,12 @@ class Parallel:
     def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
         """Equal shares of the stage's ranks joined on tp_rank 0, cut to `size` where given; None on the others."""
         if self.shard.tp_size > 1:
-            share = self._wire(tensor)
+            share = tensor.contiguous()
             shares = [torch.empty_like(share) for _ in range(self.shard.tp_size)] if self.shard.tp_rank == 0 else None
             dist.gather(share, shares, dst=self._stage_root, group=self._stage)
             if shares is None:
                 return None
-            tensor = torch.cat(shares, dim=-1).to(self._device)
+            tensor = torch.cat(shares, dim=-1)
         return tensor if size is None or size == tensor.shape[-1] else tensor[..., :size].contiguous()
 
     def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +123,7 @@ class Parallel:
         """Hand `tensor`, which nobody changes afterwards, to the next stage; returns before that has asked for it."""
         while self._sends and (len(self._sends) >= _MOST_SENDS or self._sends[0][0].is_completed()):
             self._sends.popleft()[0].wait()
-        tensor = self._wire(tensor)
+        tensor = (tensor.cpu() if self._through_host else tensor).contiguous()
         work = dist.isend(tensor, dst=self.shard.rank + self.shard.tp_size)
         assert work is not None, "the next stage is part of the group"
         self._sends.append((work, tensor))
@@ -151,10 +158,6 @@ class Parallel:
     @property
     def _stage_root(self) -> int:
         return self.shard.stage * self.shard.tp_size
-
-    def _wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the backend takes it: gloo sums up and broadcasts tensors of a GPU, but does not send or gather them."""
-        return (tensor.cpu() if self._through_host else tensor).contiguous()
 
     def _make_groups(self) -> None:
         shard = self.shard

@@ -7,6 +7,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.schema import KvDtypeSetting, LoadFormat
+from ..kernels.dispatch import prepare_kernels
 from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
@@ -72,6 +73,7 @@ def build_decoder(
 ) -> AnyDecoder:
     """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
     config = source.config
+    prepare_kernels(device, dtype)
     try:
         parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
@@ -143,19 +145,19 @@ class ModelRunner:
             num_pages, page_size, hot_pages=hot_pages, slots=slots, hot_rows=hot_rows, max_context=max_context
         )
 
-    def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> bool:
+    def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
         """From now on run decode steps over `cache` as CUDA graphs; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one. Returns False, and does nothing, where graphs are not
+        The logits of such a step are overwritten by the next one. Returns None, and does nothing, where graphs are not
         possible: with several ranks, whose exchanges are not captured, and for mixtures of experts in other dtypes than
         bfloat16, which torch computes expert by expert.
         """
         if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
-            return False
+            return None
         if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
-            return False
+            return None
         self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
-        return True
+        return self._graphs
 
     def release_graphs(self) -> None:
         """Forget the graphs and their memory, if there are any; their cache may go then."""

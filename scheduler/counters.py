@@ -27,6 +27,7 @@ DECODE_COUNTERS = (
     "peers_lost",
     "stale_messages",
     "event_errors",
+    "integrity_errors",
     "hot_hits",
     "hot_misses",
     "hot_bytes_swapped_in",
@@ -51,4 +52,5 @@ PREFILL_COUNTERS = (
     "steps_failed",
     "stale_messages",
     "event_errors",
+    "integrity_errors",
 )

@@ -12,8 +12,7 @@ Three rules carry the safety of the whole thing:
   fence (`fences.py`) until the writer has stopped.
 
 Memory is over-committed on purpose: a request reserves its prompt and some growth, not all it might ever generate. When
-the pool runs dry, the youngest request of the lowest priority is retracted: its KV is copied to host memory, or
-computed anew by prefill where that is cheaper, and it goes on later with the same tokens.
+the pool runs dry, somebody is retracted (`retraction.py`) and goes on later with the same tokens.
 """
 
 import collections
@@ -33,6 +32,7 @@ from ..configs.errors import (
     UnavailableError,
 )
 from ..configs.sampling import TokenLogprob
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator, PageGrant
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import (
@@ -53,21 +53,16 @@ from .deadlines import overdue
 from .effects import (
     ConnectPeer,
     CopyPage,
-    DropPages,
     Effect,
-    LoadPages,
-    OpenHot,
-    ResizeHot,
-    SavePages,
     SendToFront,
 )
 from .front import Failed, Finished, FinishReason, InputLogprobs, Submit, Tokens
-from .hot_buffers import HotBuffer, HotBuffers, HotLimits
+from .hot_buffers import HotLimits
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
-from .orders import Orders
 from .request import Prompt, Request
-from .reservation import pages_for, pages_needed
+from .request_memory import RequestMemory
+from .reservation import pages_needed
 from .retraction import Retractions
 from .run_queue import DecodeRow, DecodeStep, RunQueue
 
@@ -83,7 +78,7 @@ class DecodeScheduler:
     def __init__(
         self,
         limits: DecodeLimits,
-        pages: PageAllocator,
+        pages: PageAllocator[KvPage],
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
         receivers: Sequence[StageReceiver] = (),
@@ -99,19 +94,19 @@ class DecodeScheduler:
         """Requests whose client has no answer yet, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self.intake = Intake(limits, pages, self.cache, self.counters, receivers)
-        self.retracted = Retractions(limits.retract_pages)
-        self.orders = Orders(pages)
-        self.hot = HotBuffers(hot_limits) if hot_limits is not None else None
+        self._effects = self.intake.effects  # one list for all, so that the order is kept
+        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._effects)
+        self.orders = self.memory.orders
+        self.hot = self.memory.hot
         self._arrived: collections.deque[Request] = collections.deque()
         """Their KV is here, and they wait for a hot buffer."""
         self.runs = RunQueue(
             stages=limits.stages, look_ahead=limits.look_ahead, most_running=limits.max_running_requests
         )
+        self.retracted = Retractions(limits, self.memory, self.runs, self.intake, self.counters)
         self._starving = False
         """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
-        self._effects = self.intake.effects  # one list for both, so that the order is kept
-        self._next_id = 1
         self._accepting = True
 
     # -- what happens: events from clients ---------------------------------------------------------------------
@@ -125,7 +120,7 @@ class DecodeScheduler:
             self._effects += [SendToFront(_failed(rid, error)) for rid in rids]
             return
         deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
-        prompt = self._new_prompt(
+        prompt = self.intake.new_prompt(
             submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority
         )
         for index, rid in enumerate(rids):
@@ -259,14 +254,9 @@ class DecodeScheduler:
         """Let a request into the run queue: after its transfer, with or without PP, and after a retraction.
 
         This is the only edge into READY, so whatever a running request needs is set up here and nowhere else: with
-        HiSparse its hot buffer, for which `_may_admit` has found room.
+        HiSparse its hot buffer, for which `memory.may_admit` has found room.
         """
-        if self.hot is not None:
-            buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
-            self._effects += [_resized(other) for other in shrunk]
-            self._effects.append(
-                OpenHot(buffer.slot, tuple(buffer.pages), tuple(_pages(request)), request.kv_tokens, buffer.capacity)
-            )
+        self.memory.open_hot(request)
         request.life.to(State.READY, now)
         self.runs.ready.append(request)
 
@@ -281,7 +271,8 @@ class DecodeScheduler:
             self._free_drained(fence.prompt, now)
         self._admit_arrived(now)
         if not self._starving:
-            self._resume(now)
+            while (request := self.retracted.resume()) is not None:
+                self.admit(request, now)
             if not len(self.retracted):
                 self.intake.dispatch(now)
 
@@ -294,7 +285,7 @@ class DecodeScheduler:
         batch = self.runs.next_batch()
         self._starving = False
         for request in batch:
-            self._starving = request.state is State.RUNNING and not self._make_room(request, now)
+            self._starving = request.state is State.RUNNING and not self.retracted.make_room(request, now)
             if self._starving:
                 return None  # once what is under way has ended, somebody can be retracted
         batch = [request for request in batch if request.state is State.RUNNING]
@@ -346,15 +337,12 @@ class DecodeScheduler:
             waiting_requests=len(self.intake.queue),
             running_requests=len(self.runs.running),
             waiting_tokens=sum(prompt.tokens for prompt in self.intake.queue.in_order()),
-            free_pages=self.pages.available,
         )
 
     def check_integrity(self) -> None:
         """Every page accounted for, every request in exactly the place its state says."""
-        self.pages.check_integrity(idle=self.idle)
+        self.memory.check_integrity(self.requests, idle=self.idle)
         self.intake.staging.check_integrity(idle=self.idle)
-        if self.hot is not None:
-            self.hot.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
             places = {
@@ -402,48 +390,28 @@ class DecodeScheduler:
         if done.compute_s > 0 and computed > 0:
             self.retracted.rates.prefilled_tokens_per_s = computed / done.compute_s
 
-    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant) -> None:
+    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""
         full = prompt.tokens // self.limits.page_size
-        if prompt.tokens % self.limits.page_size and _pages(request)[full] != grant.pages[full]:
-            self._effects.append(CopyPage(self.orders.next(), grant.pages[full], _pages(request)[full]))
-
-    def _may_admit(self) -> bool:
-        return self.hot is None or self.hot.can_open()
+        if prompt.tokens % self.limits.page_size and request.pages[full] != grant.pages[full]:
+            self._effects.append(CopyPage(self.orders.next(), grant.pages[full], request.pages[full]))
 
     def _admit_arrived(self, now: float) -> None:
         """The highest priority first; one that finds no hot buffer takes that of a running request of a lower one."""
         self.runs.held_back = None
         while self._arrived:
             request = max(self._arrived, key=lambda request: request.prompt.priority)
-            if not self._may_admit() and not self._park_for(request, now):
+            if not self.memory.may_admit() and not self.retracted.park_for(request, now):
                 return
             self._arrived.remove(request)
             self.admit(request, now)
-
-    def _park_for(self, request: Request, now: float) -> bool:
-        """Retract the youngest request of the lowest priority below that of `request`: its hot buffer goes, its KV in
-        host memory stays. One that is in a step is held back from the next and retracted when it is out.
-        """
-        victim = min(reversed(self.runs.running), key=lambda other: other.prompt.priority, default=None)
-        if victim is None or victim.prompt.priority >= request.prompt.priority or self.hot is None:
-            return False
-        if victim.in_flight:
-            self.runs.held_back = victim
-            return False
-        self.counters["retractions"] += 1
-        self.runs.remove(victim)
-        victim.life.to(State.RETRACTED, now)
-        self.hot.close(victim.rid)
-        self.retracted.add(victim, pages=0)
-        return self._may_admit()
 
     def _take_step(self, order: int) -> list[DecodeRow]:
         rows = self.runs.take(order)
         self.orders.done(order)
         return rows
 
-    # -- retry and retraction ----------------------------------------------------------------------------------
+    # -- retry -------------------------------------------------------------------------------------------------
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
         """After a lost attempt: back to the head of the queue once, otherwise the end. Its pages are fenced already."""
@@ -454,73 +422,9 @@ class DecodeScheduler:
         self.counters["redispatches"] += 1
         self.intake.leave(prompt)
         for request in prompt.waiting:
-            self._release(request)
+            self.memory.release(request)
             request.life.to(State.QUEUED, now)
         self.intake.queue.push(prompt, again=True)
-
-    def _make_room(self, request: Request, now: float) -> bool:
-        """A page for the row that the next step writes, if need be at the cost of the request that matters least.
-
-        False when there is none and nobody can be retracted before the orders under way are done.
-        """
-        assert request.grant is not None, f"{request.rid} runs without pages"
-        while len(request.grant.pages) * self.limits.page_size <= request.kv_tokens + request.in_flight:
-            if self.pages.grow(request.grant):
-                continue
-            if len(self.orders):
-                return False
-            youngest = range(len(self.runs.running) - 1, -1, -1)
-            victim = self.runs.running[min(youngest, key=lambda index: self.runs.running[index].prompt.priority)]
-            self._retract(victim, now)
-            if victim is request:
-                return True
-        if self.hot is not None:
-            grown = self.hot.grow(request.rid, request.kv_tokens + request.in_flight + 1)
-            if grown is not None:
-                self._effects.append(_resized(grown))
-        return True
-
-    def _retract(self, request: Request, now: float) -> None:
-        """Take a request's device memory; it keeps its tokens, and its KV where copying is cheaper than computing, or
-        where it has become too long for prefill to compute.
-        """
-        self.counters["retractions"] += 1
-        self.runs.remove(request)
-        request.life.to(State.RETRACTED, now)
-        pages = self._pages_for(request.kv_tokens)
-        saved = self.retracted.worth_saving(pages, request.kv_tokens)
-        if saved or not self.intake.peers.can_compute(request.prompt.endpoint, request.kv_tokens + 1):
-            self.retracted.add(request, pages)
-            self._effects.append(SavePages(self.orders.next(), request.rid, tuple(_pages(request)[:pages])))
-        else:
-            self.counters["retractions_recomputed"] += 1
-            old = request.prompt
-            request.prompt = prompt = self._new_prompt(
-                (*request.prompt_ids, *request.output_ids),
-                endpoint=old.endpoint,
-                priority=old.priority,
-                output_tokens=len(request.output_ids),
-            )
-            prompt.members.append(request)
-            request.life.to(State.QUEUED, now)
-            self.intake.queue.push(prompt, again=True)
-        self._release(request)
-
-    def _resume(self, now: float) -> None:
-        """Bring retracted requests back, in the order in which they went."""
-        while (request := self.retracted.first()) is not None and self._may_admit():
-            if request.grant is not None:  # it has only lost its hot buffer
-                self.retracted.remove(request)
-                self.admit(request, now)
-                continue
-            most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self.limits.growth_tokens)
-            growth = self._pages_for(most_tokens) - request.saved_pages
-            request.grant = self.pages.grant(request.rid, request.saved_pages, growth)
-            if request.grant is None:
-                return
-            self.retracted.remove(request)
-            self._effects.append(LoadPages(self.orders.next(), request.rid, tuple(request.grant.pages)))
-            self.admit(request, now)
 
     # -- tokens and endings ------------------------------------------------------------------------------------
 
@@ -553,14 +457,12 @@ class DecodeScheduler:
             case State.READY | State.RUNNING:
                 self.runs.remove(request)
             case State.RETRACTED:
-                if request.grant is None:
-                    self._effects.append(DropPages(self.orders.next(), request.rid))
-                self.retracted.remove(request)
+                self.retracted.drop(request)
             case _:
                 pass
         if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
-            self.cache.insert((*request.prompt_ids, *request.output_ids[:-1]), _pages(request))
-        self._release(request)
+            self.cache.insert((*request.prompt_ids, *request.output_ids[:-1]), request.pages)
+        self.memory.release(request)
         del self.requests[request.rid]
         self._draining.add(request)
         request.life.to(State.DRAINING, now)
@@ -587,46 +489,12 @@ class DecodeScheduler:
             timeline=request.timeline(now),
         )
 
-    def _release(self, request: Request) -> None:
-        if self.hot is not None:
-            self.hot.close(request.rid)
-        if request.grant is not None:
-            self.orders.release(request.grant)
-            request.grant = None
-
     def _free_drained(self, prompt: Prompt, now: float) -> None:
         """Requests that have ended are gone for good once no page of their prompt can be written any more."""
         if prompt.fences == 0:
             for request in [request for request in prompt.members if request in self._draining]:
                 request.life.to(State.FREED, now)
                 self._draining.remove(request)
-
-    def _new_prompt(
-        self,
-        token_ids: tuple[int, ...],
-        *,
-        endpoint: str | None = None,
-        room: int | None = None,
-        priority: int = 0,
-        output_tokens: int = 0,
-    ) -> Prompt:
-        prompt = Prompt(
-            self._next_id, token_ids, endpoint=endpoint, room=room, priority=priority, output_tokens=output_tokens
-        )
-        self._next_id += 1
-        return prompt
-
-    def _pages_for(self, tokens: int) -> int:
-        return pages_for(tokens, self.limits.page_size)
-
-
-def _resized(buffer: HotBuffer) -> ResizeHot:
-    return ResizeHot(buffer.slot, tuple(buffer.pages), buffer.capacity)
-
-
-def _pages(request: Request) -> list[int]:
-    assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
-    return request.grant.pages
 
 
 def _failed(rid: str, error: RequestError) -> Failed:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..memory.index_spaces import HotPage, KvPage, RequestSlot
 from ..transfer.chunks import ChunkWrite, PartScatter, PartWrite
 from ..transfer.messages import AnyMessage, InstanceId, TransferKey
 from .front import ToFront
@@ -38,8 +39,8 @@ class CopyPage(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy the KV of one page to another (a sample's own copy of the prompt's last page)."""
 
     order: int
-    source: int
-    destination: int
+    source: KvPage
+    destination: KvPage
 
 
 class SavePages(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -47,7 +48,7 @@ class SavePages(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     order: int
     rid: str
-    pages: tuple[int, ...]
+    pages: tuple[KvPage, ...]
 
 
 class LoadPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -55,7 +56,7 @@ class LoadPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     order: int
     rid: str
-    pages: tuple[int, ...]
+    pages: tuple[KvPage, ...]
 
 
 class DropPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -71,9 +72,9 @@ class OpenHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
     Its first `tokens` rows are in host memory, in `pages`; they are copied where they fit into `capacity`.
     """
 
-    slot: int
-    hot_pages: tuple[int, ...]
-    pages: tuple[int, ...]
+    slot: RequestSlot
+    hot_pages: tuple[HotPage, ...]
+    pages: tuple[KvPage, ...]
     tokens: int
     capacity: int
 
@@ -81,8 +82,8 @@ class OpenHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class ResizeHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The hot buffer of a request has these pages and this capacity from now on."""
 
-    slot: int
-    hot_pages: tuple[int, ...]
+    slot: RequestSlot
+    hot_pages: tuple[HotPage, ...]
     capacity: int
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Container
 
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageGrant
 from ..transfer.messages import InstanceId, TransferKey
 from .request import Prompt
@@ -16,7 +17,7 @@ class Fence:
     key: TransferKey
     prompt: Prompt
     instance: InstanceId
-    grant: PageGrant
+    grant: PageGrant[KvPage]
     release_at: float
 
 
@@ -36,7 +37,7 @@ class Fences:
     def pages(self) -> int:
         return sum(len(fence.grant.pages) for fence in self._fences.values())
 
-    def grant_of(self, key: TransferKey) -> PageGrant:
+    def grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         return self._fences[key].grant
 
     def put(self, prompt: Prompt) -> None:

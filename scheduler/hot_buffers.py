@@ -10,6 +10,7 @@ Hot pages are touched by the ranks' orders alone, which they carry out in line, 
 
 import dataclasses
 
+from ..memory.index_spaces import HotPage, RequestSlot
 from ..memory.pages import PageAllocator, PageGrant
 
 
@@ -35,7 +36,7 @@ class HotBuffer:
 
     __slots__ = ("capacity", "cycles", "grant", "rid", "slot")
 
-    def __init__(self, rid: str, slot: int, grant: PageGrant, capacity: int, *, cycles: bool) -> None:
+    def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage], capacity: int, *, cycles: bool) -> None:
         self.rid = rid
         self.slot = slot
         self.grant = grant
@@ -43,7 +44,7 @@ class HotBuffer:
         self.cycles = cycles
 
     @property
-    def pages(self) -> list[int]:
+    def pages(self) -> list[HotPage]:
         return self.grant.pages
 
 
@@ -52,12 +53,17 @@ class HotBuffers:
 
     def __init__(self, limits: HotLimits) -> None:
         self.limits = limits
-        self.pages = PageAllocator(limits.num_pages)
-        self._free_slots = list(range(limits.slots - 1, -1, -1))
+        self.pages = PageAllocator[HotPage](limits.num_pages)
+        self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[str, HotBuffer] = {}
 
     def __len__(self) -> int:
         return len(self._buffers)
+
+    @property
+    def owners(self) -> set[str]:
+        """The requests that have one."""
+        return set(self._buffers)
 
     @property
     def resident(self) -> int:
@@ -78,6 +84,7 @@ class HotBuffers:
         shrunk: list[HotBuffer] = []
         while self.pages.available < limits.buffer_pages:
             largest = max(self._buffers.values(), key=lambda buffer: len(buffer.pages))
+            assert self._beyond_first(largest), f"{rid} was let in without room for its hot buffer"
             self._shrink(largest)
             shrunk.append(largest)
         wanted = -(-tokens // limits.page_size)
@@ -140,5 +147,5 @@ class HotBuffers:
         rows = 0 if buffer.cycles else len(buffer.pages) * self.limits.page_size
         buffer.capacity = max(self.limits.hot_rows, rows)
 
-    def _beyond_first(self, buffer: HotBuffer) -> list[int]:
+    def _beyond_first(self, buffer: HotBuffer) -> list[HotPage]:
         return buffer.pages[self.limits.buffer_pages :]

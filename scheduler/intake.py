@@ -5,10 +5,12 @@ Knows prompts, pages and peers. It ends no request: what becomes of one whose pr
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import msgspec
 
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
@@ -18,7 +20,7 @@ from .fences import Fences
 from .lifecycle import State
 from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
-from .request import Attempt, Prompt
+from .request import Attempt, Prompt, Request
 from .reservation import Reservation, reserve
 from .staged_arrivals import StagedArrivals
 
@@ -57,7 +59,7 @@ class Intake:
     def __init__(
         self,
         limits: DecodeLimits,
-        pages: PageAllocator,
+        pages: PageAllocator[KvPage],
         cache: PrefixCache,
         counters: "collections.Counter[str]",
         receivers: Sequence[StageReceiver] = (),
@@ -73,6 +75,38 @@ class Intake:
         self.staging = StagedArrivals(receivers, limits.page_size, counters, self.effects)
         self._pages = pages
         self._cache = cache
+        self._prompt_ids = itertools.count(1)
+
+    def new_prompt(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        endpoint: str | None = None,
+        room: int | None = None,
+        priority: int = 0,
+        output_tokens: int = 0,
+    ) -> Prompt:
+        """A prompt that is not in the queue yet."""
+        return Prompt(
+            next(self._prompt_ids),
+            token_ids,
+            endpoint=endpoint,
+            room=room,
+            priority=priority,
+            output_tokens=output_tokens,
+        )
+
+    def compute_anew(self, request: Request) -> None:
+        """Queue a request whose KV is gone, before those that are new: what it has said is part of its prompt now."""
+        old = request.prompt
+        request.prompt = self.new_prompt(
+            (*request.prompt_ids, *request.output_ids),
+            endpoint=old.endpoint,
+            priority=old.priority,
+            output_tokens=len(request.output_ids),
+        )
+        request.prompt.members.append(request)
+        self.queue.push(request.prompt, again=True)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
         """Prompts that this prefill server has."""

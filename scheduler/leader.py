@@ -20,6 +20,7 @@ from ..configs.errors import StartupError
 from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
 from ..memory.sizing import GIB
 from ..models.catalog import locate_model
@@ -50,6 +51,8 @@ from .ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter while another waits for it. Python's own 5 ms are a whole decode step."""
 CONTROL_STALL_S = 5.0
 ORPHAN_GRACE_S = 3.0
 
@@ -57,6 +60,7 @@ ORPHAN_GRACE_S = 3.0
 def main() -> int:
     """Serve until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 when a rank was lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's: it drains us
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     introduction = json.loads(sys.stdin.buffer.readline())
     config = parse_config(introduction["config"])
     configure_logging(config.log_level, config.role)
@@ -162,7 +166,7 @@ class Leader:
         )
         scheduler = DecodeScheduler(
             limits,
-            PageAllocator(self._num_pages),
+            PageAllocator[KvPage](self._num_pages),
             self._source.config.eos_token_ids,
             self._hot_limits(config),
             self._stage_receivers(config),
@@ -232,7 +236,7 @@ class Leader:
             prefix_cache=config.prefix_cache,
             steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )
-        scheduler = PrefillScheduler(limits, PageAllocator(self._num_pages))
+        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages))
         control = PrefillControl(
             config.host,
             config.bootstrap_port,

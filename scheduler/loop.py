@@ -64,6 +64,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._stop_at: float | None = None
         self._snapshot_at = 0.0
         self._checked_idle = False
+        self._busy_at = 0.0
         self._failed_steps = 0
         self._leak: str | None = None
 
@@ -132,8 +133,8 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self._ranks.tell(step)
         self._carry_out()
         if not self.scheduler.idle:
-            self._checked_idle = False
-        elif not self._checked_idle:
+            self._checked_idle, self._busy_at = False, now
+        elif not self._checked_idle and now - self._busy_at >= IDLE_WAIT_S:
             self._check_idle()
 
     def _handle_events(self, wait_s: float) -> None:
@@ -190,7 +191,9 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._step_done(done, now)
 
     def _check_idle(self) -> None:
-        """With nothing to do, every page must be home, and every table of the ranks sound."""
+        """With nothing to do, every page must be home, and every table of the ranks sound. Looked at once, and not in
+        the moment between two requests: the check takes milliseconds, which the second would wait for.
+        """
         self._checked_idle = True
         self._leak = None
         try:
@@ -201,6 +204,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
 
     def _found_leak(self, problem: str) -> None:
         log.error("integrity check: %s", problem)
+        self.scheduler.counters["integrity_errors"] += 1
         self._leak = f"integrity check: {problem}"
 
     def _publish(self, *, force: bool) -> None:

@@ -7,17 +7,18 @@ pages are let go only when everything told before has been done.
 
 import collections
 
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator, PageGrant
 
 
 class Orders:
     """Numbers orders, and releases grants when the orders before them are done."""
 
-    def __init__(self, pages: PageAllocator) -> None:
+    def __init__(self, pages: PageAllocator[KvPage]) -> None:
         self._pages = pages
         self._told = 0
         self._done = 0
-        self._resting: collections.deque[tuple[int, PageGrant]] = collections.deque()
+        self._resting: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
 
     def __len__(self) -> int:
         """Orders under way."""
@@ -40,7 +41,7 @@ class Orders:
         while self._resting and self._resting[0][0] <= self._done:
             self._pages.release(self._resting.popleft()[1])
 
-    def release(self, grant: PageGrant) -> None:
+    def release(self, grant: PageGrant[KvPage]) -> None:
         """Release a grant as soon as nothing that was told can touch its pages."""
         if len(self):
             self._resting.append((self._told, grant))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..configs.errors import ServerError
 from ..configs.sampling import TokenLogprob
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWritten
@@ -52,7 +53,7 @@ class Refusal(NamedTuple):
 class PrefillScheduler:
     """Owns every transfer and the page allocator of one prefill server."""
 
-    def __init__(self, limits: PrefillLimits, pages: PageAllocator) -> None:
+    def __init__(self, limits: PrefillLimits, pages: PageAllocator[KvPage]) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
@@ -259,7 +260,6 @@ class PrefillScheduler:
             waiting_requests=len(self._waiting),
             running_requests=len(self._computing),
             waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
-            free_pages=self.pages.available,
         )
 
     def check_integrity(self) -> None:

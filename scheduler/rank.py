@@ -90,7 +90,7 @@ class RankEngine:
             torch.set_num_threads(config.threads)
         elif len(config.local_ranks) > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(config.local_ranks)))
-        self._device = resolve_device(config.device, local)
+        self._device = resolve_device(config.device, local, len(config.local_ranks))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at)
@@ -186,6 +186,7 @@ class RankEngine:
                 self._set_hot(command)
             case CheckCache():
                 self._report(CacheChecked(self._rank, self._check_cache()))
+                self._report_hot(settled=True)
             case VerifyKv():
                 self._report(KvVerified(self._rank, command.key, *self._verify(command)))
             case _:
@@ -254,10 +255,17 @@ class RankEngine:
             case ResizeHot():
                 cache.resize(command.slot, command.hot_pages, command.capacity)
 
-    def _report_hot(self) -> None:
-        """What the hot buffers have seen, a few times a second. All ranks of a stage see the same."""
+    def _report_hot(self, *, settled: bool = False) -> None:
+        """What the hot buffers have seen, a few times a second and, to the last row, when there is nothing to do. All
+        ranks of a stage see the same.
+        """
         cache, now = self._executor.cache, time.monotonic()
-        if isinstance(cache, HiSparseCache) and self._parallel.shard.tp_rank == 0 and now >= self._hot_report_at:
+        if not isinstance(cache, HiSparseCache) or self._parallel.shard.tp_rank != 0:
+            return
+        if settled:
+            cache.counters()
+            cache.wait()  # for the copy of the totals that this has started
+        if settled or now >= self._hot_report_at:
             self._hot_report_at = now + HOT_REPORT_S
             self._report(HotCounters(self._rank, cache.counters()))
 
@@ -356,9 +364,8 @@ def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tup
     shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
     if meet_at is None:
         return Parallel(shard, device=device)
-    # NCCL wants a GPU for each rank; ranks that share one (a test, a small machine) go through the host
-    own_gpu = device.type == "cuda" and len(config.local_ranks) <= torch.cuda.device_count()
-    backend: Backend = "nccl" if own_gpu else "gloo"
+    # NCCL wants a GPU for each rank
+    backend: Backend = "nccl" if device.type == "cuda" and not config.ranks_share_gpu else "gloo"
     log.info("rank %d of %d meets the others at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
     host, port = meet_at
     return Parallel.connect(

@@ -17,6 +17,8 @@ from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
 from ..models.parallel import Parallel
 from ..models.runner import ModelRunner, resolve_dtype
+from ..transfer.part_writer import gather_bytes, warm_up_gather
+from ..transfer.staged_links import MAX_PART_BYTES
 from .executor import Executor
 from .step import Draw, StepRow
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 PREFILL_POOL_CONTEXTS = 8
 """An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
+STAGED_RANKS = 8
+"""Decode ranks that a prefill rank keeps memory for, to gather parts for them; further ones have to find their own."""
 
 
 class RankBuilder:
@@ -40,7 +44,8 @@ class RankBuilder:
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
-        check_weights_fit(weight_bytes, self._device)
+        check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
+        parallel.agree_minimum(0)  # nobody loads before all have looked at what is free
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
         runner = ModelRunner.load(
             source,
@@ -64,25 +69,20 @@ class RankBuilder:
             config.page_size,
             cache.size_bytes / GIB,
         )
-        if ring := self._ring_bytes(runner):
-            log.info(
-                "staging ring: %.1f MiB (staging_ring_mib; by default twice the KV of %d tokens, at most %d MiB)",
-                ring / MIB,
-                RING_TOKENS,
-                2 * MAX_SHARE_BYTES // MIB,
-            )
+        self._prepare_staging(runner, cache)
         started = time.monotonic()
         context = min(source.config.context_length, cache.num_pages * config.page_size)
         if self._capture_graphs(runner, cache, context):
             log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
         if self._device.type == "cuda":
             log.info(
-                "memory of %s: %.2f GiB weights, %.2f GiB KV pool, %.2f GiB at most for a step and its graphs; "
-                "%.2f GiB are free",
+                "memory of %s: %.2f GiB weights, %.2f GiB KV, %.2f GiB at most for a step and its graphs, "
+                "%.2f GiB for staging; %.2f GiB are free",
                 self._device,
                 weight_bytes / GIB,
-                cache.size_bytes / GIB,
+                cache.device_bytes / GIB,
                 step_bytes / GIB,
+                self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
         return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
@@ -131,28 +131,63 @@ class RankBuilder:
             config,
             token_bytes=runner.kv_token_bytes,
             most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=self._free_bytes() - step_bytes - self._ring_bytes(runner),
+            free_bytes=self._free_bytes() - step_bytes - self._staging_bytes(runner),
         )
         return self._parallel.agree_minimum(pages)
 
-    def _ring_bytes(self, runner: ModelRunner) -> int:
-        """What the staging ring will take; nothing where KV has no heads to share out."""
-        config = self._config
-        if not isinstance(config, DecodeConfig) or config.staging == "off" or self._source.config.dsa is not None:
+    def _staging_bytes(self, runner: ModelRunner) -> int:
+        """What staged transfers will take beside the pool: the ring on decode, buffers to gather parts in on prefill.
+        Nothing where KV has no heads to share out.
+        """
+        config, token_bytes = self._config, runner.kv_token_bytes
+        if config.staging == "off" or self._source.config.dsa is not None:
             return 0
-        return ring_bytes(config, runner.kv_token_bytes)
+        if isinstance(config, DecodeConfig):
+            return ring_bytes(config, token_bytes)
+        # rings of the default size take parts of at most RING_TOKENS tokens
+        return STAGED_RANKS * gather_bytes(min(RING_TOKENS * token_bytes, MAX_PART_BYTES))
+
+    def _prepare_staging(self, runner: ModelRunner, cache: KvCache) -> None:
+        """Say what staging takes, and compile what prefill needs for it; decode's PartScatterer does that itself."""
+        size = self._staging_bytes(runner)
+        if not size:
+            return
+        if isinstance(self._config, DecodeConfig):
+            log.info(
+                "staging ring: %.1f MiB (staging_ring_mib; by default twice the KV of %d tokens, at most %d MiB)",
+                size / MIB,
+                RING_TOKENS,
+                2 * MAX_SHARE_BYTES // MIB,
+            )
+        else:
+            log.info(
+                "staging buffers: up to %.1f MiB (for each of %d decode ranks two parts of %d tokens, at most %d MiB "
+                "each), taken when a decode server pairs that shares heads out differently",
+                size / MIB,
+                STAGED_RANKS,
+                RING_TOKENS,
+                MAX_PART_BYTES // MIB,
+            )
+            warm_up_gather(cache.pools[0].data)
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks of this machine that have their memory from where this one has it, itself included."""
+        shared = self._device.type == "cpu" or self._config.ranks_share_gpu
+        return len(self._config.local_ranks) if shared else 1
 
     def _free_bytes(self) -> int:
-        """This rank's share of what is free: ranks of one machine may share its memory, or a GPU."""
-        devices = torch.cuda.device_count() if self._device.type == "cuda" else 1
-        return free_memory_bytes(self._device) // -(-len(self._config.local_ranks) // devices)
+        """This rank's share of what is free. Ranks that share it look before any of them takes its part: whoever asks
+        agrees with the others on what to take.
+        """
+        return free_memory_bytes(self._device) // self._sharers
 
     def _capture_graphs(self, runner: ModelRunner, cache: KvCache, context: int) -> bool:
         """Whether decode steps over `cache`, of sequences up to `context` tokens, are CUDA graphs from now on."""
         config = self._config
         if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
             return False
-        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context)
+        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context) is not None
 
     def _measure_steps(self, runner: ModelRunner) -> int:
         """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,

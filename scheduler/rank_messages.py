@@ -5,6 +5,7 @@ Rank 0 is a thread of the leader and gets these objects as they are; the others 
 
 import msgspec
 
+from ..memory.index_spaces import KvPage
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
@@ -34,7 +35,7 @@ class VerifyKv(Command, frozen=True):
     """Compare what landed in `pages` with what was sent. Reported as KvVerified, by every rank."""
 
     key: TransferKey
-    pages: list[int]
+    pages: list[KvPage]
     chunks: tuple[ExpectedChunk, ...]
 
 

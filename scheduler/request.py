@@ -7,6 +7,7 @@ transfer for them: the `Prompt` goes through the queue and to prefill, its membe
 import dataclasses
 
 from ..configs.sampling import LogprobParams, SamplingParams
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageGrant
 from ..transfer.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
 from .front import FinishReason
@@ -56,7 +57,7 @@ class Prompt:
         """How many of `token_ids`, at the end, are output of a request whose KV has to be computed anew."""
         self.members: list[Request] = []
         """One request per sample, in the order of their seeds."""
-        self.grant: PageGrant | None = None
+        self.grant: PageGrant[KvPage] | None = None
         """The pages prefill writes to, behind those of the cached prefix; held for as long as it may write."""
         self.attempt: Attempt | None = None
         self.attempts = 0
@@ -100,7 +101,7 @@ class Request:
         self.logprobs = logprobs
         self.deadline = deadline
         self.life = Lifecycle(REQUEST, State.QUEUED, now)
-        self.grant: PageGrant | None = None
+        self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.output_ids: list[int] = []
         self.in_flight = 0
@@ -113,6 +114,12 @@ class Request:
     @property
     def state(self) -> State:
         return self.life.state
+
+    @property
+    def pages(self) -> list[KvPage]:
+        """Those of its KV, while it has memory."""
+        assert self.grant is not None, f"{self.rid} is {self.state.name} without pages"
+        return self.grant.pages
 
     @property
     def prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator, PageGrant
 from ..memory.prefix_cache import PrefixCache
 from .request import Prompt
@@ -11,8 +12,8 @@ from .request import Prompt
 class Reservation:
     """What was taken: the prompt's pages, which prefill will write, and a grant for each waiting member."""
 
-    prompt: PageGrant
-    members: list[PageGrant]
+    prompt: PageGrant[KvPage]
+    members: list[PageGrant[KvPage]]
     prefix_tokens: int
     """Tokens at the head of the prompt whose KV is in shared pages already."""
 
@@ -29,7 +30,7 @@ def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: in
 
 
 def reserve(
-    prompt: Prompt, pages: PageAllocator, cache: PrefixCache, *, page_size: int, growth_tokens: int
+    prompt: Prompt, pages: PageAllocator[KvPage], cache: PrefixCache, *, page_size: int, growth_tokens: int
 ) -> Reservation | None:
     """Take pages for the prompt, and for each waiting member its own last page and some growth; None if there are none.
 
@@ -40,7 +41,7 @@ def reserve(
     grant = pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix)
     if grant is None:
         return None
-    members: list[PageGrant] = []
+    members: list[PageGrant[KvPage]] = []
     for request in prompt.waiting:
         shared = grant.pages if not members else grant.pages[: prompt.tokens // page_size]
         most_tokens = min(request.most_kv_tokens, prompt.tokens + growth_tokens)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+from ..memory.index_spaces import KvPage, RequestSlot
 from .hot_buffers import HotBuffers
 from .lifecycle import State
 from .request import Request
@@ -20,9 +21,9 @@ class DecodeRow:
     token: int | None
     follows: int | None
     position: int
-    pages: list[int]
+    pages: list[KvPage]
     output_index: int
-    hot_slot: int | None = None
+    hot_slot: RequestSlot | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,13 +104,12 @@ class RunQueue:
 
 def _row(request: Request, before: dict[Request, int], hot: HotBuffers | None) -> DecodeRow:
     """The next row of a request; `before` says where it was in the step before."""
-    assert request.grant is not None, f"{request.rid} runs without pages"
     return DecodeRow(
         request=request,
         token=None if request.in_flight else request.output_ids[-1],
         follows=before[request] if request.in_flight else None,
         position=request.kv_tokens + request.in_flight,
-        pages=request.grant.pages,
+        pages=request.pages,
         output_index=len(request.output_ids) + request.in_flight,
         hot_slot=hot.of(request.rid).slot if hot is not None else None,
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..configs.sampling import SamplingParams, TokenLogprob
+from ..memory.index_spaces import RequestSlot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class StepRow:
     top_logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     follows: int | None = None
-    hot_slot: int | None = None
+    hot_slot: RequestSlot | None = None
     """Its hot buffer (HiSparse)."""
 
     @property

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..configs.sampling import SamplingParams, TokenLogprob
+from ..memory.index_spaces import KvPage
 from ..memory.pages import PageGrant
 from ..transfer.messages import InstanceId, KvDestination, TransferKey
 from .lifecycle import TRANSFER, Lifecycle, TransferState
@@ -42,7 +43,7 @@ class Transfer:
         self.indices = indices
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         self.life = Lifecycle(TRANSFER, TransferState.WAITING, now)
-        self.grant: PageGrant | None = None
+        self.grant: PageGrant[KvPage] | None = None
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache."""
         self.given = 0
@@ -86,7 +87,7 @@ class PrefillRow:
     transfer: Transfer
     start: int
     end: int
-    pages: list[int]
+    pages: list[KvPage]
     last: bool
 
     def samplings(self) -> list[SamplingParams]:

@@ -36,6 +36,7 @@ DECIDING = (
     "prefill_peers.py",
     "prompt_queue.py",
     "request.py",
+    "request_memory.py",
     "reservation.py",
     "retraction.py",
     "run_queue.py",

@@ -1,5 +1,6 @@
 """What a leader has its ranks move, and how that ends. Plain data: schedulers decide with it, sockets carry it."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,7 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
     key: TransferKey
     token_start: int
     token_end: int
-    source_pages: list[int]
+    source_pages: Sequence[int]
     indices: list[int]
     granularity: Literal["page", "token"] = "page"
     prefix_tokens: int = 0

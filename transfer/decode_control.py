@@ -102,10 +102,6 @@ class DecodeControl(Control):
             raise ValueError(f"a prefill endpoint is HOST:PORT, got {endpoint!r}")
         self._post(partial(self._add, endpoint))
 
-    def disconnect(self, endpoint: str) -> None:
-        """Leave the prefill server at this endpoint for good. Any thread."""
-        self._post(partial(self._remove, endpoint))
-
     @property
     def _me(self) -> Hello:
         return self._hello
@@ -131,11 +127,6 @@ class DecodeControl(Control):
             return
         self._endpoints[endpoint] = _Endpoint(endpoint, now=self._clock(), reconnect_min_s=self.timing.reconnect_min_s)
 
-    def _remove(self, endpoint: str) -> None:
-        place = self._endpoints.pop(endpoint, None)
-        if place is not None:
-            self._end_attempt(place, "disconnected on request", self._clock())
-
     def _begin_attempt(self, place: _Endpoint, now: float) -> None:
         try:
             ipaddress.ip_address(place.host)
@@ -160,8 +151,6 @@ class DecodeControl(Control):
 
     def _resolved(self, place: _Endpoint, address: str | None) -> None:
         place.resolving = False
-        if self._endpoints.get(place.endpoint) is not place:
-            return
         if address is None:
             self._end_attempt(place, f"host name {place.host} cannot be resolved", self._clock())
         else:

@@ -284,7 +284,6 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
-    free_pages: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ..kernels.kv_stage import kv_scatter
+from ..kernels.kv_stage import kv_scatter, warm_up_kv_stage
 from .chunks import PartScatter
 from .layout import KvLayout
 from .messages import StagePart
@@ -37,7 +37,9 @@ class PartScatterer:
         on_scattered: Callable[[StagePart], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        """`ring` is uint8; `pool` is `[page, layer, plane, head, token, dim]`."""
+        """`ring` is uint8; `pool` is `[page, layer, plane, head, token, dim]`. Nobody writes to it yet: it is used to
+        try the kernel, so that the first part does not wait for its compilation.
+        """
         self._ring = ring
         self._pool = pool
         self._layout = layout
@@ -47,6 +49,8 @@ class PartScatterer:
         self._stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+            warm_up_kv_stage(pool)
+            torch.cuda.current_stream(pool.device).synchronize()  # before the first scatter, on another stream
         self._thread = threading.Thread(target=self._work, name="scatter", daemon=True)
         self._thread.start()
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from ..kernels.kv_stage import kv_gather
+from ..kernels.kv_stage import kv_gather, warm_up_kv_stage
 from .chunks import PartWrite, PartWritten
 from .layout import KvLayout, Plane
 from .messages import Pool, StageRing, TransferKey
@@ -39,12 +39,22 @@ class _Gathering:
     cancelled: bool = False
 
 
-class StageBuffers:
-    """The memory that parts for one decode rank are gathered in: two slots of `slot_bytes` each."""
+def gather_bytes(part_bytes: int) -> int:
+    """What StageBuffers take for parts of at most `part_bytes`."""
+    return BUFFERS * -(-part_bytes // ALIGNMENT) * ALIGNMENT
 
-    def __init__(self, slot_bytes: int, ring: StageRing, device: torch.device) -> None:
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        self.data = torch.empty(BUFFERS * self.slot_bytes, dtype=torch.uint8, device=device)
+
+def warm_up_gather(pool: torch.Tensor) -> None:
+    """Compile the kernel of PartWriter, which is made when requests are about to come."""
+    warm_up_kv_stage(pool)
+
+
+class StageBuffers:
+    """The memory that parts for one decode rank are gathered in: two slots, each for a part of at most `part_bytes`."""
+
+    def __init__(self, part_bytes: int, ring: StageRing, device: torch.device) -> None:
+        self.data = torch.empty(gather_bytes(part_bytes), dtype=torch.uint8, device=device)
+        self.slot_bytes = len(self.data) // BUFFERS
         row = KvLayout((Plane("ring", 1),), 0, 1, 0, 1, 1, ring.size_bytes, "uint8")
         self.pair = PoolPair(
             self.data.data_ptr(), len(self.data), Pool(row, ring.base_address, ring.size_bytes, ring.memory)

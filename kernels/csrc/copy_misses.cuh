@@ -27,26 +27,30 @@ __device__ __forceinline__ unsigned inclusive_warp_scan(unsigned value) {
     return value;
 }
 
-// Copy all but the first `skipped` misses of each batch row, shared among `blocks` blocks of which this is `block`.
-// `count_of(t)` is called once per batch row by one warp. `ends` has room for `batch` integers.
+// Copy the first count_of(t) misses of each batch row t, shared among `blocks` blocks of which this is `block`. Warps draw
+// one miss after another: some multiprocessors get rows from the host at twice the rate of others. `count_of` is called
+// once per batch row, by one warp; `ends` has room for `batch` integers. The two `counters` are zero between calls.
+// True in the last block to end, when no other looks at the counts any more.
 template <typename CountOf>
-__device__ __forceinline__ void copy_misses_of_batch(const Pools& pools, const int* miss_sources, const int* miss_rows,
-                                                     int batch, int skipped, int block, int blocks, int* ends,
+__device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const int* miss_sources, const int* miss_rows,
+                                                     int batch, int block, int blocks, int* ends, int* counters,
                                                      CountOf count_of) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blocks * (blockDim.x / 32);
     if (warp == 0) {
         int before = 0;
         for (int first = 0; first < batch; first += 32) {
-            const int left = first + lane < batch ? count_of(first + lane) - skipped : 0;
-            const int sum = inclusive_warp_scan(left > 0 ? left : 0);
+            const int sum = inclusive_warp_scan(first + lane < batch ? count_of(first + lane) : 0);
             if (first + lane < batch) ends[first + lane] = before + sum;  // of its misses, counted through the batch
             before += __shfl_sync(~0u, sum, 31);
         }
     }
     __syncthreads();
     const int misses = ends[batch - 1];
-    for (int miss = warp * blocks + block; miss < misses; miss += blocks * warps) {
-        int low = 0, high = batch - 1;  // the first batch row that ends beyond this miss
+    int miss = warp * blocks + block;
+    while (miss < misses) {
+        int drawn = 0;
+        if (lane == 0) drawn = atomicAdd(counters, 1);  // on its way while the row is
+        int low = 0, high = batch - 1;                  // the first batch row that ends beyond this miss
         while (low < high) {
             const int middle = (low + high) / 2;
             if (ends[middle] > miss)
@@ -54,8 +58,16 @@ __device__ __forceinline__ void copy_misses_of_batch(const Pools& pools, const i
             else
                 low = middle + 1;
         }
-        const int index = miss - (low > 0 ? ends[low - 1] : 0) + skipped;
-        const long long entry = static_cast<long long>(low) * TOP_K + index;
+        const long long entry = static_cast<long long>(low) * TOP_K + miss - (low > 0 ? ends[low - 1] : 0);
         copy_row(pools.destination(__ldcg(miss_rows + entry)), pools.source(__ldcg(miss_sources + entry)), lane);
+        miss = warps + __shfl_sync(~0u, drawn, 0);
     }
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicInc(reinterpret_cast<unsigned*>(counters + 1), blocks - 1) == blocks - 1;
+        if (last) counters[0] = 0;
+    }
+    __syncthreads();
+    return last;
 }

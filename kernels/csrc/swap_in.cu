@@ -2,8 +2,9 @@
 //
 // The first `batch` blocks plan one batch row each. Hits are found through the inverse table, so a plan costs one pass
 // over TOP_K and one over the eviction order. The other blocks copy: each waits for the plans, of which `signals[t]`
-// says how many misses (plus one) batch row t has, and takes its share of all misses. PCIe must not wait that long, so
-// the warps of a planning block but the first fetch one miss each (`early_rows` in all) as soon as it is known.
+// says how many misses (plus one) batch row t has for them. PCIe must not wait that long, so the warps of a planning
+// block but the first fetch one of the first missing tokens each, before anything is decided (`fetch_early`); these are
+// the last in the list of misses. All that nobody waits for is written after the signal.
 //
 // Copiers always get their signals: they are fewer than the GPU's multiprocessors, so planners find room, and planners
 // wait for nobody. Signals are zero between calls.
@@ -19,6 +20,7 @@ constexpr int ORDERED = (HOT_ROWS + THREADS - 1) / THREADS;  // entries of the e
 constexpr int BUFFER_PAGES = HOT_ROWS / PAGE_SIZE + 1;
 constexpr int BUCKETS = 1 << BUCKET_BITS;
 constexpr int EMPTY = 0x7fffffff;
+constexpr int EARLY = WARPS - 1;  // missing tokens that are fetched early. Not by warp 0: it signals; its fence would wait
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps, and one warp scans the sums of all");
 static_assert(BUCKETS >= 2 * TOP_K && HOT_ROWS >= TOP_K && HOT_ROWS < 32768, "see check_geometry");
 
@@ -27,9 +29,11 @@ struct Shared {
     int first_of[BUCKETS];  // hash table of missing tokens: index of the first in top-k; later its rank among the misses
     int tokens[TOP_K];
     unsigned warp_sums[32];
-    int early_sources[32];
+    int found_counts[32];  // missing tokens of each warp, duplicates included
+    int found[32][32];     // and the host rows of the first of them
+    int early_ranks[32];   // of what was fetched early, among the misses; -1 for a duplicate
     int pages[BUFFER_PAGES];  // of the hot pool
-    short victims[TOP_K];  // the slot that takes the n-th miss
+    short victims[TOP_K];     // the slot that takes the n-th miss
     unsigned char used[SLOTS];
 
     __device__ int row_of(int slot) const { return pages[slot / PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE; }
@@ -92,24 +96,23 @@ __device__ int await_signal(const int* address) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __restrict__ requests,
-        const int* __restrict__ seq_lens, const int* __restrict__ capacity, const int* __restrict__ hot_pages,
-        long long hot_pages_stride, int* slot_tokens, long long slot_tokens_stride, short* token_slots,
-        long long token_slots_stride, short* eviction_order, long long eviction_order_stride,
-        unsigned long long* lookups, const int* __restrict__ host_pages, long long host_pages_stride,
-        int* __restrict__ rows, int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals,
-        long long batch, const char* host, long long host_page_stride, long long host_token_stride, char* hot,
-        long long hot_page_stride, long long hot_token_stride, long long early_rows) {
+swap_in(const int* top_k, long long top_k_stride, const int* requests, const int* seq_lens, const int* capacity,
+        const int* hot_pages, long long hot_pages_stride, int* slot_tokens, long long slot_tokens_stride,
+        short* token_slots, long long token_slots_stride, short* eviction_order, long long eviction_order_stride,
+        unsigned long long* lookups, const int* host_pages, long long host_pages_stride, int* __restrict__ rows,
+        int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals, long long batch,
+        const char* host, long long host_page_stride, long long host_token_stride, char* hot,
+        long long hot_page_stride, long long hot_token_stride, long long fetch_early) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     extern __shared__ __align__(16) char dynamic[];
     const Pools pools{host, host_page_stride, host_token_stride, hot, hot_page_stride, hot_token_stride};
     if (blockIdx.x >= batch) {
         const int block = blockIdx.x - batch, blocks = gridDim.x - batch;
-        copy_misses_of_batch(pools, miss_sources, miss_rows, batch, early_rows, block, blocks,
-                             reinterpret_cast<int*>(dynamic), [=](int row) { return await_signal(signals + row) - 1; });
-        // The last block to get here clears the signals: all have read them.
-        __shared__ bool last;
-        if (threadIdx.x == 0) last = atomicInc(reinterpret_cast<unsigned*>(signals + batch), blocks - 1) == blocks - 1;
-        __syncthreads();
+        const bool last = copy_misses_of_batch(pools, miss_sources, miss_rows, batch, block, blocks,
+                                               reinterpret_cast<int*>(dynamic), signals + batch,
+                                               [=](int row) { return await_signal(signals + row) - 1; });
         if (last)
             for (int row = threadIdx.x; row < batch; row += THREADS) signals[row] = 0;
         return;
@@ -132,26 +135,14 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
     const int request = requests[row];
     const int seq_len = seq_lens[row];
     hot_pages += request * hot_pages_stride;
-    if (seq_len <= capacity[request]) {  // resident: token p in slot p
-#pragma unroll
-        for (int s = 0; s < SELECTED; s++) {
-            const int index = thread * SELECTED + s;
-            const bool valid = token[s] >= 0 && token[s] < seq_len;
-            if (index < TOP_K)
-                rows[index] = valid ? hot_pages[token[s] / PAGE_SIZE] * PAGE_SIZE + token[s] % PAGE_SIZE : -1;
-        }
-        if (thread == 0) {
-            miss_counts[row] = 0;
-            signal(signals + row, 1);
-        }
-        return;
-    }
     slot_tokens += request * slot_tokens_stride;
     token_slots += request * token_slots_stride;
     eviction_order += request * eviction_order_stride;
     host_pages += row * host_pages_stride;
 
-    // Everything the plan reads from memory, in flight together, while shared memory is cleared.
+    // What the plan reads from memory, in flight together, while shared memory is cleared. A resident row does not need
+    // it, but knowing that it is one takes as long.
+    const bool resident = seq_len <= capacity[request];
     const int newest = seq_len - 1;
     const int reserved = eviction_order[HOT_ROWS];
     short order[ORDERED];
@@ -161,22 +152,57 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         order[o] = index < HOT_ROWS ? eviction_order[index] : 0;
     }
     short slot[SELECTED];
-    int page[SELECTED];
+    int source[SELECTED];  // host rows
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {
         const bool valid = token[s] >= 0 && token[s] < seq_len;
         const bool wanted = valid && token[s] != newest;
         token[s] = valid ? token[s] : -1;
         slot[s] = wanted ? token_slots[token[s]] : 0;
-        page[s] = wanted ? host_pages[token[s] / PAGE_SIZE] : 0;
+        source[s] = wanted ? host_pages[token[s] / PAGE_SIZE] * PAGE_SIZE + token[s] % PAGE_SIZE : 0;
     }
-    for (int i = thread; i < BUFFER_PAGES; i += THREADS) shared.pages[i] = hot_pages[i];
     for (int i = thread; i < BUCKETS; i += THREADS) shared.first_of[i] = EMPTY;
     for (int i = thread; i < SLOTS; i += THREADS) shared.used[i] = 0;
 #pragma unroll
     for (int s = 0; s < SELECTED; s++)
         if (thread * SELECTED + s < TOP_K) shared.tokens[thread * SELECTED + s] = token[s];
+    if (resident) {  // token p in slot p
+#pragma unroll
+        for (int s = 0; s < SELECTED; s++) {
+            const int index = thread * SELECTED + s;
+            if (index < TOP_K)
+                rows[index] = token[s] < 0 ? -1 : hot_pages[token[s] / PAGE_SIZE] * PAGE_SIZE + token[s] % PAGE_SIZE;
+        }
+        if (thread == 0) {
+            miss_counts[row] = 0;
+            signal(signals + row, 1);
+        }
+        return;
+    }
+
+    // Missing tokens in the order of top-k, duplicates included: the n-th is fetched by warp n + 1.
+    unsigned missing = 0;
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) missing += slot[s] < 0;
+    const unsigned found = inclusive_warp_scan(missing);
+    int place = found - missing;  // in the warp, of this thread's first
+    if (lane == 31) shared.found_counts[warp] = found;
+#pragma unroll
+    for (int s = 0, at = place; s < SELECTED; s++)
+        if (slot[s] < 0 && at < 32) shared.found[warp][at++] = source[s];
+    for (int i = thread; i < BUFFER_PAGES; i += THREADS) shared.pages[i] = hot_pages[i];
     __syncthreads();
+    const unsigned found_here = lane < WARPS ? shared.found_counts[lane] : 0;
+    const unsigned found_up_to = inclusive_warp_scan(found_here);
+    place += __shfl_sync(~0u, found_up_to - found_here, warp);
+    const unsigned finders = __ballot_sync(~0u, found_up_to >= static_cast<unsigned>(warp));
+    const bool fetches = fetch_early && warp > 0 && finders;
+    RowInFlight row_in_flight;
+    if (fetches) {
+        const int finder = __ffs(finders) - 1;
+        const int before = __shfl_sync(~0u, found_up_to - found_here, finder);
+        row_in_flight.load(pools.source(shared.found[finder][warp - 1 - before]), lane);
+    }
 
     // Mark the slots of hits; find the first of each missing token.
     int bucket[SELECTED];
@@ -189,6 +215,9 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         else
             bucket[s] = insert(shared, token[s], thread * SELECTED + s);
     }
+    int held[ORDERED];  // the token in each slot; waited for at the end only
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++) held[o] = slot_tokens[order[o]];
     __syncthreads();
 
     // Rank misses in the order of top-k and hits in the order of eviction: two counts of 16 bits in one scan.
@@ -208,40 +237,37 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
     unsigned totals;
     counts = exclusive_block_scan(shared, counts, totals);
     const int misses = totals >> 16, stale = HOT_ROWS - (totals & 0xffff);
+
+    // Of the slots in the order of eviction, the first that are not hit take the misses.
     int miss_rank = counts >> 16, hits_before = counts & 0xffff;
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {
-        if (!first[s]) continue;
-        page[s] = page[s] * PAGE_SIZE + token[s] % PAGE_SIZE;  // from here on the host row
-        if (miss_rank < early_rows) shared.early_sources[miss_rank] = page[s];
-        shared.first_of[bucket[s]] = miss_rank++;
+        if (bucket[s] < 0) continue;
+        if (place < EARLY) shared.early_ranks[place] = first[s] ? miss_rank : -1;
+        place++;
+        if (first[s]) shared.first_of[bucket[s]] = miss_rank++;
     }
-    __syncthreads();
-
-    // Warp 0 fetches nothing early: it gives the signal, and its fence would wait for the row.
-    RowInFlight row_in_flight;
-    const int early = warp - 1;
-    const bool fetches = early >= 0 && early < misses && early < early_rows;
-    if (fetches) row_in_flight.load(pools.source(shared.early_sources[early]), lane);
-
-    // The new order: stale slots that stay, loaded ones, hits, the newest token's. The first of them is vacated and
-    // becomes the slot of the next token: it goes to the end.
-    int evicted[ORDERED];  // waited for at the end only
 #pragma unroll
     for (int o = 0; o < ORDERED; o++) {
-        const int index = thread * ORDERED + o;
-        evicted[o] = -1;
-        if (index >= HOT_ROWS) continue;
-        const int rank = index - hits_before;
-        const bool victim = !hit[o] && rank < misses;
-        const int position = hit[o] ? stale + hits_before : victim ? stale - misses + rank : rank - misses;
+        const int rank = thread * ORDERED + o - hits_before;
+        if (thread * ORDERED + o < HOT_ROWS && !hit[o] && rank < misses) shared.victims[rank] = order[o];
         hits_before += hit[o];
-        if (victim) shared.victims[rank] = order[o];
-        if (victim || position == 0) evicted[o] = slot_tokens[order[o]];
-        if (!victim && position == 0) slot_tokens[order[o]] = -1;
-        eviction_order[position > 0 ? position - 1 : HOT_ROWS] = order[o];
     }
     __syncthreads();
+
+    // The list of misses, the first ones, which are fetched early, behind the others.
+    const int candidates = fetch_early ? min(EARLY, __shfl_sync(~0u, found_up_to, 31)) : 0;
+    const int early = __popc(__ballot_sync(~0u, lane < candidates && shared.early_ranks[lane] >= 0));
+#pragma unroll
+    for (int s = 0; s < SELECTED; s++) {
+        if (!first[s]) continue;
+        const int rank = shared.first_of[bucket[s]];
+        const int at = rank - early + (rank < early ? misses : 0);
+        miss_sources[at] = source[s];
+        miss_rows[at] = shared.row_of(shared.victims[rank]);
+    }
+    __syncthreads();
+    if (thread == 0) signal(signals + row, misses - early + 1);
 
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {
@@ -255,15 +281,26 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
                 const bool vacated = rank == 0 && stale == misses;  // every slot was used: even this one has to go
                 slot_tokens[at] = vacated ? -1 : token[s];
                 if (!vacated) token_slots[token[s]] = at;
-                miss_sources[rank] = page[s];
-                miss_rows[rank] = shared.row_of(at);
             }
         }
         rows[index] = token[s] < 0 ? -1 : shared.row_of(at);
     }
-    __syncthreads();
+    // The new order: stale slots that stay, loaded ones, hits, the newest token's. The first of them is vacated and
+    // becomes the slot of the next token: it goes to the end.
+    hits_before = counts & 0xffff;
+#pragma unroll
+    for (int o = 0; o < ORDERED; o++) {
+        const int index = thread * ORDERED + o;
+        if (index >= HOT_ROWS) continue;
+        const int rank = index - hits_before;
+        const bool victim = !hit[o] && rank < misses;
+        const int position = hit[o] ? stale + hits_before : victim ? stale - misses + rank : rank - misses;
+        hits_before += hit[o];
+        if ((victim || position == 0) && held[o] >= 0) token_slots[held[o]] = -1;
+        if (!victim && position == 0) slot_tokens[order[o]] = -1;
+        eviction_order[position > 0 ? position - 1 : HOT_ROWS] = order[o];
+    }
     if (thread == 0) {
-        signal(signals + row, misses + 1);
         miss_counts[row] = misses;
         eviction_order[HOT_ROWS - 1] = reserved;
         slot_tokens[reserved] = newest;
@@ -271,8 +308,6 @@ swap_in(const int* __restrict__ top_k, long long top_k_stride, const int* __rest
         atomicAdd(lookups, static_cast<unsigned long long>(HOT_ROWS - stale));
         atomicAdd(lookups + 1, static_cast<unsigned long long>(misses));
     }
-#pragma unroll
-    for (int o = 0; o < ORDERED; o++)
-        if (evicted[o] >= 0) token_slots[evicted[o]] = -1;
-    if (fetches) row_in_flight.store(pools.destination(shared.row_of(shared.victims[early])), lane);
+    const int early_rank = fetches ? shared.early_ranks[warp - 1] : -1;
+    if (early_rank >= 0) row_in_flight.store(pools.destination(shared.row_of(shared.victims[early_rank])), lane);
 }

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster, wait_until
@@ -19,8 +21,12 @@ NEW_TOKENS = 40
 LENGTHS = (3, 15, 30, 60, 200, 300)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
-LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
-"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+LAYERS = 4
+LATENT_BYTES, INDEXER_BYTES = LAYERS * 64 * 4, LAYERS * 32 * 4
+"""Of one token: rows of 48 + 16 and 32 floats."""
+
+
+PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
 
 class Case(NamedTuple):
@@ -47,10 +53,11 @@ class Source(NamedTuple):
     prompts: list[list[int]]
     expected: list[list[int]]
 
-    def decode(self, *flags: str) -> Server:
-        endpoint = ("--prefill", self.prefill.endpoint)
-        server = self.servers.add("decode", self.model, *endpoint, "--page-size", str(PAGE), *flags)
-        return server.wait_ready(peers=1)
+    def decode(self, *flags: str, spare: Server | None = None) -> Server:
+        """A decode server, paired with the prefill server and with a spare one."""
+        endpoints = [server.endpoint for server in (self.prefill, spare) if server is not None]
+        to_prefill = ("--prefill", ",".join(endpoints), "--page-size", str(PAGE))
+        return self.servers.add("decode", self.model, *to_prefill, *flags).wait_ready(peers=len(endpoints))
 
 
 def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = 4096, share: float = 1.0) -> list[str]:
@@ -74,9 +81,10 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(f"{request.param}-model")
     model = make_dsa_checkpoint(directory, case.architecture, index_topk=TOPK, **case.overrides)
     with cluster(tmp_path_factory.mktemp(f"{request.param}-logs")) as servers:
-        prefill = servers.add("prefill", model, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
+        prefill = servers.add("prefill", model, *PREFILL)
         draw = random.Random(3)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
+        torch.set_num_threads(1)  # servers start meanwhile: two threads that wait for each other take ten times as long
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
         yield Source(servers, case, model, prefill.wait_ready(), prompts, expected)
@@ -85,6 +93,12 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def ask_all(decode: Server, source: Source) -> list[list[int]]:
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), source.prompts))
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """What Prometheus would read, less what has labels."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=5).text)
+    return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
 
 @pytest.mark.parametrize(
@@ -102,64 +116,101 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     decode = source.decode(*hisparse(hot_rows, buffers + 4, share=share), "--tp", str(tp), "--pp", str(pp))
     assert ask_all(decode, source) == source.expected
     assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
-    info = decode.settled_info()
-    counters, gauges = info["counters"], info["gauges"]
+    counters = decode.settled_info()["counters"]
     assert counters["prefix_tokens_reused"] > 0
     assert counters["chunks_verified"] > 0
-    assert counters["hot_misses"] > 0
-    assert counters["hot_hits"] > 0
-    assert counters["hot_write_backs"] > 0
-    assert gauges["hot_pages_available"] == gauges["hot_pages"]
     decode.check_clean()
+    check_metrics(metrics(decode))
     assert decode.stop() == 0
+
+
+def check_metrics(found: dict[str, float]) -> None:
+    """Of an idle server that has answered everybody twice."""
+    steps = 2 * len(LENGTHS) * (NEW_TOKENS - 1)
+    assert found["pdserve_hot_write_backs_total"] == steps * LAYERS
+    misses, row_bytes = found["pdserve_hot_misses_total"], LATENT_BYTES // LAYERS
+    assert misses > 0
+    assert found["pdserve_hot_hits_total"] > 0
+    assert misses * row_bytes <= found["pdserve_hot_bytes_swapped_in_total"] <= misses * row_bytes * LAYERS
+    assert 0 < found["pdserve_decode_steps_total"] <= steps
+    assert found["pdserve_hot_buffers"] == found["pdserve_hot_buffers_resident"] == 0
+    assert found["pdserve_hot_pages_available"] == found["pdserve_hot_pages"] > 0
+    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == 4096 // PAGE
+    assert found["pdserve_kv_pages_held"] == 0
+    assert found["pdserve_integrity_errors_total"] == 0
 
 
 def test_everything_is_resident_while_there_is_room(source: Source) -> None:
     decode = source.decode(*hisparse(2 * TOPK, 400))
-    assert ask_all(decode, source) == source.expected
-    counters = decode.settled_info()["counters"]
-    assert counters["hot_misses"] == 0
-    assert counters["hot_write_backs"] > 0
+    assert decode.generate(source.prompts[-1], 1) == source.expected[-1][:1]  # over when its KV arrives
+    found: dict[str, float] = {}
+
+    def in_use() -> bool:
+        found.update(metrics(decode))
+        return found["pdserve_hot_buffers"] > 0
+
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(lambda: (ask_all(decode, source), ask_all(decode, source)))
+        wait_until(in_use, 30, "hot buffers in use")
+        assert answers.result(60) == (source.expected, source.expected)
+    assert found["pdserve_hot_buffers_resident"] == found["pdserve_hot_buffers"]
+    assert found["pdserve_hot_pages_available"] < found["pdserve_hot_pages"]
+    assert found["pdserve_kv_pages_held"] > 0
     decode.check_clean()
+    counters = decode.settled_info()["counters"]
+    assert counters["hot_misses"] == counters["hot_hits"] == counters["hot_bytes_swapped_in"] == 0
+    assert counters["hot_write_backs"] == 2 * len(LENGTHS) * (NEW_TOKENS - 1) * LAYERS
     assert decode.stop() == 0
 
 
 def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(source: Source) -> None:
-    """Two hot buffers and pages for about two of the long prompts, for six requests and four that are aborted."""
+    """Two hot buffers, two request slots and pages for about two of the long prompts, for six requests, four that are
+    aborted and some that are too long; and a prefill server that is killed.
+    """
+    spare = source.servers.add("prefill", source.model, *PREFILL)
     decode = source.decode(
-        *hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400), "--growth-tokens", "8", "--no-prefix-cache"
+        *hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400),
+        *("--growth-tokens", "8", "--no-prefix-cache", "--max-running-requests", "2", "--quarantine-s", "1"),
+        spare=spare,
     )
-    too_long = decode.post(source.prompts[-1], 200)
-    assert too_long.status_code == 400
-    assert "100 new tokens fit" in too_long.text
     urgent = [{"priority": number % 3} for number in range(len(source.prompts))]
     with ThreadPoolExecutor(12) as pool:
         answers = [
             pool.submit(decode.generate, prompt, NEW_TOKENS, **extra)
             for prompt, extra in zip(source.prompts, urgent, strict=True)
         ]
-        for prompt in source.prompts[2:]:
+        for number, prompt in enumerate(source.prompts[2:]):
             with contextlib.suppress(httpx.TimeoutException):
                 decode.post(prompt, 90, timeout_s=0.4)
+            too_long = decode.post(source.prompts[-1], 200)
+            assert too_long.status_code == 400
+            assert "100 new tokens fit" in too_long.text
+            if number == 1:
+                spare.kill()
         assert [answer.result(60) for answer in answers] == source.expected
-    assert decode.count("retractions") > 0
-    assert decode.count("requests_aborted") > 0
     wait_until(decode.idle, 15, "idle")
+    counters = decode.settled_info()["counters"]
+    assert counters["retractions"] > 0
+    assert counters["requests_aborted"] > 0
+    assert counters["requests_failed"] == 0
+    assert counters["peers_lost"] == 1
     decode.check_clean()
     assert decode.stop() == 0
 
 
 def test_a_dense_model_and_an_impossible_buffer_are_refused(source: Source, tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", "llama")
-    for flags, sentence in (
-        ([], "enable_hisparse needs a model with sparse attention"),
-        (["--hot-rows", "8"], "hot_rows = 8 is below the model's index_topk = 16"),
-        (["--hot-rows", "20"], "hot_rows = 20 must be a multiple of page_size = 8"),
-        (["--host-memory-gib", "9999"], "host_memory_gib = 9999"),
-    ):
-        model = source.model if flags else dense
-        server = Server("decode", model, tmp_path / "log", "--page-size", "8", "--enable-hisparse", *flags)
-        process = server.start().process
-        assert process is not None
-        assert process.wait(60) == 2
+    refused = [
+        (dense, [], "enable_hisparse needs a model with sparse attention"),
+        (source.model, ["--hot-rows", "8"], "hot_rows = 8 is below the model's index_topk = 16"),
+        (source.model, ["--hot-rows", "20"], "hot_rows = 20 must be a multiple of page_size = 8"),
+        (source.model, ["--host-memory-gib", "9999"], "host_memory_gib = 9999"),
+    ]
+    servers = [
+        Server("decode", model, tmp_path / f"{number}.log", "--page-size", "8", "--enable-hisparse", *flags).start()
+        for number, (model, flags, _) in enumerate(refused)
+    ]
+    for server, (_, _, sentence) in zip(servers, refused, strict=True):
+        assert server.process is not None
+        assert server.process.wait(60) == 2
         assert sentence in server.log.read_text()

@@ -29,7 +29,7 @@ PAGE_SIZES = {1: 16, 2: 8, 4: 64}
 TOKEN_BYTES = 3 * 2 * 4 * 16 * 4
 """Layers, keys and values, heads, dimensions, bytes."""
 SMALL_RING = ["--staging-ring-mib", "0.03", "--page-size", "8", "--no-prefix-cache", "--quarantine-s", "2"]
-"""32 KiB: a dozen tokens."""
+"""32 KiB: two or four dozen tokens."""
 
 
 class Model(NamedTuple):
@@ -118,35 +118,40 @@ def test_tokens_equal_transformers_and_each_part_is_one_write(
 def test_a_ring_smaller_than_a_request_and_clients_that_leave(
     prefills: tuple[Cluster, dict[int, Server]], model: Model
 ) -> None:
+    """One prefill rank and four write into the same two rings."""
     servers, sources = prefills
-    decode = add_decode(servers, model, [sources[4]], *SMALL_RING)
+    both = [sources[1], sources[4]]
+    decode = add_decode(servers, model, both, *SMALL_RING, "--tp", "2")
     rng = random.Random(11)
+    plan = [(rng.randrange(len(LENGTHS)), rng.choice([0.02, 0.1, 0.3])) for _ in range(48)]
 
     def ask(number: int) -> bool:
         """Half of the clients leave after a moment. Whether an answer came."""
-        case = rng.randrange(len(LENGTHS))
-        leaves_after_s = rng.choice([0.02, 0.1, 0.3]) if number % 2 else None
+        case, moment_s = plan[number]
         with suppress(httpx.ReadTimeout):
             answer = httpx.post(
                 f"{decode.url}/generate",
-                json=body(model.prompts[case], NEW_TOKENS),
-                timeout=httpx.Timeout(60, read=leaves_after_s or 60),
+                json=body(model.prompts[case], NEW_TOKENS, **place_of(both[number // 2 % 2])),
+                timeout=httpx.Timeout(60, read=moment_s if number % 2 else 60),
             )
             assert answer.raise_for_status().json()["output_ids"] == model.expected[case]
             return True
         return False
 
     with ThreadPoolExecutor(16) as pool:
-        answered = list(pool.map(ask, range(48)))
+        answered = list(pool.map(ask, range(len(plan))))
     assert all(answered[::2])
     wait_until(lambda: decode.count("requests_aborted") > 0, 10, "somebody was aborted")
     assert answered.count(False) > 5
-    assert decode.generate(model.prompts[-1], NEW_TOKENS) == model.expected[-1]
+    for source in both:
+        before = source.count("staged_parts")
+        assert decode.generate(model.prompts[-1], NEW_TOKENS, **place_of(source)) == model.expected[-1]
+        assert source.count("staged_parts") > before
     assert decode.count("checksum_errors") == 0
     assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks were cut: the ring is small"
-    decode.check_clean()
-    sources[4].check_clean()
-    check_nothing_staged(decode, sources[4])
+    for server in (decode, *both):
+        server.check_clean()
+    check_nothing_staged(decode, *both)
     assert decode.stop() == 0
 
 

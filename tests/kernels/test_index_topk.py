@@ -200,13 +200,15 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copies", [1, 4, 12])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("copies", [1, 24])
 @pytest.mark.parametrize("values", ["random", "few", "equal"])
 @pytest.mark.parametrize("k", [1, 2048])
-def test_selection_on_the_gpu(k: int, values: str, copies: int) -> None:
-    """7, 28 and 84 rows: four, two blocks and one have a row of them on a GPU of 132 multiprocessors."""
-    from pdserve.kernels.index_topk_triton import launch_select_top
+def test_selection_on_the_gpu(k: int, values: str, copies: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 and 168 rows: all at once, and more than there is room for at a time."""
+    from pdserve.kernels import index_topk_triton
 
+    monkeypatch.setattr(index_topk_triton, "blocks_per_row", lambda *_: blocks)
     seen = [0, 1, k, k + 1, 16384, 40001, 131072]
     visible = torch.tensor(seen * copies, dtype=torch.int32, device="cuda")
     scores = torch.randn(len(visible), max(seen), device="cuda") * torch.logspace(-9, 9, max(seen), device="cuda")
@@ -215,7 +217,7 @@ def test_selection_on_the_gpu(k: int, values: str, copies: int) -> None:
     elif values == "equal":
         scores.fill_(-0.5)
     out = torch.full((len(visible), k), -77, dtype=torch.int32, device="cuda")
-    launch_select_top(scores, visible, out)
+    index_topk_triton.launch_select_top(scores, visible, out)
     assert out.equal(select_top_reference(scores, visible, k))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.kernels.dispatch import Impl
-from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter
+from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter, warm_up_kv_stage
 from tests.kernels.interpreter import INTERPRETED
 
 Where = tuple[Impl, torch.device]
@@ -177,6 +177,33 @@ def test_no_tokens_are_no_work(where: Where) -> None:
     kv_gather(pool, pages, nothing, start=3, end=3, layers=range(1), heads=range(2), impl=impl)
     kv_scatter(nothing, pool, pages, start=3, end=3, layers=range(1), heads=range(2), impl=impl)
     assert pool.equal(before)
+
+
+@pytest.mark.gpu
+def test_after_the_warm_up_blocks_of_all_sizes_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tokens, layers, heads and place in the ring: nothing is compiled any more."""
+    triton = pytest.importorskip("triton")
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made["repr"]))
+    pool = noise((40, 3, 2, 4, 13, 208), seed=6).cuda()  # no other test has rows and pages like these
+    before = pool.clone()
+    warm_up_kv_stage(pool)
+    assert pool.equal(before)
+    assert len(compiled) == 2, "one to gather, one to scatter"
+    ring = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
+    for number, (start, end) in enumerate([(0, 1), (3, 5), (12, 14), (0, 16), (7, 260), (5, 520)]):
+        layers, heads = range(number % 2, 3), range(number % 3, number % 3 + 1 + number % 2)
+        pages = torch.randperm(40, dtype=torch.int32)[: -(-end // 13)].cuda()
+        size = block_bytes(pool, tokens=end - start, layers=len(layers), heads=len(heads))
+        block = ring[number * 256 :][:size]
+        kv_gather(pool, pages, block, start=start, end=end, layers=layers, heads=heads)
+        kv_scatter(block, pool, pages, start=start, end=end, layers=layers, heads=heads)
+    assert pool.equal(before)
+    assert len(compiled) == 2
+
+
+def test_a_cpu_needs_no_warm_up() -> None:
+    warm_up_kv_stage(torch.empty(0, 1, 2, 1, 16, 64))  # has no page to try it on
 
 
 @pytest.mark.gpu

@@ -7,6 +7,8 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.paged_attention import GatherPlan, paged_attention, plan_attention
+from tests.kernels.numba_kernels import needs_numba
+from tests.kernels.poison import poisoned
 
 CPU = torch.device("cpu")
 
@@ -91,7 +93,8 @@ def check(
         device=device,
         impl=impl,
     )
-    out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale)
+    with poisoned(impl):
+        out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale)
     assert out.dtype == dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=tolerance)
@@ -101,9 +104,9 @@ def check(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_float64(
-    batch: str, heads: int, kv_heads: int, dtype: torch.dtype, where: tuple[Impl, torch.device]
+    batch: str, heads: int, kv_heads: int, dtype: torch.dtype, anywhere: tuple[Impl, torch.device]
 ) -> None:
-    check(BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=16, page_size=8, dtype=dtype, where=where)
+    check(BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=16, page_size=8, dtype=dtype, where=anywhere)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,40 @@ def test_long_sequences_equal_float64(
 ) -> None:
     where: tuple[Impl, torch.device] = ("triton", torch.device("cuda"))
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size"), [(9, 3, 64, 16), (6, 3, 24, 5), (2, 1, 128, 16), (20, 1, 80, 128)]
+)
+def test_long_sequences_on_the_cpu_equal_float64(heads: int, kv_heads: int, dim: int, page_size: int) -> None:
+    lengths = [(1, 1000), (1, 1), (1, 640), (1, 64), (2, 3)]
+    check(
+        lengths,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=page_size,
+        dtype=torch.float32,
+        where=("numba", torch.device("cpu")),
+    )
+
+
+@needs_numba
+def test_numba_takes_any_strides_that_are_alike() -> None:
+    """A layer of a page-major pool, and pages with the heads inside the tokens."""
+    torch.manual_seed(0)
+    pool = torch.randn(7, 3, 2, 2, 4, 8)
+    plan = plan_attention(
+        [1, 1], [9, 5], [[6, 0, 3], [2, 5]], page_size=4, num_kv_heads=2, device=torch.device("cpu"), impl="numba"
+    )
+    query = torch.randn(2, 4, 8)
+    key_pages, value_pages = pool[:, 1, 0], pool[:, 1, 1]
+    expected = paged_attention(query, key_pages, value_pages, plan, scale=0.3)
+    keys, values = (pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (key_pages, value_pages))
+    assert paged_attention(query, keys, values, plan, scale=0.3).equal(expected)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        paged_attention(query, key_pages, value_pages.clone(), plan, scale=0.3)
 
 
 @pytest.mark.gpu
@@ -198,7 +235,13 @@ def test_gather_takes_any_strides(layout: str) -> None:
     pool = torch.randn(7, 3, 2, 2, 4, 8)  # page, layer, plane, head, token, dim
     key_pages, value_pages = pool[:, 1, 0], pool[:, 1, 1]
     plan = plan_attention(
-        [1, 1, 3], [9, 5, 7], [[6, 0, 3], [2, 5], [1, 4]], page_size=4, num_kv_heads=2, device=torch.device("cpu")
+        [1, 1, 3],
+        [9, 5, 7],
+        [[6, 0, 3], [2, 5], [1, 4]],
+        page_size=4,
+        num_kv_heads=2,
+        device=torch.device("cpu"),
+        impl="reference",
     )
     query = torch.randn(5, 4, 8)
     expected = paged_attention(query, key_pages.clone(), value_pages.clone(), plan, scale=0.3)

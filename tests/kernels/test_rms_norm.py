@@ -5,6 +5,7 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.poison import poisoned
 
 # a 16-bit result is off by two roundings at most: of the quotient and of the product
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -17,16 +18,16 @@ def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 64), (5, 576), (7, 1), (130, 96)])
-def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, where: tuple[Impl, torch.device]) -> None:
-    impl, device = where
+def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, anywhere: tuple[Impl, torch.device]) -> None:
+    impl, device = anywhere
     generator = torch.Generator().manual_seed(rows * size)
     x, y = (3 * torch.randn(2, rows, size, generator=generator)).to(device, dtype)
     weight = torch.randn(size, generator=generator).to(device, dtype)
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-2, impl=impl).double(), exact(x, weight, 1e-2), rtol=tolerance, atol=1e-6
-    )
-    total, normed = add_rms_norm(x, y, weight, 1e-2, impl=impl)
+    with poisoned(impl):
+        alone = rms_norm(x, weight, 1e-2, impl=impl)
+        total, normed = add_rms_norm(x, y, weight, 1e-2, impl=impl)
+    torch.testing.assert_close(alone.double(), exact(x, weight, 1e-2), rtol=tolerance, atol=1e-6)
     assert total.equal(x + y)
     torch.testing.assert_close(normed.double(), exact(total, weight, 1e-2), rtol=tolerance, atol=1e-6)
 

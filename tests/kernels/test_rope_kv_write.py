@@ -5,6 +5,8 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.rope_kv_write import rope_kv_write
+from tests.kernels.numba_kernels import needs_numba
+from tests.kernels.poison import poisoned
 
 PAGES, LAYERS, PAGE_SIZE, TOKENS = 6, 3, 4, 9
 
@@ -29,9 +31,9 @@ def exact(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 24), (32, 8, 128), (9, 3, 64), (3, 1, 32)])
 def test_queries_keys_and_values(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, where: tuple[Impl, torch.device]
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, anywhere: tuple[Impl, torch.device]
 ) -> None:
-    impl, device = where
+    impl, device = anywhere
     generator = torch.Generator().manual_seed(heads + dim)
 
     def random(*shape: int) -> torch.Tensor:
@@ -47,19 +49,20 @@ def test_queries_keys_and_values(
     slots = torch.randperm(PAGES * PAGE_SIZE, generator=generator)[:TOKENS].to(device)
     page_ids, offsets = slots // PAGE_SIZE, slots % PAGE_SIZE
 
-    query = rope_kv_write(
-        qkv,
-        cos,
-        signed_sin,
-        pool[:, 1, 0],
-        pool[:, 1, 1],
-        page_ids,
-        offsets,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=1e-3,
-        impl=impl,
-    )
+    with poisoned(impl):
+        query = rope_kv_write(
+            qkv,
+            cos,
+            signed_sin,
+            pool[:, 1, 0],
+            pool[:, 1, 1],
+            page_ids,
+            offsets,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=1e-3,
+            impl=impl,
+        )
 
     q, k, v = qkv.view(TOKENS, -1, dim).split_with_sizes([heads, kv_heads, kv_heads], dim=1)
     # in 16 bits: norm and weight, the products and the sum are rounded; values are of order 1, up to about 10
@@ -76,15 +79,21 @@ def test_queries_keys_and_values(
     assert pool.equal(before)
 
 
-@pytest.mark.gpu
-def test_padded_rows_write_nothing() -> None:
-    pool = torch.randn(PAGES, LAYERS, 2, 2, PAGE_SIZE, 32, device="cuda", dtype=torch.bfloat16)
-    qkv = torch.randn(5, 8 * 32, device="cuda", dtype=torch.bfloat16)
-    angle = torch.rand(5, 32, device="cuda").to(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=needs_numba),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_padded_rows_write_nothing(device: str, dtype: torch.dtype) -> None:
+    pool = torch.randn(PAGES, LAYERS, 2, 2, PAGE_SIZE, 32, device=device, dtype=dtype)
+    qkv = torch.randn(5, 8 * 32, device=device, dtype=dtype)
+    angle = torch.rand(5, 32, device=device).to(dtype)
     before = pool.clone()
-    page_ids = torch.tensor([3, 1, 0, 0, 0], device="cuda")
-    offsets = torch.tensor([2, 0, 0, 0, 0], device="cuda")
-    live = torch.tensor([2], dtype=torch.int32, device="cuda")
+    page_ids = torch.tensor([3, 1, 0, 0, 0], device=device)
+    offsets = torch.tensor([2, 0, 0, 0, 0], device=device)
+    live = torch.tensor([2], dtype=torch.int32, device=device)
     rope_kv_write(qkv, angle, angle, pool[:, 1, 0], pool[:, 1, 1], page_ids, offsets, live_rows=live)
     changed = (pool != before).flatten(5).any(-1)
     assert changed[3, 1, :, :, 2].all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.kernels import nvrtc
 from pdserve.kernels.nvrtc import CudaImpl
-from pdserve.kernels.slot_tables import SlotTables, buffer_pages, check_geometry, table_bytes
+from pdserve.kernels.slot_tables import HotRows, KvRows, SlotTables, buffer_pages, check_geometry, table_bytes
 from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
 from pdserve.kernels.write_back import write_back
 
@@ -113,7 +113,7 @@ class World:
         self.hot_page_lists = self.shuffled_pages(g.requests, g.most_hot_pages)
         # nobody has the last page
         self.hot = self.noise(g.requests * g.most_hot_pages + 3, LAYERS, g.page_size, g.row_bytes).to(self.device)
-        self.expected_host, self.expected_hot = self.host.clone(), self.hot.cpu()
+        self.expected_host, self.expected_hot = self.host.clone(), self.hot.to("cpu", copy=True)
         self.all_tables = SlotTables.allocate(
             groups=2,
             requests=g.requests,
@@ -205,7 +205,8 @@ class World:
         )
         for layer in range(1, LAYERS):
             copy_misses(self.plan, self.host[:, layer], self.hot[:, layer], impl=self.impl)
-        write_back(self.hot, newest_rows.expand(LAYERS, -1), self.host, self.targets, impl=self.impl)
+        hot_rows, host_rows = HotRows(newest_rows.expand(LAYERS, -1)), KvRows(self.targets)
+        write_back(self.hot, hot_rows, self.host, host_rows, impl=self.impl)
 
     def set_inputs(self, selected: dict[int, list[int]]) -> None:
         """Live requests first; padding repeats slots that are not live and selects real tokens, to no effect."""
@@ -246,8 +247,10 @@ class World:
             assert rows[row] == [-1 if slot is None else self.hot_row(request, slot) for slot in slots]
             assert counts[row] == len(misses)
             filled = [self.hot_row(request, slot) for _, slot in misses]
-            assert destinations[row][: len(misses)] == filled
-            assert sources[row][: len(misses)] == [self.host_row(request, token) for token, _ in misses]
+            listed = zip(sources[row][: len(misses)], destinations[row][: len(misses)], strict=True)
+            assert sorted(listed) == sorted(
+                (self.host_row(request, token), hot_row) for (token, _), hot_row in zip(misses, filled, strict=True)
+            )
             if length > model.capacity:
                 self.hits += len({token for token in top_k if 0 <= token < length - 1}) - len(misses)
                 self.misses += len(misses)

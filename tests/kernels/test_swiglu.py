@@ -5,16 +5,18 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.swiglu import swiglu
+from tests.kernels.poison import poisoned
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 12288), (3, 96), (7, 1), (33, 1500)])
-def test_equals_float64(rows: int, size: int, dtype: torch.dtype, where: tuple[Impl, torch.device]) -> None:
-    impl, device = where
+def test_equals_float64(rows: int, size: int, dtype: torch.dtype, anywhere: tuple[Impl, torch.device]) -> None:
+    impl, device = anywhere
     generator = torch.Generator().manual_seed(rows * size)
     gate_up = (4 * torch.randn(rows, 2 * size, generator=generator)).to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    out = swiglu(gate_up, impl=impl)
+    with poisoned(impl):
+        out = swiglu(gate_up, impl=impl)
     assert out.dtype == dtype
     # two roundings in 16 bits; float32 exp is good to a few ulp
     tolerance = 2e-6 if dtype == torch.float32 else 2**-7

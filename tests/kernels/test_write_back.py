@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pdserve.kernels.nvrtc import CudaImpl
+from pdserve.kernels.slot_tables import HotRows, KvRows
 from pdserve.kernels.write_back import write_back
 
 LAYERS, HOT_PAGES, PAGES, PAGE_SIZE = 3, 2, 4, 5
@@ -44,9 +45,9 @@ def test_rows_of_live_requests_arrive(row_bytes: int, padding: list[int], where:
     if device.type == "cuda":
         host = host.pin_memory()
     flat = [page * PAGE_SIZE + offset if row in live else -1 for row, (page, offset) in enumerate(targets)]
-    hot_rows = torch.tensor(sources, dtype=torch.int32, device=device)
+    hot_rows = HotRows(torch.tensor(sources, dtype=torch.int32, device=device))
     hot_rows[:, padding] = -1
-    host_rows = torch.tensor(flat, dtype=torch.int32, device=device)
+    host_rows = KvRows(torch.tensor(flat, dtype=torch.int32, device=device))
     write_back(hot.to(device), hot_rows, host, host_rows, impl=impl)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -56,12 +57,13 @@ def test_rows_of_live_requests_arrive(row_bytes: int, padding: list[int], where:
 def test_what_does_not_fit_is_refused() -> None:
     hot = torch.zeros(HOT_PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
     host = torch.zeros(PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
-    hot_rows, host_rows = torch.zeros(LAYERS, 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    hot_rows = HotRows(torch.zeros(LAYERS, 2, dtype=torch.int32))
+    host_rows = KvRows(torch.arange(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="not pages of equal bytes"):
         write_back(hot[..., :8], hot_rows, host, host_rows)
     with pytest.raises(ValueError, match=r"do not fit hot_rows \[3, 2\]"):
-        write_back(hot, hot_rows, host, host_rows[:1])
+        write_back(hot, hot_rows, host, KvRows(host_rows[:1]))
     with pytest.raises(ValueError, match="must be int32"):
-        write_back(hot, hot_rows.long(), host, host_rows)
+        write_back(hot, HotRows(hot_rows.long()), host, host_rows)
     with pytest.raises(ValueError, match="must be contiguous"):
         write_back(hot[..., ::2], hot_rows, host[..., ::2], host_rows)

@@ -1,16 +1,14 @@
 """A HiSparse cache by itself: what it refuses, what opening a buffer brings in, and what its checks find."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.configs.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.hisparse import HiSparseCache, HiSparseError, _runs
-from pdserve.memory.index_spaces import HotSlot, TokenPosition, host_row, hot_row, hot_slot, token_position
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvPool
 from pdserve.memory.pinned import PinnedMemory
 
@@ -46,6 +44,14 @@ def make_cache(
     )
 
 
+def open_buffer(
+    cache: HiSparseCache, slot: int, hot_pages: Iterable[int], pages: Iterable[int], *, tokens: int, capacity: int
+) -> None:
+    cache.open(
+        RequestSlot(slot), [HotPage(page) for page in hot_pages], [KvPage(page) for page in pages], tokens, capacity
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
@@ -75,12 +81,11 @@ def test_a_resident_request_starts_with_its_rows(tokens: int, pages: list[int], 
     cache = make_cache()
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     cache.hot.data.fill_(torch.nan)
-    cache.open(2, hot_pages, pages, tokens, capacity=24)
+    open_buffer(cache, 2, hot_pages, pages, tokens=tokens, capacity=24)
     for position in range(tokens):
-        page, offset = divmod(host_row(TokenPosition(position), pages, PAGE_SIZE), PAGE_SIZE)
-        hot_page, hot_offset = divmod(hot_row(HotSlot(position), hot_pages, PAGE_SIZE), PAGE_SIZE)
-        expected = cache.host.data[page, :, :, :, offset]
-        assert cache.hot.data[hot_page, :, :, :, hot_offset].equal(expected)
+        index, offset = divmod(position, PAGE_SIZE)
+        expected = cache.host.data[pages[index], :, :, :, offset]
+        assert cache.hot.data[hot_pages[index], :, :, :, offset].equal(expected)
     touched = (~cache.hot.data.isnan()).flatten(1).any(dim=1).nonzero().flatten().tolist()
     assert touched == sorted(hot_pages[: -(-tokens // PAGE_SIZE)])
     assert cache.tables.capacity.tolist() == [8, 8, 24]
@@ -90,21 +95,21 @@ def test_a_resident_request_starts_with_its_rows(tokens: int, pages: list[int], 
 def test_what_does_not_fit_starts_empty() -> None:
     cache = make_cache()
     cache.hot.data.fill_(torch.nan)
-    cache.open(1, [4, 5, 6], list(range(10)), tokens=40, capacity=8)
+    open_buffer(cache, 1, [4, 5, 6], range(10), tokens=40, capacity=8)
     assert cache.hot.data.isnan().all()
-    assert all(cache.slot_of(1, 1, TokenPosition(position)) is None for position in range(40))
-    cache.open(1, [4, 5, 6], list(range(10)), tokens=8, capacity=8)
-    assert [cache.slot_of(1, 1, TokenPosition(position)) for position in range(9)] == [*range(8), None]
+    assert (cache.tables.token_slots[:, 1] == -1).all()
+    open_buffer(cache, 1, [4, 5, 6], range(10), tokens=8, capacity=8)
+    assert cache.tables.token_slots[1, 1, :9].tolist() == [*range(8), -1]
 
 
 def test_a_buffer_needs_its_pages() -> None:
     cache = make_cache()
     with pytest.raises(AssertionError, match="2 hot pages of 4 rows do not hold 9"):
-        cache.open(0, [1, 2], list(range(10)), tokens=40, capacity=8)
+        open_buffer(cache, 0, [1, 2], range(10), tokens=40, capacity=8)
     with pytest.raises(AssertionError, match="2 hot pages of 4 rows do not hold 10"):
-        cache.open(0, [1, 2], list(range(10)), tokens=9, capacity=12)
+        open_buffer(cache, 0, [1, 2], range(10), tokens=9, capacity=12)
     with pytest.raises(AssertionError, match=r"hot pages are \[1, 2, 20\]"):
-        cache.open(0, [1, 2, 20], list(range(10)), tokens=9, capacity=12)
+        open_buffer(cache, 0, [1, 2, 20], range(10), tokens=9, capacity=12)
 
 
 def repeat_slot(cache: HiSparseCache) -> None:
@@ -134,22 +139,11 @@ def forget_eviction(cache: HiSparseCache) -> None:
 )
 def test_broken_tables_are_found(break_it: Callable[[HiSparseCache], None], problem: str) -> None:
     cache = make_cache()
-    cache.open(2, [1, 2, 3], list(range(10)), tokens=8, capacity=8)
+    open_buffer(cache, 2, [1, 2, 3], range(10), tokens=8, capacity=8)
     cache.check_integrity()
     break_it(cache)
     with pytest.raises(HiSparseError, match=problem):
         cache.check_integrity()
-
-
-@given(
-    page_size=st.integers(1, 9),
-    pages=st.lists(st.integers(0, 100), min_size=1, max_size=9, unique=True),
-    data=st.data(),
-)
-def test_rows_lead_back_to_where_they_came_from(page_size: int, pages: list[int], data: st.DataObject) -> None:
-    number = data.draw(st.integers(0, len(pages) * page_size - 1))
-    assert token_position(host_row(TokenPosition(number), pages, page_size), pages, page_size) == number
-    assert hot_slot(hot_row(HotSlot(number), pages, page_size), pages, page_size) == number
 
 
 def test_host_memory_that_is_not_there_is_refused_in_gib() -> None:
@@ -176,12 +170,16 @@ def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
     assert pool(30).pages_per_chunk == 30
 
 
+def runs(sources: list[int], targets: list[int], chunk: int) -> list[tuple[KvPage, HotPage, int]]:
+    return _runs([KvPage(page) for page in sources], [HotPage(page) for page in targets], chunk)
+
+
 def test_pages_are_copied_in_runs_that_stay_within_a_chunk() -> None:
-    assert _runs([], [], 4) == []
-    assert _runs([3, 4, 5, 9], [0, 1, 2, 3], 100) == [(3, 0, 3), (9, 3, 1)]
-    assert _runs([3, 4, 5, 6], [0, 1, 2, 8], 100) == [(3, 0, 3), (6, 8, 1)]
-    assert _runs([2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6], 4) == [(2, 0, 2), (4, 2, 4), (8, 6, 1)]
-    assert _runs([5, 4, 3], [2, 1, 0], 4) == [(5, 2, 1), (4, 1, 1), (3, 0, 1)]
+    assert runs([], [], 4) == []
+    assert runs([3, 4, 5, 9], [0, 1, 2, 3], 100) == [(3, 0, 3), (9, 3, 1)]
+    assert runs([3, 4, 5, 6], [0, 1, 2, 8], 100) == [(3, 0, 3), (6, 8, 1)]
+    assert runs([2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6], 4) == [(2, 0, 2), (4, 2, 4), (8, 6, 1)]
+    assert runs([5, 4, 3], [2, 1, 0], 4) == [(5, 2, 1), (4, 1, 1), (3, 0, 1)]
 
 
 @pytest.mark.gpu
@@ -195,7 +193,7 @@ def test_the_gpu_reaches_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -
     assert host.data[-1].is_pinned()
     cache = HiSparseCache(host, indexer, hot, slots=1, hot_rows=8, max_context=2400, top_k=4, groups=[0, 0, 1])
     host.data.copy_(torch.rand(host.data.shape))
-    cache.open(0, range(600), range(600), tokens=2400, capacity=2400)
+    open_buffer(cache, 0, range(600), range(600), tokens=2400, capacity=2400)
     torch.cuda.synchronize(cuda)
     assert hot.data.cpu().equal(host.data)
     cache.close()

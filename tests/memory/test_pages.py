@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, PageLeakError
 from pdserve.memory.prefix_cache import PrefixCache
 
@@ -21,9 +22,9 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.size = 13
-        self.pages = PageAllocator(self.size)
+        self.pages = PageAllocator[KvPage](self.size)
         self.cache = PrefixCache(self.pages, PAGE_SIZE)
-        self.requests: dict[PageGrant, list[int]] = {}
+        self.requests: dict[PageGrant[KvPage], list[int]] = {}
         self.content: dict[int, tuple[int, ...]] = {}
         """The whole prefix up to the end of each page, by page."""
 
@@ -97,13 +98,13 @@ TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=
 
 
 def test_fresh_pool_gives_adjacent_pages() -> None:
-    grant = PageAllocator(8).grant("a", 3)
+    grant = PageAllocator[KvPage](8).grant("a", 3)
     assert grant is not None
     assert grant.pages == [0, 1, 2]
 
 
 def test_least_recently_used_prefix_goes_first() -> None:
-    pages = PageAllocator(4)
+    pages = PageAllocator[KvPage](4)
     cache = PrefixCache(pages, 1)
     for tokens in ([1, 2], [3, 4]):
         grant = pages.grant("a", 2)
@@ -119,7 +120,7 @@ def test_least_recently_used_prefix_goes_first() -> None:
 
 
 def test_disabled_cache_keeps_nothing() -> None:
-    pages = PageAllocator(4)
+    pages = PageAllocator[KvPage](4)
     cache = PrefixCache(pages, 1, enabled=False)
     grant = pages.grant("a", 2)
     assert grant is not None
@@ -130,14 +131,14 @@ def test_disabled_cache_keeps_nothing() -> None:
 
 
 def test_leak_is_named() -> None:
-    pages = PageAllocator(4)
+    pages = PageAllocator[KvPage](4)
     assert pages.grant("request-7", 2) is not None
     with pytest.raises(PageLeakError, match="request-7"):
         pages.check_integrity(idle=True)
 
 
 def test_lost_page_is_found() -> None:
-    pages = PageAllocator(4)
+    pages = PageAllocator[KvPage](4)
     grant = pages.grant("a", 2)
     assert grant is not None
     grant.pages.pop()
@@ -146,7 +147,7 @@ def test_lost_page_is_found() -> None:
 
 
 def test_second_release_is_refused() -> None:
-    pages = PageAllocator(4)
+    pages = PageAllocator[KvPage](4)
     grant = pages.grant("a", 2)
     assert grant is not None
     pages.release(grant)

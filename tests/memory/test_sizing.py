@@ -5,7 +5,7 @@ import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import PrefillConfig
-from pdserve.memory.sizing import GIB, peak_bytes, pool_pages
+from pdserve.memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 
 TOKEN_BYTES = 1024
 
@@ -38,6 +38,17 @@ def test_less_than_a_page_is_refused() -> None:
         pages(kv_memory_gib=1e-6)
     with pytest.raises(StartupError, match=r"kv_memory_fraction = 0\.25 is less than one page"):
         pages(free_bytes=-GIB)
+
+
+def test_weights_of_all_ranks_that_share_a_device_have_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.memory.sizing.free_memory_bytes", lambda _: 4 * GIB)
+    cpu = torch.device("cpu")
+    check_weights_fit(4 * GIB, cpu)
+    check_weights_fit(2 * GIB, cpu, sharers=2)
+    with pytest.raises(StartupError, match=r"need 5\.0 GiB and cpu has 4\.0 GiB free"):
+        check_weights_fit(5 * GIB, cpu)
+    with pytest.raises(StartupError, match=r"need 6\.0 GiB for 2 ranks and cpu has 4\.0 GiB free"):
+        check_weights_fit(3 * GIB, cpu, sharers=2)
 
 
 def test_nothing_is_tried_on_the_cpu() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from pdserve.kernels.swap_in import copy_misses
 from pdserve.kernels.write_back import write_back
-from pdserve.memory.index_spaces import TokenPosition, host_row
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models import hot_rows
 from pdserve.models.batch import SequenceSlice
@@ -57,11 +58,11 @@ class Twin:
         )
         for pool in (*self.plain.pools, *self.cache.pools, self.cache.hot):
             poison(pool.data)
-        self.free = random.Random(1).sample(range(NUM_PAGES), NUM_PAGES)
-        self.free_hot = random.Random(2).sample(range(hot_pages), hot_pages)
+        self.free = [KvPage(page) for page in random.Random(1).sample(range(NUM_PAGES), NUM_PAGES)]
+        self.free_hot = [HotPage(page) for page in random.Random(2).sample(range(hot_pages), hot_pages)]
         self.tokens: dict[int, list[int]] = {}
-        self.pages: dict[int, list[int]] = {}
-        self.hot: dict[int, list[int]] = {}
+        self.pages: dict[int, list[KvPage]] = {}
+        self.hot: dict[int, list[HotPage]] = {}
         self.written = 0
 
     @property
@@ -83,7 +84,7 @@ class Twin:
         capacity = self.hot_rows if capacity is None else capacity
         self.hot[slot] = []
         self._hold(slot, max(self.buffer_pages, -(-capacity // PAGE_SIZE)))
-        self.cache.open(slot, self.hot[slot], self.pages[slot], tokens, capacity)
+        self.cache.open(RequestSlot(slot), self.hot[slot], self.pages[slot], tokens, capacity)
 
     def start(self, slot: int, token_ids: Sequence[int], capacity: int | None = None) -> None:
         self.prefill(slot, token_ids)
@@ -91,7 +92,7 @@ class Twin:
 
     def resize(self, slot: int, capacity: int) -> None:
         self._hold(slot, max(self.buffer_pages, -(-capacity // PAGE_SIZE)))
-        self.cache.resize(slot, self.hot[slot], capacity)
+        self.cache.resize(RequestSlot(slot), self.hot[slot], capacity)
 
     def close(self, slot: int) -> None:
         """Its pages are full of NaN before somebody else has them."""
@@ -104,14 +105,15 @@ class Twin:
 
     def step(self, slots: Sequence[int]) -> torch.Tensor:
         """One token more for each; the logits, checked."""
-        slices = []
+        plain, hot = [], []
         for slot in slots:
             ids, pages = self.tokens[slot], self.pages[slot]
             if len(ids) > len(pages) * PAGE_SIZE:
                 pages.append(self.free.pop())
-            slices.append(SequenceSlice(ids[-1:], len(ids) - 1, pages, hot_slot=slot))
-        expected = self.forward(self.plain, slices)
-        found = self.forward(self.cache, slices)
+            plain.append(SequenceSlice(ids[-1:], len(ids) - 1, pages))
+            hot.append(replace(plain[-1], hot_slot=slot))
+        expected = self.forward(self.plain, plain)
+        found = self.forward(self.cache, hot)
         assert not found.isnan().any()
         assert found.equal(expected)
         self.written += len(slots)
@@ -130,12 +132,8 @@ class Twin:
         """The new rows are in host memory, in every layer, and so are all others."""
         plain, _ = self.plain.pools
         for slot in slots:
-            rows = [
-                host_row(TokenPosition(position), self.pages[slot], PAGE_SIZE)
-                for position in range(len(self.tokens[slot]))
-            ]
-            for row in rows:
-                page, offset = divmod(row, PAGE_SIZE)
+            for position in range(len(self.tokens[slot])):
+                page, offset = self.pages[slot][position // PAGE_SIZE], position % PAGE_SIZE
                 found = self.cache.host.data[page, :, 0, 0, offset]
                 assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
 
@@ -245,8 +243,8 @@ def test_a_short_sequence_may_have_fewer_pages_than_a_buffer(glm: ModelRunner) -
     for _ in range(40):
         twin._hold(0, min(-(-len(twin.tokens[0]) // PAGE_SIZE), twin.buffer_pages))
         if len(twin.tokens[0]) == 6:
-            twin.cache.open(0, twin.hot[0], twin.pages[0], 5, 2 * TOP_K)
-        twin.cache.resize(0, twin.hot[0], 2 * TOP_K)
+            twin.cache.open(RequestSlot(0), twin.hot[0], twin.pages[0], 5, 2 * TOP_K)
+        twin.cache.resize(RequestSlot(0), twin.hot[0], 2 * TOP_K)
         twin.step([0])
 
 
@@ -419,7 +417,7 @@ def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late
     assert not done.query(), "the write-back was not late"  # type: ignore[no-untyped-call]
     done.synchronize()
     for piece in pieces:
-        page, offset = divmod(host_row(TokenPosition(piece.start), piece.pages, PAGE_SIZE), PAGE_SIZE)
+        page, offset = piece.pages[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE
         assert not twin.cache.host.data[page, :, 0, 0, offset].isnan().any()
     assert len(late.streams) == 1
     twin.cache.close()

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import math
 
+from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
 from pdserve.scheduler.effects import (
@@ -66,7 +67,7 @@ class PartOnTheWay:
 class Scatter:
     order: PartScatter
     prompt: Prefix
-    grant: PageGrant
+    grant: PageGrant[KvPage]
 
 
 class StagedWorld(World):
@@ -80,7 +81,9 @@ class StagedWorld(World):
         super().__init__(stages=stages, look_ahead=look_ahead)
         ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
         self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
-        self.decode = DecodeScheduler(self.decode.limits, PageAllocator(PAGES), [EOS], receivers=[self.receiver])
+        self.decode = DecodeScheduler(
+            self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], receivers=[self.receiver]
+        )
         for server in self.servers.values():
             self.decode.peer_up(server.instance, server.endpoint, LINKS)
 

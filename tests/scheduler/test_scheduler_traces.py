@@ -17,8 +17,11 @@ MODES: tuple[tuple[int, bool, int | None], ...] = (
     (3, False, None),
     (1, True, 7),
     (2, False, 9),
+    (1, False, 3),
 )
-"""Pipeline stages, whether steps are given ahead, and pages of the hot pool (HiSparse): too few for three residents."""
+"""Pipeline stages, whether steps are given ahead, and pages of the hot pool (HiSparse): too few for three residents,
+enough for two, for exactly three and for exactly one buffer.
+"""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -170,7 +173,9 @@ def test_long_lives_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(120):
-        seen.update(live(seed, steps=400).decode.counters)
+        world = live(seed, steps=400)
+        seen.update(world.decode.counters)
+        seen.update(world.hot_seen)
     for event in (
         "requests_finished",
         "requests_failed",
@@ -183,5 +188,12 @@ def test_long_lives_go_everywhere() -> None:
         "transfers_failed",
         "prefix_tokens_reused",
         "stale_messages",
+        "opened resident",
+        "opened cold",
+        "grown",
+        "shrunk",
+        "cycled",
+        "waited",
+        "parked",
     ):
         assert seen[event] >= 10, f"{event} happened {seen[event]} times"

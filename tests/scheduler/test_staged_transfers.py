@@ -3,6 +3,7 @@
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.effects import SendToPeer
 from pdserve.scheduler.prefill import PrefillScheduler
@@ -37,7 +38,7 @@ class Prefill:
         limits = PrefillLimits(
             page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100, observe_timeout_s=5
         )
-        self.scheduler = PrefillScheduler(limits, PageAllocator(13))
+        self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
         self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
         self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)

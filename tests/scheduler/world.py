@@ -1,10 +1,10 @@
 """A decode server and prefill servers without torch, sockets or a clock: the real schedulers in a simulated world.
 
 The network is a pair of queues per server, a write is an entry in a list, the ranks are a queue of orders that are
-carried out some time later, and memory is a dictionary that says of which prefix each row holds the KV. Whatever
-happens, three things must hold, and `check()` and `finish()` see to it: every step finds the KV of all its tokens where
-it looks, pages under a write that may still land are never free, and in the end every pool is full and every client has
-exactly one answer.
+carried out some time later, and memory is a dictionary that says of which prefix each row holds the KV. With HiSparse
+that is host memory, and hot memory is another. Whatever happens, three things must hold, and `check()` and `finish()`
+see to it: every step finds the KV of all its tokens where it looks, pages under a write that may still land are never
+free, and in the end every pool is full and every client has exactly one answer.
 """
 
 import collections
@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
 from pdserve.scheduler.effects import (
@@ -30,6 +31,7 @@ from pdserve.scheduler.effects import (
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.hot_buffers import HotLimits
 from pdserve.scheduler.intake import DecodeLimits
+from pdserve.scheduler.lifecycle import State
 from pdserve.scheduler.prefill import PrefillScheduler
 from pdserve.scheduler.prefill_limits import PrefillLimits
 from pdserve.scheduler.run_queue import DecodeRow, DecodeStep
@@ -57,7 +59,7 @@ PREFILL_PAGES = 13
 HOT_ROWS = 8
 
 Row = tuple[int, int]
-"""Page and slot in decode's pool."""
+"""Page and place in it, of decode's pool or of its hot pool."""
 Prefix = tuple[int, ...]
 """KV of a token depends on all tokens before it, so a row is known by the whole prefix."""
 
@@ -68,7 +70,7 @@ class Write:
 
     chunk: ChunkWrite
     prompt: Prefix
-    grant: PageGrant
+    grant: PageGrant[KvPage]
     cancelled: bool = False
     lands_until: float | None = None
 
@@ -108,9 +110,12 @@ class World:
             look_ahead=look_ahead,
         )
         hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3) if hot_pages is not None else None
-        self.decode = DecodeScheduler(limits, PageAllocator(PAGES), [EOS], hot_limits)
+        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](PAGES), [EOS], hot_limits)
         self.hot: dict[int, ResizeHot] = {}
         """Pages and capacity of each request slot, as the ranks know them."""
+        self.hot_memory: dict[Row, Prefix] = {}
+        self.hot_seen: collections.Counter[str] = collections.Counter()
+        """What has happened to hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
         self.orders: collections.deque[DecodeStep | PageEffect | HotEffect] = collections.deque()
@@ -126,6 +131,7 @@ class World:
         self.last_conversation: Prefix = ()
         self.submitted: set[str] = set()
         self.terminal: collections.Counter[str] = collections.Counter()
+        self.failures: dict[str, Failed] = {}
         self.output: collections.Counter[str] = collections.Counter()
         for endpoint in ENDPOINTS:
             self.start(endpoint)
@@ -157,6 +163,9 @@ class World:
     def decode_turn(self) -> None:
         self.decode.advance(self.now)
         self.act()
+        requests = self.decode.requests.values()
+        self.hot_seen["parked"] += any(request.grant for request in requests if request.state is State.RETRACTED)
+        self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.orders.append(step)
@@ -173,26 +182,56 @@ class World:
             case DecodeStep() as step:
                 self.failed = False
                 self._compute(step, eos)
-            case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity) as opened:
-                assert len(opened.pages) * PAGE_SIZE >= opened.tokens
-                self._set_hot(ResizeHot(slot, hot_pages, capacity))
+            case OpenHot() as opened:
+                self._open_hot(opened)
             case ResizeHot() as resized:
-                self._set_hot(resized)
+                self._resize_hot(resized)
             case order:
                 self._move_pages(order)
                 self.decode.order_done(order.order)
         self.act()
 
-    def _set_hot(self, buffer: ResizeHot) -> None:
+    def _open_hot(self, opened: OpenHot) -> None:
+        """The rows of a resident are copied; those of others are fetched when they are selected."""
+        buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
+        self.hot[opened.slot] = buffer
+        assert buffer.capacity >= HOT_ROWS
+        assert len(opened.pages) * PAGE_SIZE >= opened.tokens
+        resident = opened.tokens <= opened.capacity
+        self.hot_seen["opened resident" if resident else "opened cold"] += 1
+        for position in range(opened.tokens):
+            source = opened.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            if resident:
+                self.hot_memory[_hot_place(buffer, position)] = self.memory.get(source, ())
+            elif position <= HOT_ROWS:
+                self.hot_memory[_hot_place(buffer, position)] = ()
+
+    def _resize_hot(self, buffer: ResizeHot) -> None:
+        """Rows stay where they are, so the pages that stay must be the first, in their order."""
+        before = self.hot[buffer.slot]
         self.hot[buffer.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
+        kept = min(len(before.hot_pages), len(buffer.hot_pages))
+        assert buffer.hot_pages[:kept] == before.hot_pages[:kept], f"slot {buffer.slot} was given other pages"
+        self.hot_seen["shrunk" if len(buffer.hot_pages) < len(before.hot_pages) else "grown"] += 1
 
-    def _check_hot(self, row: DecodeRow) -> None:
-        """Its buffer holds what the step needs: all rows, or the first pages; and nobody else in it has the same."""
+    def _use_hot(self, row: DecodeRow, tokens: Prefix, *, alive: bool) -> None:
+        """A step of one request: its buffer has room for what the step needs, and its rows are those of its tokens."""
         assert row.hot_slot is not None
-        buffer, tokens = self.hot[row.hot_slot], row.position + 1
-        rows = len(buffer.hot_pages) * PAGE_SIZE
-        assert rows >= (tokens if tokens <= buffer.capacity else HOT_ROWS + 1), f"{row.request.rid} lacks hot rows"
+        buffer, count = self.hot[row.hot_slot], len(tokens)
+        resident = count <= buffer.capacity
+        if alive:
+            rows = len(buffer.hot_pages) * PAGE_SIZE
+            assert rows >= (count if resident else HOT_ROWS + 1), f"{row.request.rid} lacks hot rows"
+            for position in range(count - 1 if resident else HOT_ROWS):
+                found = self.hot_memory[_hot_place(buffer, position)]
+                cycled = not resident and found == ()
+                assert cycled or found == tokens[: position + 1], f"{row.request.rid} reads a wrong hot row {position}"
+        if resident:
+            self.hot_memory[_hot_place(buffer, count - 1)] = tokens
+        else:
+            self.hot_seen["cycled"] += 1
+            self.hot_memory.update({_hot_place(buffer, slot): () for slot in range(HOT_ROWS + 1)})
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:
         drawn: list[int] = []
@@ -203,6 +242,7 @@ class World:
         assert len(hot) == len(set(hot)), "two requests of a step share a hot page"
         for row in step.rows:
             rid = row.request.rid
+            alive = rid in self.decode.requests  # of one that has ended nobody looks at the result
             if row.token is None:
                 assert row.follows is not None
                 tokens = (*self.known[rid], self.drawn[row.follows])
@@ -210,18 +250,18 @@ class World:
                 tokens = (*row.request.prompt_ids, *row.request.output_ids)
                 assert row.token == tokens[-1]
             assert row.position == len(tokens) - 1
-            if self.decode.hot is not None and rid in self.decode.requests:
-                self._check_hot(row)
             assert row.output_index == len(tokens) - len(row.request.prompt_ids)
             for position in range(row.position):
                 place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
-                if row.request.rid in self.decode.requests:  # of one that has ended nobody looks at the result
+                if alive:
                     assert self.memory[place] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
+            if self.decode.hot is not None:
+                self._use_hot(row, tokens, alive=alive)
             if row.pages:
                 self.memory[row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE] = tokens
             self.known[rid] = tokens
-            self.last_conversation = tokens
             drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
+            self.last_conversation = (*tokens, drawn[-1])
         self.drawn = drawn
         self.decode.step_done(step.order, [TokenLogprob(token, None) for token in drawn], self.now)
 
@@ -268,7 +308,7 @@ class World:
             observe_timeout_s=5,
         )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
-        scheduler = PrefillScheduler(limits, PageAllocator(PREFILL_PAGES))
+        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](PREFILL_PAGES))
         scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
         self.servers[instance] = Server(endpoint, instance, scheduler)
         self.decode.peer_up(instance, endpoint, capacity=2 * PREFILL_PAGES)
@@ -406,8 +446,9 @@ class World:
             case Finished(rid=rid, completion_tokens=completion_tokens):
                 assert self.output[rid] == completion_tokens
                 self.terminal[rid] += 1
-            case Failed(rid=rid):
+            case Failed(rid=rid) as failed:
                 self.terminal[rid] += 1
+                self.failures[rid] = failed
             case Tokens(rid=rid, token_ids=token_ids):
                 assert self.terminal[rid] == 0, f"{rid} got tokens after its end"
                 self.output[rid] += len(token_ids)
@@ -493,7 +534,7 @@ class World:
         server.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
         self.act()
 
-    def _grant_of(self, key: TransferKey) -> PageGrant:
+    def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """Whose pages a write of this transfer goes to: they must still be reserved for it when it starts."""
         prompt = self.decode.prompt_of(key)
         grant = prompt.grant if prompt is not None else self.decode.intake.fences.grant_of(key)
@@ -506,3 +547,7 @@ class World:
     def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
         for slot in range(PAGE_SIZE):
             self.memory[page, slot] = rows.get(slot, ())
+
+
+def _hot_place(buffer: ResizeHot, slot: int) -> Row:
+    return buffer.hot_pages[slot // PAGE_SIZE], slot % PAGE_SIZE

@@ -2,13 +2,17 @@
 
 import itertools
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 
 from pdserve.configs.schema import PrefillConfig
+from pdserve.kernels.kv_stage import kv_gather
+from pdserve.memory.kv_pool import KvPool
 from pdserve.transfer.chunk_writer import ChunkWriter
 from pdserve.transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.layout import KvLayout
@@ -42,10 +46,10 @@ WHOLE = layout((0, LAYERS), (0, HEADS), page_size=7, num_pages=10)
 class StagedRank:
     """Rank 1 of 2 of a prefill server, paired with a decode rank whose ring is the memory of a process."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, device: torch.device) -> None:
         self.cells = kv_of(LAYERS, HEADS, TOKENS, seed=5)
         self.receiver = receiver
-        self.source = empty_pool(HALF)
+        self.source = on_device(empty_pool(HALF), device)
         self.source.data.normal_()
         put(self.source, HALF, self.cells, SOURCE_PAGES, 0, TOKENS)
         self.chunks: queue.SimpleQueue[ChunkWritten] = queue.SimpleQueue()
@@ -83,21 +87,26 @@ def rank(number: int, kv: KvLayout) -> Rank:
     return Rank(number, None, (Pool(kv, 0, kv.size_bytes),), staging="auto")
 
 
+def on_device(pool: KvPool, device: torch.device) -> KvPool:
+    pool.data = pool.data.to(device)
+    return pool
+
+
 @pytest.fixture
-def start_rank() -> Iterator[Callable[[], StagedRank]]:
+def start_rank() -> Iterator[Callable[..., StagedRank]]:
     with ExitStack() as stack:
 
-        def start() -> StagedRank:
+        def start(device: str = "cpu") -> StagedRank:
             receiver = stack.enter_context(Receiver(RING_BYTES))
             receiver.pool[:] = POISON
-            started = StagedRank(receiver)
+            started = StagedRank(receiver, torch.device(device))
             stack.callback(started.close)
             return started
 
         yield start
 
 
-def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[[], StagedRank]) -> None:
+def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[..., StagedRank]) -> None:
     """More parts than buffers, between unequal pages; the rest of the ring and of the pool is not touched."""
     prefill = start_rank()
     cuts = [3, 14, 15, 33, 50]
@@ -131,7 +140,71 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[[], 
     assert target.data.equal(expected)
 
 
-def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Callable[[], StagedRank]) -> None:
+def test_the_next_part_is_gathered_while_one_is_on_the_wire(
+    start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts are in buffers, whatever becomes of their pages; the third has to wait for one."""
+    prefill = start_rank()
+    gathered: list[int] = []
+
+    def gather(*tensors: torch.Tensor, **where: Any) -> None:
+        kv_gather(*tensors, **where)
+        gathered.append(where["start"])
+
+    monkeypatch.setattr("pdserve.transfer.part_writer.kv_gather", gather)
+    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    assert prefill.parts.get(timeout=10).ok
+    prefill.receiver.stop()
+    parts = [prefill.part(start, start + 4) for start in (2, 6, 10)]
+    for part in parts:
+        prefill.writer.write_part(prefill.order(part, 1024 * part.token_start))
+    deadline = time.monotonic() + 10
+    while len(gathered) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert gathered == [0, 2, 6], "the third has no buffer yet"
+    assert prefill.parts.empty(), "nothing has been received"
+    expected = [prefill.cells[:, :, 2:4, part.token_start : part.token_end].flatten() for part in parts]
+    prefill.source.data[SOURCE_PAGES[0], :, :, :, :10] = 0  # the pages of the first two
+    prefill.receiver.resume()
+    for part, cells in zip(parts, expected, strict=True):
+        assert prefill.parts.get(timeout=15).ok
+        found = prefill.receiver.pool[1024 * part.token_start :][: 4 * prefill.link.token_bytes]
+        assert torch.from_numpy(found.copy()).view(torch.float32).equal(cells)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Callable[..., StagedRank]) -> None:
+    """Gathering and scattering have streams of their own: a busy model holds neither up."""
+    prefill = start_rank("cuda")
+    target = on_device(empty_pool(WHOLE), torch.device("cuda"))
+    ring = torch.zeros(RING_BYTES, dtype=torch.uint8, device="cuda")
+    scattered: queue.SimpleQueue[StagePart] = queue.SimpleQueue()
+    failures: list[str] = []
+    scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.put, on_failed=failures.append)
+    writer = prefill.writer._routes[DECODE].part_writers[0]
+    part = prefill.part(3, 14)
+    pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
+    scatter = PartScatter(part, 256, part.tokens * prefill.link.token_bytes, pages, first)
+    for busy in (False, True):  # the first time allocates, which waits for the device
+        if busy:
+            torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
+        steps_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        steps_done.record()
+        with torch.cuda.stream(writer._stream):
+            wait = writer._gather(prefill.order(part, 0), slot=0)
+        assert wait is not None
+        wait()
+        scatterer.scatter(scatter)
+        assert scattered.get(timeout=10) == part
+        assert steps_done.query() != busy, "the steps were waited for"  # type: ignore[no-untyped-call]
+    scatterer.close()
+    assert not failures
+    slot = writer._buffers.slot(0, part.tokens * prefill.link.token_bytes)
+    assert slot.view(torch.float32).cpu().equal(prefill.cells[:, :, 2:4, 3:14].flatten())
+
+
+def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Callable[..., StagedRank]) -> None:
     """Its writes are those of its parts, which are ordered one by one."""
     prefill = start_rank()
     chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES)
@@ -145,7 +218,7 @@ def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Call
     assert bool((prefill.receiver.pool == POISON).all())
 
 
-def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable[[], StagedRank]) -> None:
+def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable[..., StagedRank]) -> None:
     """Two are in buffers, the others wait for one: those end at once, and another transfer's parts go on."""
     prefill = start_rank()
     prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
@@ -163,7 +236,7 @@ def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable
     assert [one.ok for one in ended if one.part.key == spared] == [True]
 
 
-def test_closing_reports_every_part(start_rank: Callable[[], StagedRank]) -> None:
+def test_closing_reports_every_part(start_rank: Callable[..., StagedRank]) -> None:
     prefill = start_rank()
     prefill.receiver.stop()
     for start in range(6):
@@ -176,7 +249,7 @@ def test_closing_reports_every_part(start_rank: Callable[[], StagedRank]) -> Non
     assert "gone" in prefill.parts.get(timeout=10).reason
 
 
-def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[[], StagedRank]) -> None:
+def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[..., StagedRank]) -> None:
     prefill = start_rank()
     prefill.writer.write_part(prefill.order(prefill.part(0, 8), RING_BYTES - 1024))
     ended = prefill.parts.get(timeout=10)

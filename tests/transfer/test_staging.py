@@ -525,6 +525,41 @@ def test_a_lost_grant_is_given_again_and_no_second_region(receiver: StageReceive
     assert receiver.ring.granted_bytes == 4 * ALIGNMENT
 
 
+@pytest.mark.parametrize("ending", ["written", "failed", "aborted"])
+def test_the_last_word_is_said_again_until_decode_calls_the_part_over(receiver: StageReceiver, ending: str) -> None:
+    """However often it is lost, or the answer to it."""
+    sender = StageSender({RANK: PeerRing(9, 8 * ALIGNMENT)}, resend_after_s=RESEND_S)
+    sender.request(part(), 4 * ALIGNMENT, 0.0)
+    sender.granted(grant_of(receiver.requested(PREFILL, request(part()))), 0.0)
+    if ending == "aborted":
+        word, _ = sender.abort(KEY, 0.0)
+    else:
+        sender.computed(part())
+        failed = ending == "failed"
+        *_, word = sender.failed(part(), "", 0.0, late_writes=False) if failed else sender.written(part(), 0.0)
+    for turn in (1.0, 2.0, 3.0):
+        assert sender.due(turn - 0.1) == []
+        assert sender.due(turn) == [word]
+
+    def tell() -> list[ReceiverEffect]:
+        if isinstance(word, StageArrived):
+            return receiver.arrived(PREFILL, word)
+        assert isinstance(word, StageStopped)
+        return receiver.stopped(PREFILL, word, 3.0)
+
+    over = [Post(PREFILL, StageFree(part()))]
+    if ending == "written":
+        assert len(tell()) == 1
+        assert receiver.scattered(part()) == over
+    else:
+        assert tell() == over
+    assert receiver.ring.idle
+    assert sender.due(4.0) == [word]
+    assert tell() == over, "the answer was lost, and is given again"
+    assert sender.freed(StageFree(part())) == []
+    assert sender.due(9.0) == []
+
+
 def test_a_request_that_its_own_end_overtook_is_not_granted(receiver: StageReceiver) -> None:
     over = [Post(PREFILL, StageFree(part()))]
     assert receiver.stopped(PREFILL, StageStopped(part()), 0.0) == over

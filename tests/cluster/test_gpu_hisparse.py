@@ -1,0 +1,200 @@
+"""HiSparse servers on a GPU: KV lands in pinned memory, hot rows are swapped in inside CUDA graphs, tokens agree."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.cluster.servers import Cluster, Server, cluster, wait_until
+
+pytestmark = pytest.mark.gpu
+
+TOPK = 16
+NEW_TOKENS = 48
+LENGTHS = (3, 15, 30, 60, 300, 1500)
+"""Within the hot buffer, crossing it while generating, and far beyond it."""
+PAGE = 8
+LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
+"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+KV_TOKENS = 8192
+
+
+def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = KV_TOKENS, share: float = 1.0) -> tuple[str, ...]:
+    """Flags of a decode server whose hot pool has so many pages; `share` of the layers are in the largest stage."""
+    device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share + PAGE * LATENT_BYTES // 4
+    return (
+        "--enable-hisparse",
+        *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens)),
+        *("--kv-memory-gib", str(device_bytes / (1 << 30)), "--host-memory-gib", "0.5"),
+    )
+
+
+def buffers(hot_rows: int, count: int) -> int:
+    """Hot pages that `count` buffers take."""
+    return count * (hot_rows // PAGE + 1)
+
+
+def squeezed(times: int, share: float = 1.0) -> tuple[str, ...]:
+    """A hot pool with a buffer for everybody and four pages more: who starts resident shrinks as the others come."""
+    return hisparse(times * TOPK, buffers(times * TOPK, len(LENGTHS)) + 4, share=share)
+
+
+DECODES = {
+    "1k-graphs": squeezed(1),
+    "2k-graphs": squeezed(2),
+    "4k-graphs": squeezed(4),
+    "2k-eager": (*squeezed(2), "--no-cuda-graphs"),
+    "2k-tp2": (*squeezed(2), "--tp", "2"),
+    "4k-pp2": (*squeezed(4, share=0.75), "--pp", "2"),  # layers that share a selection stay together: three and one
+    "roomy": hisparse(2 * TOPK, 600),
+    "short": (
+        *hisparse(2 * TOPK, buffers(2 * TOPK, 2), kv_tokens=1600),
+        *("--growth-tokens", "8", "--no-prefix-cache"),
+    ),
+    "plain": ("--kv-tokens", str(KV_TOKENS)),
+}
+
+
+class Servers(NamedTuple):
+    """A prefill server without any HiSparse setting, decode servers of all kinds, and what transformers says."""
+
+    prefill: Server
+    decodes: dict[str, Server]
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+    def decode(self, name: str) -> Server:
+        """One that failed to start fails its own tests, not those of the others."""
+        return self.decodes[name].wait_ready(peers=1)
+
+
+def start(started: Cluster, model: Path, flags: tuple[str, ...], decodes: dict[str, tuple[str, ...]]) -> list[Server]:
+    """A prefill server and these decode servers, none of them ready yet: starting is what takes the time."""
+    prefill = started.add("prefill", model, *flags, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
+    shared = (*flags, "--prefill", prefill.endpoint, "--page-size", str(PAGE))
+    servers = [started.add("decode", model, *shared, *own) for own in decodes.values()]
+    return [prefill, *servers]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    model = make_dsa_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        "glm_moe_dsa",
+        index_topk=TOPK,
+        index_topk_pattern="FSSF",
+        max_position_embeddings=2048,
+        first_k_dense_replace=4,  # without experts, float32 steps are captured
+    )
+    with cluster(tmp_path_factory.mktemp("logs")) as started:
+        flags = ("--device", "cuda:0", "--dtype", "float32")  # ranks of one server share the GPU
+        prefill, *decodes = start(started, model, flags, DECODES)
+        draw = random.Random(3)
+        prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
+        reference = load_reference(model).cuda()
+        expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+        yield Servers(prefill, dict(zip(DECODES, decodes, strict=True)), prompts, expected)
+        prefill.check_clean()
+
+
+def ask_all(decode: Server, prompts: list[list[int]]) -> list[list[int]]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), prompts))
+
+
+def check_pools(decode: Server) -> dict[str, int]:
+    """Everything is home, in the pools and in the tables on the device; returns the counters."""
+    wait_until(decode.idle, 15, "idle")
+    decode.check_clean()
+    info = decode.settled_info()
+    assert info["gauges"]["hot_pages_available"] == info["gauges"]["hot_pages"]
+    assert info["gauges"]["hot_buffers"] == 0
+    counters: dict[str, int] = info["counters"]
+    return counters
+
+
+def test_without_hisparse_tokens_are_transformers(servers: Servers) -> None:
+    """What the others are held against as well: if this fails, HiSparse is not what is wrong."""
+    plain = servers.decode("plain")
+    assert ask_all(plain, servers.prompts) == servers.expected
+    plain.check_clean()
+
+
+@pytest.mark.parametrize("name", ["1k-graphs", "2k-graphs", "4k-graphs", "2k-eager", "2k-tp2", "4k-pp2"])
+def test_tokens_are_transformers_with_a_buffer_far_smaller_than_the_context(servers: Servers, name: str) -> None:
+    """All at once, then out of the prefix cache, then each alone: resident at first, or beyond the hot pool at once."""
+    decode = servers.decode(name)
+    assert ask_all(decode, servers.prompts) == servers.expected
+    assert ask_all(decode, servers.prompts) == servers.expected
+    assert [decode.generate(prompt, NEW_TOKENS) for prompt in servers.prompts] == servers.expected
+    counters = check_pools(decode)
+    for counter in ("hot_hits", "hot_misses", "hot_write_backs", "prefix_tokens_reused", "chunks_verified"):
+        assert counters[counter] > 0, counter
+    graphs = "CUDA graphs captured" in decode.log.read_text()
+    assert graphs == name.endswith("graphs")
+
+
+def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Servers) -> None:
+    """The pools of one server are reached in two ways."""
+    for name in DECODES:
+        servers.decode(name)
+    routes = [peer["transports"] for peer in servers.prefill.info()["peers"]]
+    assert routes.count({"latent": "tcp", "indexer": "nvlink"}) == len(DECODES) - 1, routes
+    assert routes.count({"latent": "nvlink", "indexer": "nvlink"}) == 1, routes
+
+
+def test_everything_is_resident_while_there_is_room(servers: Servers) -> None:
+    decode = servers.decode("roomy")
+    assert ask_all(decode, servers.prompts) == servers.expected
+    counters = check_pools(decode)
+    assert counters["hot_misses"] == 0
+    assert counters["hot_write_backs"] > 0
+
+
+def test_too_few_buffers_and_pages_queue_and_retract_but_never_fail(servers: Servers) -> None:
+    """Two hot buffers and host pages for little more than the longest prompt, for three of each prompt."""
+    decode = servers.decode("short")
+    with ThreadPoolExecutor(32) as pool:
+        answers = [
+            (number, pool.submit(decode.generate, servers.prompts[number], NEW_TOKENS, priority=number % 3))
+            for _ in range(3)
+            for number in range(len(LENGTHS))
+        ]
+        for number, answer in answers:
+            assert answer.result(90) == servers.expected[number], f"prompt {number}"
+    assert decode.count("retractions") > 0
+    check_pools(decode)
+
+
+def test_sixteen_bit_models_with_experts_say_the_same_with_and_without(tmp_path: Path) -> None:
+    """One at a time: the same kernels on the same rows, wherever these are. Rows of 128 bytes, and packed ones."""
+    draw = random.Random(5)
+    prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (40, 500)]
+    model = make_dsa_checkpoint(
+        tmp_path / "model", "deepseek_v32", index_topk=TOPK, max_position_embeddings=1024, dtype=torch.bfloat16
+    )
+    decodes = {
+        "plain": ("--kv-tokens", "2048"),
+        "hisparse": (
+            "--enable-hisparse",
+            *("--hot-rows", str(TOPK), "--kv-tokens", "2048", "--max-running-requests", "2"),
+            *("--kv-memory-gib", str((2048 * 4 * 32 * 2 + 5 * PAGE * 4 * 64 * 2) / (1 << 30))),
+            *("--host-memory-gib", "0.1"),
+        ),
+    }
+    with cluster(tmp_path) as started:
+        flags = ("--device", "cuda", "--dtype", "bfloat16", "--kv-dtype")
+        pairs = [start(started, model, (*flags, kv_dtype), decodes) for kv_dtype in ("auto", "fp8_e4m3")]
+        for prefill, *both in pairs:
+            plain, hot = (decode.wait_ready(peers=1) for decode in both)
+            for prompt in prompts:
+                assert hot.generate(prompt, NEW_TOKENS) == plain.generate(prompt, NEW_TOKENS)
+            assert check_pools(hot)["hot_misses"] > 0
+            assert "CUDA graphs captured" in hot.log.read_text()
+            for server in (prefill, plain):
+                server.check_clean()

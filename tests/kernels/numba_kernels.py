@@ -1,0 +1,7 @@
+"""Tests of Numba kernels say so where there is no Numba."""
+
+import importlib.util
+
+import pytest
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs Numba: it is not installed")

@@ -1,0 +1,69 @@
+"""Index spaces cannot be mixed: a program full of mix-ups, which mypy must refuse line by line, with our settings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import torch
+
+from pdserve.kernels.slot_tables import SlotTables
+from pdserve.kernels.write_back import write_back
+from pdserve.memory.hisparse import HiSparseCache
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.models.batch import ForwardBatch
+from pdserve.models.latent_rows import new_token_rows
+from pdserve.scheduler.effects import CopyPage, OpenHot, ResizeHot
+from pdserve.scheduler.hot_buffers import HotBuffer, HotBuffers
+from pdserve.scheduler.orders import Orders
+from pdserve.scheduler.request import Request
+
+
+def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders, prefixes: PrefixCache) -> None:
+    assert request.grant is not None
+    OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
+    OpenHot(buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # no
+    ResizeHot(buffer.pages[0], tuple(buffer.pages), 8)  # no
+    ResizeHot(buffer.slot, tuple(request.pages), 8)  # no
+    CopyPage(1, request.pages[0], buffer.pages[0])  # no
+    orders.release(request.grant)
+    orders.release(buffer.grant)  # no
+    hot.pages.release(buffer.grant)
+    hot.pages.release(request.grant)  # no
+    hot.pages.grant("a", 1, shared=request.pages)  # no
+    prefixes.insert((1, 2), buffer.pages)  # no
+    request.pages.append(7)  # no
+
+
+def rank(cache: HiSparseCache, slot: RequestSlot, hot_pages: list[HotPage], pages: list[KvPage]) -> None:
+    cache.open(slot, hot_pages, pages, 3, 8)
+    cache.open(slot, pages, hot_pages, 3, 8)  # no
+    cache.open(hot_pages[0], hot_pages, pages, 3, 8)  # no
+    cache.resize(slot, pages, 8)  # no
+
+
+def step(cache: HiSparseCache, tables: SlotTables, batch: ForwardBatch, slots: torch.Tensor) -> None:
+    host_rows = new_token_rows(batch, 8, None)
+    hot_rows = tables.newest_rows(slots, batch.positions)
+    write_back(cache.hot_bytes, hot_rows, cache.host_bytes, host_rows)
+    write_back(cache.host_bytes, host_rows, cache.hot_bytes, hot_rows)  # no
+    write_back(cache.hot_bytes, slots, cache.host_bytes, host_rows)  # no
+    write_back(cache.hot_bytes, hot_rows, cache.host_bytes, batch.positions)  # no
+    write_back(cache.hot_bytes, hot_rows, cache.host_bytes, cache.swaps(1).miss_rows)  # no
+    write_back(cache.hot_bytes, cache.swaps(1).miss_rows, cache.host_bytes, cache.swaps(1).miss_sources)
+"""
+
+
+def test_mypy_refuses_every_mix_up_and_nothing_else(tmp_path: Path) -> None:
+    program = tmp_path / "mixed_index_spaces.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # by its name alone: what mypy has cached of an earlier run names the file as it was then
+    refused = {int(line) for line in re.findall(r"mixed_index_spaces\.py:(\d+): error: ", done.stdout)}
+    mixed = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# no")}
+    assert refused == mixed, done.stdout + done.stderr

@@ -1,0 +1,54 @@
+"""Page-locked memory: of what pages it is, and that it goes without a trace, whoever forgets to close it."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.memory.pinned import PinnedMemory
+
+
+def flags_of(address: int) -> set[str]:
+    """The kernel's flags of the mapping that this address is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_it_may_have_large_pages_and_a_child_process_does_not_share_it() -> None:
+    memory = PinnedMemory(8 << 20)
+    flags = flags_of(memory.data.data_ptr())
+    assert {"hg", "dc"} <= flags  # advised: huge pages, do not copy on fork
+    assert "sh" not in flags  # of shared memory the kernel makes no huge pages by default
+    memory.close()
+
+
+@pytest.mark.gpu
+def test_memory_that_is_dropped_is_unlocked_and_its_addresses_can_be_locked_again() -> None:
+    addresses = set()
+    for _ in range(8):
+        memory = PinnedMemory(3 << 20)
+        addresses.add(memory.data.data_ptr())
+        del memory
+    gc.collect()
+    assert len(addresses) < 8, "the kernel is expected to map a range again that has just become free"
+
+
+@pytest.mark.gpu
+def test_a_view_keeps_it_locked() -> None:
+    memory = PinnedMemory(1 << 20)
+    view = memory.data[4096:8192]
+    del memory
+    gc.collect()
+    view.fill_(7)
+    on_gpu = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    on_gpu.copy_(view, non_blocking=True)
+    torch.cuda.synchronize()
+    assert view.is_pinned()
+    assert bool((on_gpu == 7).all())

@@ -30,13 +30,19 @@ setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies 
 demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
+# Tests in tests/cluster start servers and know how soon these answer: they run alone.
 .PHONY: test
-test: lint ## lint, then every test that needs no GPU
+test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=logical --maxprocesses=4 --dist=loadfile
+	$(BIN)/python -m pytest tests/cluster
+endif
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{ranks,staging_pair,hisparse_pair}.py $(ARGS)
+	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy, as CI runs them

@@ -89,7 +89,8 @@ def rope_kv_write(
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
-    if use_numba(impl, qkv, cos, signed_sin, pages=(key_pages, value_pages)):
+    norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
+    if use_numba(impl, qkv, cos, signed_sin, *norms, pages=(key_pages, value_pages)):
         launch = launcher("rope_kv_write_numba", "launch_rope_kv_write")
     elif use_triton(impl, qkv.device):
         launch = launcher("rope_kv_write_triton", "launch_rope_kv_write")

@@ -81,6 +81,8 @@ class HiSparseCache(KvCache):
         self.layer_groups = torch.tensor(self.groups, device=device)
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.rows_written = torch.zeros(1, dtype=torch.int64, device=device)
+        self._capacities = [hot_rows] * slots
+        """Of each request slot: what `tables.capacity` will be for a step that is given now."""
         self._swaps = SwapPlan.allocate(slots, top_k, device)
         self._group_layers = torch.bincount(self.layer_groups.cpu()).tolist()
         self._reading: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -120,6 +122,7 @@ class HiSparseCache(KvCache):
         slot again is how a request whose buffer cycles becomes resident again.
         """
         self._check(hot_pages, tokens + 1, capacity)
+        self._capacities[slot] = capacity
         resident = tokens <= capacity
         self.tables.admit(slot, resident=resident)
         self.tables.set_pages(slot, hot_pages, capacity)
@@ -135,7 +138,12 @@ class HiSparseCache(KvCache):
         old one.
         """
         self._check(hot_pages, 1, capacity)
+        self._capacities[slot] = capacity
         self.tables.set_pages(slot, hot_pages, capacity)
+
+    def is_resident(self, slot: int, tokens: int) -> bool:
+        """Whether a sequence of so many tokens has them all in its buffer, in a step that is given now."""
+        return tokens <= self._capacities[slot]
 
     def _check(self, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
         rows, needed = len(hot_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1

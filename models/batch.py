@@ -42,6 +42,7 @@ class ForwardBatch:
     last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
     attention: AttentionPlan | None  # of dense attention
     hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
+    all_resident: bool = False  # in a CUDA graph: none of its sequences will be longer than its hot buffer holds
 
     @staticmethod
     def build(

@@ -16,6 +16,8 @@ from .graph_inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, 
 class DenseStep:
     """Steps of a dense decoder over one cache; see graphs.GraphedStep."""
 
+    kinds = 1
+
     def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -42,10 +44,10 @@ class DenseStep:
     def token_ids(self, size: int) -> torch.Tensor:
         return self._inputs.device["token_ids"][:size]
 
-    def hidden(self, size: int) -> torch.Tensor:
+    def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
         return self._decoder.hidden(self._batch(size), self._cache, live_rows=self._inputs.device["live_rows"])
 
-    def fill(self, slices: Sequence[SequenceSlice], size: int) -> None:
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows have no keys, so no piece."""
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
         used = pages_in_use(slices, page_size)
@@ -68,6 +70,7 @@ class DenseStep:
         table[:, pieces.shape[1] :] = 0
         host["pages"][: len(pages)] = pages
         self._inputs.upload(len(pages))
+        return 0
 
     def _batch(self, size: int) -> ForwardBatch:
         """The first `size` rows as a batch of single tokens."""

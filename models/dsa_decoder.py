@@ -19,7 +19,7 @@ from ..memory.hisparse import HiSparseCache
 from ..memory.kv_pool import KvCache, KvPool
 from .batch import ForwardBatch
 from .dsa_parameters import DsaParameters
-from .hot_rows import HotLatentRows
+from .hot_rows import HotLatentRows, all_resident
 from .indexer import IndexerParameters, index_weights
 from .latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
 from .mla import compress, expand_queries, project_output
@@ -138,7 +138,8 @@ class DsaDecoder:
         new_rows = new_token_rows(batch, cache.page_size, live_rows)
         if rows is None and isinstance(cache, HiSparseCache):
             assert batch.hot_slots is not None, "a sequence over a HiSparse cache has a hot slot"
-            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots)
+            resident = batch.all_resident or all_resident(cache, batch.slices)
+            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots, all_resident=resident)
         elif rows is None:
             rows = PagedLatentRows(latent_pool, plan, new_rows)
         if hidden is None:

@@ -10,15 +10,20 @@ from ..memory.kv_pool import KvCache
 from .batch import ForwardBatch, SequenceSlice
 from .dsa_decoder import DsaDecoder
 from .graph_inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
+from .hot_rows import all_resident
 
 
 class DsaStep:
-    """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see graphs.GraphedStep."""
+    """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see graphs.GraphedStep.
+
+    Over a HiSparse cache there is a second kind of step, in which all sequences are resident: it fetches nothing.
+    """
 
     def __init__(self, decoder: DsaDecoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
         self._decoder = decoder
         self._cache = cache
         self._max_pages = max_pages
+        self.kinds = 2 if isinstance(cache, HiSparseCache) else 1
         self._inputs = InputBuffer(
             {
                 "live_rows": 1,
@@ -37,7 +42,7 @@ class DsaStep:
     def token_ids(self, size: int) -> torch.Tensor:
         return self._inputs.device["token_ids"][:size]
 
-    def hidden(self, size: int) -> torch.Tensor:
+    def hidden(self, size: int, kind: int = 0, /) -> torch.Tensor:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
@@ -50,10 +55,11 @@ class DsaStep:
             last_rows=None,
             attention=None,
             hot_slots=parts["hot_slots"][:size],
+            all_resident=kind == 1,
         )
         return self._decoder.hidden(batch, self._cache, live_rows=parts["live_rows"], plan=plan)
 
-    def fill(self, slices: Sequence[SequenceSlice], size: int) -> None:
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see nothing. A long sequence has thousands of pages and gets a new one now and then: the table is
         copied up to the last row that is not as it was.
         """
@@ -64,7 +70,9 @@ class DsaStep:
         fill_tokens(host, slices, size, page_size)
         host["visible"][:live] = [piece.end for piece in slices]
         host["visible"][live:size] = 0
+        kind = 0
         if isinstance(self._cache, HiSparseCache):
+            kind = int(all_resident(self._cache, slices))
             hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
             assert len(hot_slots) == live, "a sequence over a HiSparse cache has a hot slot"
             host["hot_slots"][:live] = hot_slots
@@ -75,3 +83,4 @@ class DsaStep:
                 self._table[row, :count] = self._known[row].array
                 changed_rows = row + 1
         self._inputs.upload(changed_rows * self._max_pages)
+        return kind

@@ -1,10 +1,11 @@
 """CUDA graphs of the decode step: one launch instead of some 400, whatever the host is doing.
 
-A graph is captured per batch size. All it reads that changes from step to step (tokens, positions, lengths, pages, how
-the attention is cut) lies in one buffer on the device, which one copy fills before a replay. A batch runs in the
-smallest graph that holds it; the rows left over write no KV and are not returned.
+A graph is captured per batch size and kind of step. All it reads that changes from step to step (tokens, positions,
+lengths, pages, how the attention is cut) lies in one buffer on the device, which one copy fills before a replay. A
+batch runs in the smallest graph that holds it; the rows left over write no KV and are not returned.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,15 +26,23 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
 
 
 class GraphedStep(Protocol):
-    """What depends on the architecture: the inputs of a decode step, at fixed places on the device, and the step."""
+    """What depends on the architecture: the inputs of a decode step, at fixed places on the device, and the step.
 
-    def fill(self, slices: Sequence[SequenceSlice], size: int) -> None:
-        """Bring a batch padded to `size` rows to the device, in stream order. Raises ValueError where pages lack."""
+    Steps are of `kinds` kinds, numbered from 0, that launch different kernels.
+    """
+
+    kinds: int
+
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
+        """Bring a batch padded to `size` rows to the device, in stream order; returns the kind of step that it takes.
+
+        Raises ValueError where pages lack.
+        """
 
     def token_ids(self, size: int) -> torch.Tensor:
         """The tokens [size] that the step will run, on the device."""
 
-    def hidden(self, size: int) -> torch.Tensor:
+    def hidden(self, size: int, kind: int, /) -> torch.Tensor:
         """Run the step on what `fill` has left; what padded rows give means nothing. This is what is captured."""
 
 
@@ -55,7 +64,8 @@ class DecodeGraphs:
         else:
             self._step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         self._logits = torch.empty(max_batch, decoder.config.vocab_size, dtype=torch.float32, device=cache.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._last_kind = 0
         self._capture()
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
@@ -70,15 +80,15 @@ class DecodeGraphs:
         step can be started before the host knows the tokens.
         """
         batch_size = next(size for size in self._sizes if size >= len(slices))
-        self._step.fill(slices, batch_size)
+        self._last_kind = self._step.fill(slices, batch_size)
         if token_ids is not None:
             self._step.token_ids(batch_size)[: len(slices)].copy_(token_ids)
-        self._graphs[batch_size].replay()
+        self._graphs[batch_size, self._last_kind].replay()
         return self._logits[: len(slices)]
 
     def replay(self, batch_size: int) -> None:
-        """The last step of this batch size once more, on the inputs it left: what a benchmark times."""
-        self._graphs[batch_size].replay()
+        """The last step, which was of this batch size, once more on the inputs it left: what a benchmark times."""
+        self._graphs[batch_size, self._last_kind].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -87,13 +97,14 @@ class DecodeGraphs:
         # a step of no sequence: it writes no KV, and compiles every kernel before the capture forbids it
         for size in reversed(self._sizes):
             self._step.fill([], size)
-            self._run_step(size)
+            for kind in range(self._step.kinds):
+                self._run_step(size, kind)
         torch.cuda.synchronize(self._device)
-        for size in reversed(self._sizes):
+        for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
-                self._run_step(size)
-            self._graphs[size] = graph
+                self._run_step(size, kind)
+            self._graphs[size, kind] = graph
 
-    def _run_step(self, batch_size: int) -> None:
-        self._decoder.logits(self._step.hidden(batch_size), out=self._logits[:batch_size])
+    def _run_step(self, batch_size: int, kind: int) -> None:
+        self._decoder.logits(self._step.hidden(batch_size, kind), out=self._logits[:batch_size])

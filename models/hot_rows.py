@@ -12,23 +12,35 @@ which may evict them or fetch them again, as well as whoever frees the pages. No
 only the host knows, and all memory stays in place, so that a CUDA graph captures a step.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from ..kernels.index_topk import IndexPlan
+from ..kernels.index_topk import IndexPlan, position_rows
 from ..kernels.slot_tables import HotRows, KvRows
 from ..kernels.swap_in import copy_misses, swap_in
 from ..kernels.write_back import write_back
 from ..memory.hisparse import HiSparseCache
+from .batch import SequenceSlice
 from .latent_rows import RowPlaces
 
 
 class HotLatentRows:
     """LatentRows of one step, of one token per sequence."""
 
-    def __init__(self, cache: HiSparseCache, plan: IndexPlan, new_rows: KvRows, hot_slots: torch.Tensor) -> None:
+    def __init__(
+        self,
+        cache: HiSparseCache,
+        plan: IndexPlan,
+        new_rows: KvRows,
+        hot_slots: torch.Tensor,
+        *,
+        all_resident: bool = False,
+    ) -> None:
         """`new_rows` [T] are those of the new tokens in host memory, `hot_slots` [T] int32 the slots of their requests.
 
-        Padding sees nothing in `plan`, its row is -1 and its slot any valid one.
+        Padding sees nothing in `plan`, its row is -1 and its slot any valid one. When all sequences are resident there
+        is nothing to fetch, and their hot pages are a page table like any other.
         """
         if len(plan.page_table) != plan.tokens:
             raise ValueError(f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed")
@@ -37,6 +49,10 @@ class HotLatentRows:
         self._host_rows = new_rows
         self._requests = hot_slots
         self._swaps = cache.swaps(plan.tokens)
+        self._residents: IndexPlan | None = None
+        if all_resident:
+            self._residents = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
+        self._selection = self._swaps.rows
         self._hot_rows = cache.tables.newest_rows(hot_slots, plan.visible)  # [groups, T]
         self._fetched: dict[int, torch.cuda.Event] = {}
         self._last_layer = len(cache.groups) - 1
@@ -46,6 +62,9 @@ class HotLatentRows:
 
     def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
         cache = self._cache
+        if self._residents is not None:
+            self._selection = HotRows(position_rows(positions, self._residents))
+            return self._selected(layer)
         swap_in(
             self._swaps,
             positions,
@@ -87,7 +106,7 @@ class HotLatentRows:
     def _selected(self, layer: int) -> RowPlaces:
         if layer == self._last_layer:
             self._start_write_back()
-        return RowPlaces(self._pages(layer), self._swaps.rows)
+        return RowPlaces(self._pages(layer), self._selection)
 
     def _start_write_back(self) -> None:
         """Rows of a step's new tokens are not evicted in that step, so nothing else touches them meanwhile."""
@@ -108,3 +127,10 @@ class HotLatentRows:
     def _pages(self, layer: int) -> torch.Tensor:
         (pages,) = self._cache.hot.layer(layer)
         return pages.squeeze(1)
+
+
+def all_resident(cache: HiSparseCache, slices: Sequence[SequenceSlice]) -> bool:
+    """Whether a step of these sequences, given now, finds all its rows in their hot buffers. One of none does not."""
+    return bool(slices) and all(
+        piece.hot_slot is not None and cache.is_resident(piece.hot_slot, piece.end) for piece in slices
+    )

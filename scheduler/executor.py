@@ -33,6 +33,14 @@ class PendingStep:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._done.record(torch.cuda.current_stream(device))
 
+    @property
+    def done(self) -> bool:
+        """Whether `finish` would not wait. A step that has failed is done: `finish` raises."""
+        try:
+            return self._done is None or self._done.query()  # type: ignore[no-untyped-call]  # torch leaves it so
+        except RuntimeError:
+            return True
+
     def finish(self) -> list[StepResult] | None:
         if self._done is not None:
             self._done.synchronize()

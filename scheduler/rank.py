@@ -6,6 +6,7 @@ transfer  commands about KV that is complete do not wait in that line
 """
 
 import collections
+import contextlib
 import logging
 import os
 import queue
@@ -66,6 +67,8 @@ log = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
 HOT_REPORT_S = 0.2
+COMMAND_POLL_S = 1e-4
+"""Between two looks at whether a step is done: what its tokens may wait while there is nothing else to start."""
 
 
 class RankEngine:
@@ -137,13 +140,13 @@ class RankEngine:
     def serve(self, commands: "queue.SimpleQueue[ComputeCommand]") -> None:
         """Carry out commands until StopRank."""
         while True:
-            if self._pending and (commands.empty() or len(self._pending) >= self._steps_ahead):
+            command = next_command(commands, self._pending, self._steps_ahead)
+            if command is None:
                 self._finish_step()
-                continue
-            command = commands.get()
-            if isinstance(command, StopRank):
+            elif isinstance(command, StopRank):
                 return
-            self._carry_out(command)
+            else:
+                self._carry_out(command)
 
     def transfer(self, command: TransferCommand) -> None:
         """Carry out a command that concerns KV which is complete. Called from another thread; does not wait."""
@@ -345,6 +348,26 @@ class RankEngine:
         return StageRing(
             self._ring.base_address, self._ring.size_bytes, epoch, "device" if self._ring.on_gpu else "host"
         )
+
+
+def next_command(
+    commands: "queue.SimpleQueue[ComputeCommand]",
+    pending: "collections.deque[tuple[int, PendingStep]]",
+    steps_ahead: int,
+) -> ComputeCommand | None:
+    """What to do next; None when the first of the `pending` steps has to be finished before: there is no room for
+    another, or it is done and nothing else is due.
+
+    While a step runs, the leader decides on the one after it, because the one before it has ended. That takes a moment:
+    who waited for the device meanwhile would start that step late, and the device would have nothing to do.
+    """
+    if not pending:
+        return commands.get()
+    if len(pending) < steps_ahead:
+        while not (pending[0][1].done and commands.empty()):
+            with contextlib.suppress(queue.Empty):
+                return commands.get(timeout=COMMAND_POLL_S)
+    return None
 
 
 def _layout(pool: KvPool) -> KvLayout:

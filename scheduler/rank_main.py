@@ -24,6 +24,7 @@ from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..models.catalog import locate_model
 from ..transfer.curve import ClusterKeys
+from .page_tables import KnownTables
 from .rank import RankEngine
 from .rank_messages import (
     ComputeCommand,
@@ -32,6 +33,7 @@ from .rank_messages import (
     RankCommand,
     RankFailed,
     RankReport,
+    SentStep,
     TransferCommand,
 )
 
@@ -52,6 +54,7 @@ class LeaderLink:
         self.heard_at = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankCommand)
+        self._tables = KnownTables()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -96,6 +99,8 @@ class LeaderLink:
         match command:
             case LeaderAlive():
                 pass
+            case SentStep():
+                self.commands.put(self._tables.unpack(command))
             case _ if isinstance(command, TransferCommand):
                 assert self.engine is not None, "the leader sends nothing before this rank is ready"
                 self.engine.transfer(command)

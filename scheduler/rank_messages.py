@@ -1,15 +1,18 @@
 """What the leader tells its ranks and what they report. Steps and page copies are carried out in the order of telling.
 
-Rank 0 is a thread of the leader and gets these objects as they are; the others are processes, and get them as msgpack.
+Rank 0 is a thread of the leader and gets these objects as they are; the others are processes, and get them as msgpack,
+steps as SentStep.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
-from ..memory.index_spaces import KvPage
+from ..memory.index_spaces import KvPage, RequestSlot
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
-from .step import StepResult, StepRow
+from .step import Draw, StepResult, StepRow
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -21,6 +24,32 @@ class RunStep(Command, frozen=True):
 
     order: int
     rows: tuple[StepRow, ...]
+
+
+class SentRow(msgspec.Struct, array_like=True, frozen=True):
+    """A StepRow whose `pages` are those in a table of the rank, `kept` so far, and after them `new_pages`."""
+
+    table: int
+    kept: int
+    new_pages: list[int]
+    token_ids: Sequence[int]
+    start: int
+    draws: tuple[Draw, ...]
+    prompt_ids: Sequence[int]
+    top_logprobs: int | None
+    prompt_logprobs_from: int | None
+    follows: int | None
+    hot_slot: RequestSlot | None
+
+
+class SentStep(Command, frozen=True):
+    """RunStep as rank processes get it: page_tables.py makes one of the other. Tables in `forgotten` will not come up
+    again.
+    """
+
+    order: int
+    rows: tuple[SentRow, ...]
+    forgotten: tuple[int, ...]
 
 
 class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
@@ -71,13 +100,15 @@ class StopRank(Command, frozen=True):
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-ComputeCommand = RunStep | PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
+InlineCommand = PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
+ComputeCommand = RunStep | InlineCommand
 """Carried out by the thread that computes, in order."""
 PartCommand = PartWrite | PartScatter
 """For one rank, that which writes the part or takes it."""
 TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks | PartCommand
 """About KV that is complete: carried out at once, in order among themselves."""
-RankCommand = ComputeCommand | TransferCommand | LeaderAlive
+RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
+"""What travels to rank processes."""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -20,15 +20,16 @@ from ..models.catalog import ModelSource
 from ..transfer.chunks import PartScatter, PartWrite
 from ..transfer.curve import ClientGate, ClusterKeys
 from ..transfer.wakeup import Wakeup
+from .page_tables import SentTables
 from .rank import RankEngine
 from .rank_messages import (
     ComputeCommand,
     LeaderAlive,
     RankAlive,
-    RankCommand,
     RankFailed,
     RankReady,
     RankReport,
+    RunStep,
     StopRank,
     TransferCommand,
 )
@@ -161,6 +162,7 @@ class _Hub:
         self._outbox: queue.SimpleQueue[tuple[int | None, bytes] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankReport)
+        self._tables = SentTables()
         self._heard: dict[int, float] = {}
         """When each rank was last heard."""
         self._ready: set[int] = set()
@@ -187,9 +189,10 @@ class _Hub:
         self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
         self._thread.start()
 
-    def tell(self, command: RankCommand, only: int | None) -> None:
-        """To every rank, or to `only` this one."""
-        self._outbox.put((only, self._encoder.encode(command)))
+    def tell(self, command: ComputeCommand | TransferCommand, only: int | None) -> None:
+        """To every rank, or to `only` this one. Steps go to every one, in the order of telling: page tables need it."""
+        message = self._tables.pack(command) if isinstance(command, RunStep) else command
+        self._outbox.put((only, self._encoder.encode(message)))
         self._wakeup.ring()
 
     def problems(self) -> list[str]:

@@ -1,7 +1,22 @@
-"""What every test gets: GPU tests are skipped, by name of what is missing, where there is no CUDA device."""
+"""What every test gets: one thread for torch; and GPU tests are skipped, by name of what is missing, where there is no
+CUDA device.
+"""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Models are tiny, and servers or another worker run meanwhile: threads that wait for each other take many times as
+    long as one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster
+from tests.cluster.servers import HTTP, Cluster, Server, cluster
 
 TOPK = 16
 LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
@@ -107,7 +106,7 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
 
     def sample(**more: int) -> Any:
         request = {"input_ids": pairs.prompts[-2], "sampling_params": {**sampling, **more}}
-        return httpx.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status().json()
+        return HTTP.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status().json()
 
     alone = [sample(seed=seed)["output_ids"] for seed in (3, 4)]
     assert alone[0] != alone[1], "the seeds make a difference"
@@ -144,7 +143,7 @@ def test_packed_rows_travel_and_experts_may_be_whole(tmp_path: Path, servers: Cl
         prompt = random.Random(length).choices(range(256), k=length)
         assert decode.generate(prompt, NEW_TOKENS) == greedy(runner, prompt, NEW_TOKENS)
     assert decode.count("chunks_verified") > 0
-    assert httpx.get(f"{decode.url}/get_model_info", timeout=5).json()["dtype"] == "uint8"
+    assert HTTP.get(f"{decode.url}/get_model_info", timeout=5).json()["dtype"] == "uint8"
     for server in (prefill, decode):
         server.check_clean()
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
-from tests.cluster.servers import Cluster, Server, body, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
@@ -37,7 +38,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.response = httpx.post(f"{self._server.url}/generate", json=self._body, timeout=60)
+            self.response = HTTP.post(f"{self._server.url}/generate", json=self._body, timeout=60)
         except httpx.TransportError as error:
             self.broken = error
         self.ended_at = time.monotonic()
@@ -53,12 +54,34 @@ def expected(llama: Path) -> list[int]:
     return reference_greedy(load_reference(llama), SHORT_PROMPT, 8)
 
 
+@pytest.fixture(scope="module")
+def all_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("failures")) as started:
+        yield started
+
+
+@pytest.fixture
+def pair(all_servers: Cluster, llama: Path) -> tuple[Server, Server]:
+    """A prefill and a decode server that know no prompt: those of the test before, or new ones where it ended them."""
+    last = all_servers.servers[-2:]
+    if not last or any(server.process is None or server.process.poll() is not None for server in last):
+        all_servers.close()
+        return all_servers.pair(llama, SLOW_PREFILL, DECODE)
+    prefill, decode = last
+    for server in last:
+        server.signal_all(signal.SIGCONT)  # a test that failed may have left it stopped
+        server.wait_ready(peers=1)
+        wait_until(server.idle, 15, f"{server.role} idle")
+        HTTP.post(f"{server.url}/flush_cache", timeout=5).raise_for_status()
+    return prefill, decode
+
+
 def in_state(server: Server, state: str, count: int = 1) -> None:
     wait_until(lambda: server.info()["states"][state] >= count, 20, f"{count} requests {state} on {server.role}")
 
 
-def test_prefill_killed_mid_request(servers: Cluster, llama: Path, expected: list[int]) -> None:
-    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+def test_prefill_killed_mid_request(pair: tuple[Server, Server], expected: list[int]) -> None:
+    prefill, decode = pair
     clients = [Client(decode, LONG_PROMPT, 4) for _ in range(3)]
     in_state(decode, "prefilling")
     killed_at = time.monotonic()
@@ -93,9 +116,9 @@ def test_request_moves_to_another_prefill(servers: Cluster, llama: Path) -> None
     decode.check_clean()
 
 
-def test_prefill_stopped_and_continued(servers: Cluster, llama: Path, expected: list[int]) -> None:
+def test_prefill_stopped_and_continued(pair: tuple[Server, Server], expected: list[int]) -> None:
     """A hung prefill may still write: its pages stay fenced until it wakes and says that it stopped."""
-    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    prefill, decode = pair
     client = Client(decode, LONG_PROMPT, 4)
     in_state(decode, "prefilling")
     stopped_at = time.monotonic()
@@ -111,8 +134,8 @@ def test_prefill_stopped_and_continued(servers: Cluster, llama: Path, expected: 
     prefill.check_clean()
 
 
-def test_decode_killed_mid_request(servers: Cluster, llama: Path, expected: list[int]) -> None:
-    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+def test_decode_killed_mid_request(pair: tuple[Server, Server], expected: list[int]) -> None:
+    prefill, decode = pair
     prefilling = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
     in_state(prefill, "computing")
     decode.kill()
@@ -128,12 +151,46 @@ def test_decode_killed_mid_request(servers: Cluster, llama: Path, expected: list
     decode.check_clean()
 
 
-def test_decode_leader_killed_while_streaming(servers: Cluster, llama: Path) -> None:
+@pytest.mark.parametrize("phase", ["prefilling", "running"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_disconnect_frees_both_sides(pair: tuple[Server, Server], phase: str, stream: bool) -> None:
+    prefill, decode = pair
+    prompt, new_tokens = (LONG_PROMPT, 50) if phase == "prefilling" else (SHORT_PROMPT, 3000)
+    payload = json.dumps(body(prompt, new_tokens, stream=stream)).encode()
+    aborted = decode.info()["counters"]["requests_aborted"]
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", decode.port)) as connection:
+        connection.sendall(head.encode() + payload)
+        in_state(decode, phase)
+    freed_s = wait_until(lambda: decode.idle() and prefill.idle(), 5, "both sides idle after the disconnect")
+    assert freed_s <= 1.0 + SLACK_S
+    assert decode.info()["counters"]["requests_aborted"] == aborted + 1
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_sigterm_drains_and_exits(pair: tuple[Server, Server]) -> None:
+    """What runs is finished, what is new is refused, and both servers end by themselves."""
+    prefill, decode = pair
+    running = Client(decode, SHORT_PROMPT, 600)
+    in_state(decode, "running")
+    assert decode.process is not None
+    decode.process.terminate()
+    wait_until(lambda: HTTP.get(f"{decode.url}/health", timeout=5).status_code == 503, 5, "stopping")
+    assert decode.post(SHORT_PROMPT, 1).status_code == 503
+    response = running.wait()
+    assert response.status_code == 200
+    assert len(response.json()["output_ids"]) == 600
+    assert decode.process.wait(15) == 0
+    assert prefill.stop() == 0
+
+
+def test_decode_leader_killed_while_streaming(pair: tuple[Server, Server]) -> None:
     """The front outlives its leader just long enough to answer everybody; then the server ends with an error."""
-    _, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
+    _, decode = pair
     events: list[str] = []
     killed_at = 0.0
-    with httpx.stream(
+    with HTTP.stream(
         "POST", f"{decode.url}/generate", json=body(SHORT_PROMPT, 3000, stream=True), timeout=60
     ) as response:
         for line in response.iter_lines():
@@ -156,36 +213,3 @@ def test_leader_ends_when_its_front_is_killed(servers: Cluster, llama: Path) -> 
     prefill.process.kill()
     prefill.process.wait(5)
     wait_until(lambda: not Path(f"/proc/{leader}").exists(), 6, "the orphaned leader ended")
-
-
-@pytest.mark.parametrize("phase", ["prefilling", "running"])
-@pytest.mark.parametrize("stream", [True, False])
-def test_client_disconnect_frees_both_sides(servers: Cluster, llama: Path, phase: str, stream: bool) -> None:
-    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
-    prompt, new_tokens = (LONG_PROMPT, 50) if phase == "prefilling" else (SHORT_PROMPT, 3000)
-    payload = json.dumps(body(prompt, new_tokens, stream=stream)).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", decode.port)) as connection:
-        connection.sendall(head.encode() + payload)
-        in_state(decode, phase)
-    freed_s = wait_until(lambda: decode.idle() and prefill.idle(), 5, "both sides idle after the disconnect")
-    assert freed_s <= 1.0 + SLACK_S
-    assert decode.info()["counters"]["requests_aborted"] == 1
-    prefill.check_clean()
-    decode.check_clean()
-
-
-def test_sigterm_drains_and_exits(servers: Cluster, llama: Path) -> None:
-    """What runs is finished, what is new is refused, and both servers end by themselves."""
-    prefill, decode = servers.pair(llama, SLOW_PREFILL, DECODE)
-    running = Client(decode, SHORT_PROMPT, 600)
-    in_state(decode, "running")
-    assert decode.process is not None
-    decode.process.terminate()
-    wait_until(lambda: httpx.get(f"{decode.url}/health", timeout=5).status_code == 503, 5, "stopping")
-    assert decode.post(SHORT_PROMPT, 1).status_code == 503
-    response = running.wait()
-    assert response.status_code == 200
-    assert len(response.json()["output_ids"]) == 600
-    assert decode.process.wait(15) == 0
-    assert prefill.stop() == 0

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 
 TOPK = 16
 NEW_TOKENS = 40
@@ -84,7 +83,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prefill = servers.add("prefill", model, *PREFILL)
         draw = random.Random(3)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
-        torch.set_num_threads(1)  # servers start meanwhile: two threads that wait for each other take ten times as long
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
         yield Source(servers, case, model, prefill.wait_ready(), prompts, expected)
@@ -97,7 +95,7 @@ def ask_all(decode: Server, source: Source) -> list[list[int]]:
 
 def metrics(server: Server) -> dict[str, float]:
     """What Prometheus would read, less what has labels."""
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=5).text)
+    families = text_string_to_metric_families(HTTP.get(f"{server.url}/metrics", timeout=5).text)
     return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import load_reference, reference_greedy
-from tests.cluster.servers import Server, body, cluster
+from tests.cluster.servers import HTTP, Server, body, cluster
 
 
 class Pair(NamedTuple):
@@ -100,14 +100,13 @@ def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) ->
     patience_s = request["patience_ms"] / 1000
     timeout = httpx.Timeout(patience_s or 0.001) if request["end"] == "hang up" else httpx.Timeout(60)
     try:
-        with httpx.Client(timeout=timeout) as client:
-            if request["end"] == "abort":
-                threading.Timer(
-                    patience_s, httpx.post, (f"{server.url}/abort_request",), {"json": {"rid": rid}, "timeout": 10}
-                ).start()
-            response = client.post(f"{server.url}/generate", json=to_body(request, rid))
-            if response.status_code not in ALLOWED:
-                wrong.append(response.text)
+        if request["end"] == "abort":
+            threading.Timer(
+                patience_s, HTTP.post, (f"{server.url}/abort_request",), {"json": {"rid": rid}, "timeout": 10}
+            ).start()
+        response = HTTP.post(f"{server.url}/generate", json=to_body(request, rid), timeout=timeout)
+        if response.status_code not in ALLOWED:
+            wrong.append(response.text)
     except httpx.TimeoutException:
         assert request["end"] == "hang up"
 
@@ -135,7 +134,7 @@ def test_the_pair_is_sound_afterwards(pair: Pair, llama: Path) -> None:
     for family in range(3):
         draw = random.Random(family)
         prompt = [draw.randrange(256) for _ in range(70)]
-        answer = httpx.post(f"{pair.decode.url}/generate", json=body(prompt, 20), timeout=60).json()
+        answer = HTTP.post(f"{pair.decode.url}/generate", json=body(prompt, 20), timeout=60).json()
         assert answer["output_ids"] == reference_greedy(reference, prompt, 20)
     counters = pair.decode.settled_info()["counters"]
     assert counters["checksum_errors"] == 0

@@ -24,6 +24,8 @@ Layout = tuple[int, int]
 LAYOUTS: tuple[Layout, ...] = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 PREFILL = LAYOUTS if FULL else ((1, 1), (4, 1), (2, 2))
 DECODE = LAYOUTS if FULL else ((2, 1), (1, 2))
+RETRACTING = ((1, 2), (2, 1)) if FULL else ((1, 2),)
+"""Decode servers with a pool too small for all."""
 PAGE_SIZES = {(1, 1): 16, (2, 1): 8, (4, 1): 16, (1, 2): 64, (2, 2): 1}
 """Of the decode servers. Prefill servers have 16."""
 
@@ -100,7 +102,7 @@ def rank_pids(server: Server) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["pp2", "tp2"])
+@pytest.mark.parametrize("layout", RETRACTING, ids=lambda layout: f"decode-tp{layout[0]}-pp{layout[1]}")
 def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
 ) -> None:

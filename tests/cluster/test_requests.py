@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import torch
 
 from tests.checkpoints import load_reference, reference_greedy, reference_logits
-from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 PAGE = 16
 
@@ -23,7 +22,7 @@ class Pair(NamedTuple):
 
     def post(self, **request: Any) -> Any:
         """The JSON answer of /generate."""
-        return httpx.post(f"{self.decode.url}/generate", json=request, timeout=60).raise_for_status().json()
+        return HTTP.post(f"{self.decode.url}/generate", json=request, timeout=60).raise_for_status().json()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -40,6 +39,29 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         yield Pair(prefill, decode, load_reference(llama))
         prefill.check_clean()
         decode.check_clean()
+
+
+class Source(NamedTuple):
+    """A prefill server that decode servers with pools of their own share."""
+
+    servers: Cluster
+    prefill: Server
+
+    def decode(self, *flags: str) -> Server:
+        server = self.servers.add("decode", self.prefill.model, "--prefill", self.prefill.endpoint, *flags)
+        return server.wait_ready(peers=1)
+
+    def end(self, decode: Server) -> None:
+        """Nothing is left on either side."""
+        self.prefill.check_clean()
+        decode.check_clean()
+        assert decode.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def source(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    with cluster(tmp_path_factory.mktemp("source")) as started:
+        yield Source(started, started.add("prefill", llama, "--kv-tokens", "4096").wait_ready())
 
 
 def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> None:
@@ -85,7 +107,7 @@ def test_flush_forgets_prefixes(pair: Pair) -> None:
     prompt = prompt_of(5 * PAGE, seed=7)
     pair.post(**body(prompt, 2))
     for server in (pair.prefill, pair.decode):
-        assert httpx.post(f"{server.url}/flush_cache", timeout=5).status_code == 200
+        assert HTTP.post(f"{server.url}/flush_cache", timeout=5).status_code == 200
     assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 0
     assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 4 * PAGE, "the last token is always computed"
 
@@ -130,13 +152,10 @@ def test_stop_string_ends_with_a_timeline(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "computed anew"])
-def test_pool_for_three_under_twelve(servers: Cluster, llama: Path, retract_memory_gib: str) -> None:
+def test_pool_for_three_under_twelve(source: Source, llama: Path, retract_memory_gib: str) -> None:
     """Everybody gets the tokens they would get alone, and nobody fails."""
-    prefill, decode = servers.pair(
-        llama,
-        ("--kv-tokens", "4096"),
-        ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib),
-    )
+    flags = ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib)
+    decode = source.decode(*flags)
     reference = load_reference(llama)
     prompts = [prompt_of(20 + index, seed=20 + index) for index in range(12)]
     with ThreadPoolExecutor(12) as pool:
@@ -145,27 +164,23 @@ def test_pool_for_three_under_twelve(servers: Cluster, llama: Path, retract_memo
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0
     assert (counters["retractions_recomputed"] > 0) == (retract_memory_gib == "0")
-    prefill.check_clean()
-    decode.check_clean()
+    source.end(decode)
 
 
-def test_full_queue_answers_429(servers: Cluster, llama: Path) -> None:
-    flags = ("--kv-tokens", "256", "--max-queued-requests", "2", "--max-running-requests", "1")
-    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), flags)
+def test_full_queue_answers_429(source: Source) -> None:
+    decode = source.decode("--kv-tokens", "256", "--max-queued-requests", "2", "--max-running-requests", "1")
     with ThreadPoolExecutor(8) as pool:
         responses = list(pool.map(lambda index: decode.post(prompt_of(100, seed=index), 100), range(8)))
     refused = [response for response in responses if response.status_code == 429]
     assert refused
     assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
     assert {response.status_code for response in responses} == {200, 429}
-    prefill.check_clean()
-    decode.check_clean()
+    source.end(decode)
 
 
-def test_small_requests_pass_a_big_one_but_not_for_ever(servers: Cluster, llama: Path) -> None:
+def test_small_requests_pass_a_big_one_but_not_for_ever(source: Source) -> None:
     """The pool is busy; a request that needs nearly all of it waits while small ones flow, and gets its turn."""
-    flags = ("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
-    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), flags)
+    decode = source.decode("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
     with ThreadPoolExecutor(40) as pool:
         running = [pool.submit(decode.post, prompt_of(20, seed=index), 400) for index in range(6)]
         wait_until(lambda: decode.info()["states"]["running"] >= 4, 10, "the pool is busy")
@@ -173,25 +188,24 @@ def test_small_requests_pass_a_big_one_but_not_for_ever(servers: Cluster, llama:
         small = [pool.submit(decode.post, prompt_of(20, seed=200 + index), 40) for index in range(30)]
         assert all(future.result().status_code == 200 for future in [*running, big, *small])
     assert decode.settled_info()["counters"]["overtakes"] > 0
-    prefill.check_clean()
-    decode.check_clean()
+    source.end(decode)
 
 
 def test_deadline_of_a_request(pair: Pair) -> None:
     request = {**body(prompt_of(10, seed=1), 3000), "timeout_s": 0.4}
-    response = httpx.post(f"{pair.decode.url}/generate", json=request, timeout=30)
+    response = HTTP.post(f"{pair.decode.url}/generate", json=request, timeout=30)
     assert response.status_code == 504
     assert "deadline" in response.json()["error"]["message"]
 
 
-def test_higher_priority_goes_first(servers: Cluster, llama: Path) -> None:
+def test_higher_priority_goes_first(source: Source) -> None:
     """One at a time: of those that wait, the important one is served next."""
-    prefill, decode = servers.pair(llama, ("--kv-tokens", "4096"), ("--kv-tokens", "1536", "--growth-tokens", "2000"))
+    decode = source.decode("--kv-tokens", "1536", "--growth-tokens", "2000")
     ended: list[str] = []
 
     def ask(name: str, priority: int, new_tokens: int = 800) -> None:
         request = {**body(prompt_of(20, seed=len(name)), new_tokens), "priority": priority}
-        httpx.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status()
+        HTTP.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status()
         ended.append(name)
 
     with ThreadPoolExecutor(5) as pool:
@@ -203,5 +217,4 @@ def test_higher_priority_goes_first(servers: Cluster, llama: Path) -> None:
         pool.submit(ask, "urgent", 5)
         wait_until(lambda: decode.info()["states"]["queued"] == 4, 10, "the urgent one waits, too")
     assert ended[:2] == ["first", "urgent"]
-    prefill.check_clean()
-    decode.check_clean()
+    source.end(decode)

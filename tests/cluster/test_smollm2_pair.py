@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from pdserve.models.catalog import locate_model
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference, reference_greedy
-from tests.cluster.servers import Server, body, cluster
+from tests.cluster.servers import HTTP, Server, body, cluster
 
 QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Write a haiku about the sea.")
 
@@ -41,13 +40,13 @@ def test_greedy_tokens_are_transformers(decode: Server, tokenizer: Tokenizer, re
         for question in QUESTIONS
     ]
     expected = [reference_greedy(reference, prompt, 24) for prompt in prompts]
-    response = httpx.post(f"{decode.url}/generate", json=body(prompts, 24), timeout=120).raise_for_status()
+    response = HTTP.post(f"{decode.url}/generate", json=body(prompts, 24), timeout=120).raise_for_status()
     assert [result["output_ids"] for result in response.json()] == expected
     assert [decode.generate(prompt, 24) for prompt in prompts] == expected
 
 
 def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
     request = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 40}
-    answer = httpx.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
+    answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert answer["choices"][0]["finish_reason"] == "stop"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 NEW_TOKENS = 8
 LENGTHS = (1, 17, 48, 131, 333)
@@ -129,7 +129,7 @@ def test_a_ring_smaller_than_a_request_and_clients_that_leave(
         """Half of the clients leave after a moment. Whether an answer came."""
         case, moment_s = plan[number]
         with suppress(httpx.ReadTimeout):
-            answer = httpx.post(
+            answer = HTTP.post(
                 f"{decode.url}/generate",
                 json=body(model.prompts[case], NEW_TOKENS, **place_of(both[number // 2 % 2])),
                 timeout=httpx.Timeout(60, read=moment_s if number % 2 else 60),

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 PROMPTS = [[index, 2 * index + 1, 7] for index in range(8)]
 POOL = ("--kv-tokens", "2048")
@@ -82,7 +81,7 @@ def test_a_batch_with_a_list_of_rooms(square: tuple[list[Server], list[Server]],
     }
     with ThreadPoolExecutor(2) as pool:
         legs = [
-            pool.submit(httpx.post, f"{side.url}/generate", json=body(PROMPTS, 6, **rooms), timeout=60)
+            pool.submit(HTTP.post, f"{side.url}/generate", json=body(PROMPTS, 6, **rooms), timeout=60)
             for side in (prefill, decode)
         ]
         observed, answered = (leg.result().raise_for_status().json() for leg in legs)
@@ -100,7 +99,7 @@ def test_observer_of_a_room_nobody_asks_for(square: tuple[list[Server], list[Ser
 def test_health_generate_goes_through_the_pair(square: tuple[list[Server], list[Server]]) -> None:
     _, decodes = square
     before = decodes[0].count("transfers")
-    assert httpx.get(f"{decodes[0].url}/health_generate", timeout=10).status_code == 200
+    assert HTTP.get(f"{decodes[0].url}/health_generate", timeout=10).status_code == 200
     assert decodes[0].count("transfers") == before + 1
 
 

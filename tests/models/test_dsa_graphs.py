@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
@@ -59,6 +60,28 @@ def test_steps_follow_their_inputs_while_sequences_come_grow_and_go(tmp_path: Pa
             expected = runner.forward(cache, slices)
             torch.testing.assert_close(logits[: len(slices)], expected, rtol=0, atol=TOLERANCE)
         lengths = [length + 1 for length in lengths]
+
+
+def test_a_step_takes_the_resident_kind_exactly_while_all_are_within_their_capacity(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
+    decoder = DsaDecoder(DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32))
+    cache = decoder.make_hisparse_cache(32, PAGE_SIZE, hot_pages=24, slots=2, hot_rows=16, max_context=64)
+    step = DsaStep(decoder, cache, max_batch=2, max_pages=16)
+    pages = [[KvPage(page) for page in range(first, first + 11)] for first in (0, 11)]
+    hot_pages = [[HotPage(page) for page in range(first, first + 10)] for first in (0, 10)]
+    for slot in (0, 1):
+        cache.open(RequestSlot(slot), hot_pages[slot], pages[slot], 20, 40)
+
+    def kind(*ends: int) -> int:
+        return step.fill([SequenceSlice([1], end - 1, pages[slot], slot) for slot, end in enumerate(ends)], 2)
+
+    assert step.kinds == 2
+    assert [kind(21), kind(40, 40)] == [1, 1]
+    assert kind(40, 41) == 0
+    cache.resize(RequestSlot(0), hot_pages[0][:5], 16)
+    assert [kind(16, 21), kind(17, 21)] == [1, 0]
+    assert DsaStep(decoder, decoder.make_cache(4, PAGE_SIZE), max_batch=1, max_pages=4).kinds == 1
 
 
 class Setup:

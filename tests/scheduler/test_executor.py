@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -47,13 +47,10 @@ class Tiny:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ModelRunner, Any]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
     directory = make_checkpoint(tmp_path_factory.mktemp("tiny-llama"), "llama")
     runner = ModelRunner.load(locate_model(str(directory)), device=torch.device("cpu"), dtype=torch.float32)
-    yield runner, load_reference(directory)
-    torch.set_num_threads(threads)
+    return runner, load_reference(directory)
 
 
 @pytest.fixture

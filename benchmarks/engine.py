@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
@@ -197,7 +198,7 @@ def time_decode(
         StepRow([token], context - 1, pages, greedy)
         for token, pages in zip(engine.tokens(batch), engine.pages([context] * batch), strict=True)
     ]
-    following = [dataclasses.replace(row, token_ids=(), follows=index) for index, row in enumerate(first)]
+    following = [msgspec.structs.replace(row, token_ids=(), follows=index) for index, row in enumerate(first)]
     alone_ms = wall_ms(lambda: executor.start(first).finish())
     pending = executor.start(first)
 

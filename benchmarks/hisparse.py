@@ -40,119 +40,17 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hisparse_model import DEEPSEEK_V32, GIB, PAGE, TINY, Sizes, longest_output
 from benchmarks.servers import cpu_seconds, free_port, running, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
-from pdserve.kernels.slot_tables import buffer_pages, table_bytes
 from pdserve.server.bench_client import BenchClient, RequestRecord
 from pdserve.server.up import base_url
 
-GIB = 1 << 30
-PAGE, TAIL_TOKENS = 64, 64
+TAIL_TOKENS = 64
 TARGET_FITS, TARGET_EXCEEDS = 0.98, 3.0
 RAMP_TIMEOUT_S = 40.0
 ARMS = ("device", "hisparse")
-
-DEEPSEEK_V32: Mapping[str, Any] = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "vocab_size": 8192,
-    "hidden_size": 7168,
-    "intermediate_size": 33 * 2048,  # 32 of 256 experts and the shared one
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "index_topk": 2048,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 32,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 8191,
-}
-TINY = {
-    **DEEPSEEK_V32,
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "index_topk": 128,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "eos_token_id": 511,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a budget of GPU memory holds, with and without HiSparse. All bytes are of all layers."""
-
-    latent_token: int
-    index_token: int
-    longest: int  # tokens of a request at most, in whole pages
-    hot_rows: int
-    layers: int
-    budget: int
-
-    @classmethod
-    def of(cls, options: argparse.Namespace, model: Mapping[str, Any]) -> "Sizes":
-        itemsize = 4 if options.device == "cpu" else 2
-        of_layer = model["kv_lora_rank"] + model["qk_rope_head_dim"], model["index_head_dim"]
-        latent, index = (options.layers * size * itemsize for size in of_layer)
-        longest = -(-(options.context + longest_output(options)) // PAGE) * PAGE
-        return cls(latent, index, longest, options.hot_rows, options.layers, int(options.kv_memory_gib * GIB))
-
-    @property
-    def device_requests(self) -> int:
-        return self.budget // (self.longest * (self.latent_token + self.index_token))
-
-    @property
-    def hisparse_requests(self) -> int:
-        """As many as have their index keys, their hot buffer and their tables in the budget."""
-        request = self.longest * self.index_token + buffer_pages(self.hot_rows, PAGE) * PAGE * self.latent_token
-        counts = itertools.takewhile(
-            lambda count: count * request + self.tables(count) <= self.budget, itertools.count(1)
-        )
-        return max(counts, default=0)
-
-    def tables(self, requests: int) -> int:
-        """Bytes of the tables that the server keeps beside its hot pool: they count here."""
-        return table_bytes(
-            groups=self.layers,
-            requests=requests,
-            hot_rows=self.hot_rows,
-            max_context=self.longest,
-            page_size=PAGE,
-        )
-
-    def __str__(self) -> str:
-        request = self.longest * (self.latent_token + self.index_token)
-        return (
-            f"a budget of {self.budget / GIB:.2f} GiB for KV of {self.layers} layers, requests of up to {self.longest} "
-            f"tokens of {self.latent_token} + {self.index_token} bytes:\n"
-            f"  device    {request / 1e6:.1f} MB a request: {self.device_requests} fit\n"
-            f"  hisparse  index {self.longest * self.index_token / 1e6:.1f} MB, hot buffer of {self.hot_rows} rows "
-            f"{buffer_pages(self.hot_rows, PAGE) * PAGE * self.latent_token / 1e6:.1f} MB: "
-            f"{self.hisparse_requests} fit, with {self.longest * self.latent_token / 1e6:.1f} MB each in host memory"
-        )
-
-
-def longest_output(options: argparse.Namespace) -> int:
-    return int(options.output * 1.5)
 
 
 def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> dict[str, PrefillConfig | DecodeConfig]:
@@ -177,6 +75,7 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
         "prefix_cache": False,
         "max_running_requests": sizes.hisparse_requests,
         "queue_timeout_s": 600.0,
+        "growth_tokens": longest_output(options),  # whoever is let in can stay
     }
     hisparse = {
         "enable_hisparse": True,
@@ -241,14 +140,20 @@ class Bench:
         return self._sizes.device_requests if arm == "device" else self._sizes.hisparse_requests
 
     def same_tokens(self) -> tuple[int, int]:
-        """Of one prompt's greedy tokens, how many of the first are the same on both servers."""
-        sampling = {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": self._prefix + self._tokens(TAIL_TOKENS), "sampling_params": sampling}
+        """Of one prompt's greedy tokens, how many of the first are the same on both servers.
+
+        Before that, prefill computes what all prompts share. The last page of the one that counts is not full: it is
+        never cached, and prefill computes it alike for both.
+        """
+        tails = [self._tokens(TAIL_TOKENS), self._tokens(TAIL_TOKENS - 1)]
+        outputs: list[list[int]] = []
         with httpx.Client(timeout=120.0, trust_env=False) as http:
-            outputs = [
-                http.post(f"{base_url(self._configs[arm])}/generate", json=body).raise_for_status().json()["output_ids"]
-                for arm in ARMS
-            ]
+            for arm, tail in ((ARMS[0], tails[0]), *((arm, tails[1]) for arm in ARMS)):
+                sampling = {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True}
+                body = {"input_ids": self._prefix + tail, "sampling_params": sampling}
+                answer = http.post(f"{base_url(self._configs[arm])}/generate", json=body).raise_for_status()
+                outputs.append(answer.json()["output_ids"])
+        outputs = outputs[1:]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*outputs, strict=True))
         return len(list(same)), len(outputs[0])
 

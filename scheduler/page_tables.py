@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from ..configs.errors import PdserveError
 from .rank_messages import RunStep, SentRow, SentStep
 from .step import StepRow
@@ -67,19 +69,7 @@ class SentTables:
 
     def _pack_row(self, row: StepRow) -> SentRow:
         table, kept, new_pages = self._extend(row.pages)
-        return SentRow(
-            table=table,
-            kept=kept,
-            new_pages=new_pages,
-            token_ids=row.token_ids,
-            start=row.start,
-            draws=row.draws,
-            prompt_ids=row.prompt_ids,
-            top_logprobs=row.top_logprobs,
-            prompt_logprobs_from=row.prompt_logprobs_from,
-            follows=row.follows,
-            hot_slot=row.hot_slot,
-        )
+        return SentRow(msgspec.structs.replace(row, pages=()), table, kept, new_pages)
 
     def _extend(self, pages: Sequence[int]) -> tuple[int, int, list[int]]:
         """The number of the table that holds `pages`, how many of them it held before, and the others."""
@@ -125,21 +115,11 @@ class KnownTables:
                 raise UnknownPagesError(f"step {sent.order} forgets page table {number}, which this rank does not have")
         return step
 
-    def _unpack_row(self, row: SentRow, order: int) -> StepRow:
-        pages = self._tables.setdefault(row.table, [])
-        if len(pages) != row.kept:
+    def _unpack_row(self, sent: SentRow, order: int) -> StepRow:
+        pages = self._tables.setdefault(sent.table, [])
+        if len(pages) != sent.kept:
             raise UnknownPagesError(
-                f"step {order} adds to {row.kept} pages of table {row.table}, of which this rank has {len(pages)}"
+                f"step {order} adds to {sent.kept} pages of table {sent.table}, of which this rank has {len(pages)}"
             )
-        pages += row.new_pages
-        return StepRow(
-            token_ids=row.token_ids,
-            start=row.start,
-            pages=pages,
-            draws=row.draws,
-            prompt_ids=row.prompt_ids,
-            top_logprobs=row.top_logprobs,
-            prompt_logprobs_from=row.prompt_logprobs_from,
-            follows=row.follows,
-            hot_slot=row.hot_slot,
-        )
+        pages += sent.new_pages
+        return msgspec.structs.replace(sent.row, pages=pages)

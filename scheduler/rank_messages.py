@@ -4,15 +4,13 @@ Rank 0 is a thread of the leader and gets these objects as they are; the others 
 steps as SentStep.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 
-from ..memory.index_spaces import KvPage, RequestSlot
+from ..memory.index_spaces import KvPage
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
 from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
-from .step import Draw, StepResult, StepRow
+from .step import StepResult, StepRow
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -27,19 +25,12 @@ class RunStep(Command, frozen=True):
 
 
 class SentRow(msgspec.Struct, array_like=True, frozen=True):
-    """A StepRow whose `pages` are those in a table of the rank, `kept` so far, and after them `new_pages`."""
+    """A row without its pages: those are in a table of the rank, `kept` so far, and after them `new_pages`."""
 
+    row: StepRow
     table: int
     kept: int
     new_pages: list[int]
-    token_ids: Sequence[int]
-    start: int
-    draws: tuple[Draw, ...]
-    prompt_ids: Sequence[int]
-    top_logprobs: int | None
-    prompt_logprobs_from: int | None
-    follows: int | None
-    hot_slot: RequestSlot | None
 
 
 class SentStep(Command, frozen=True):

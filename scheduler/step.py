@@ -1,14 +1,14 @@
 """A step as the ranks get it, and what comes of it. Plain data: it travels from the leader to its rank processes."""
 
-import dataclasses
 from collections.abc import Sequence
+
+import msgspec
 
 from ..configs.sampling import SamplingParams, TokenLogprob
 from ..memory.index_spaces import RequestSlot
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, array_like=True, frozen=True):
     """One token to choose after a row's last one. Its seed is `sampling.seed`.
 
     `output_index` is the token's index in its output. `output_ids` is the output so far; only penalties look at it.
@@ -19,8 +19,7 @@ class Draw:
     output_ids: Sequence[int] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(msgspec.Struct, array_like=True, frozen=True):
     """One sequence of a step: run `token_ids` from position `start`, then choose a token for each draw.
 
     With `follows` there are no `token_ids`: the one token to run is what that row of the step before has drawn. A chunk
@@ -56,8 +55,7 @@ class StepRow:
         return range(max(self.prompt_logprobs_from, self.start + 1), min(end + 1, len(self.prompt_ids)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """What a row's step gave: a token per draw (with a log-probability where asked for), and its prompt's part."""
 
     drawn: tuple[TokenLogprob, ...]

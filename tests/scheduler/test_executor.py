@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -277,6 +278,6 @@ def test_a_step_that_follows_a_failed_one_fails(tiny: Tiny) -> None:
     row = tiny.row(PROMPT[:20], draws=(Draw(GREEDY, 0),))
     tiny.run(row)
     with pytest.raises(ValueError, match="do not fit"):
-        tiny.run(dataclasses.replace(row, pages=()))
+        tiny.run(msgspec.structs.replace(row, pages=()))
     with pytest.raises(RuntimeError, match="has failed"):
         tiny.run(StepRow((), 20, row.pages, draws=(Draw(GREEDY, 1),), follows=0))

@@ -1,6 +1,5 @@
 """Page lists on their way to a rank process: whatever happens to them, the rank gets the steps that were given."""
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -133,7 +132,7 @@ def test_every_field_of_a_row_arrives() -> None:
         follows=1,
         hot_slot=RequestSlot(6),
     )
-    for field in dataclasses.fields(StepRow):
+    for field in msgspec.structs.fields(StepRow):
         assert getattr(row, field.name) != field.default, f"{field.name} is not tested"
     step = RunStep(11, (row,))
     assert KnownTables().unpack(travel(SentTables().pack(step))) == step

@@ -1,0 +1,122 @@
+"""What benchmarks/hisparse.py serves: DeepSeek-V3.2's attention, and how many requests a budget of GPU memory holds."""
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.kernels.slot_tables import buffer_pages, table_bytes
+
+GIB = 1 << 30
+PAGE = 64
+
+DEEPSEEK_V32: Mapping[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 8192,
+    "hidden_size": 7168,
+    "intermediate_size": 33 * 2048,  # 32 of 256 experts and the shared one
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 8191,
+}
+TINY = {
+    **DEEPSEEK_V32,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "index_topk": 128,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "eos_token_id": 511,
+}
+
+
+def longest_output(options: argparse.Namespace) -> int:
+    return int(options.output * 1.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a budget of GPU memory holds, with and without HiSparse. All bytes are of all layers."""
+
+    latent_token: int
+    index_token: int
+    longest: int  # tokens of a request at most, in whole pages
+    hot_rows: int
+    layers: int
+    budget: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, model: Mapping[str, Any]) -> "Sizes":
+        itemsize = 4 if options.device == "cpu" else 2
+        of_layer = model["kv_lora_rank"] + model["qk_rope_head_dim"], model["index_head_dim"]
+        latent, index = (options.layers * size * itemsize for size in of_layer)
+        longest = -(-(options.context + longest_output(options)) // PAGE) * PAGE
+        return cls(latent, index, longest, options.hot_rows, options.layers, int(options.kv_memory_gib * GIB))
+
+    @property
+    def device_requests(self) -> int:
+        return self.budget // self.device_request
+
+    @property
+    def device_request(self) -> int:
+        return self.longest * (self.latent_token + self.index_token)
+
+    @property
+    def hisparse_request(self) -> int:
+        """Index keys and hot buffer."""
+        return self.longest * self.index_token + buffer_pages(self.hot_rows, PAGE) * PAGE * self.latent_token
+
+    @property
+    def hisparse_requests(self) -> int:
+        """As many as have their index keys, their hot buffer and their tables in the budget."""
+        counts = itertools.takewhile(
+            lambda count: count * self.hisparse_request + self.tables(count) <= self.budget, itertools.count(1)
+        )
+        return max(counts, default=0)
+
+    def tables(self, requests: int) -> int:
+        """Bytes of the tables that the server keeps beside its hot pool: they count here."""
+        return table_bytes(
+            groups=self.layers,
+            requests=requests,
+            hot_rows=self.hot_rows,
+            max_context=self.longest,
+            page_size=PAGE,
+        )
+
+    def __str__(self) -> str:
+        each = self.hisparse_request + self.tables(1)
+        return (
+            f"a budget of {self.budget / GIB:.2f} GiB for KV of {self.layers} layers, requests of up to {self.longest} "
+            f"tokens of {self.latent_token} + {self.index_token} bytes:\n"
+            f"  device    {self.device_request / 1e6:.1f} MB a request: {self.budget / self.device_request:.2f}, so "
+            f"{self.device_requests} run\n"
+            f"  hisparse  {each / 1e6:.1f} MB (index keys {self.longest * self.index_token / 1e6:.1f}, hot buffer of "
+            f"{self.hot_rows} rows, tables): {self.budget / each:.2f}, so {self.hisparse_requests} run, with "
+            f"{self.longest * self.latent_token / 1e6:.1f} MB each in host memory"
+        )

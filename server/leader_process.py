@@ -22,8 +22,9 @@ log = logging.getLogger("pdserve.front")
 
 # -P keeps the working directory out of sys.path: in a checkout it holds folders named like other people's packages.
 LEADER_COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.leader")
-QUIET_THREADS = {"GOMP_SPINCOUNT": "20000"}
-"""Idle OpenMP threads spin for long by default. With more servers than cores for them, that starves those that work."""
+SPIN_COUNTS = {"prefill": "20000", "decode": "1000000"}
+"""How long OpenMP threads spin before they sleep (GOMP_SPINCOUNT). Decode has its next step soon, and to wake them
+takes time. Those of prefill, between two prompts, would spin on cores that decode on the same machine needs."""
 TERM_GRACE_S = 3.0
 KILL_GRACE_S = 3.0
 
@@ -39,7 +40,7 @@ class LeaderProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:
         # A process group of its own: Ctrl-C in a terminal reaches the front alone, which then drains the leader.
-        environment = {**QUIET_THREADS, **(os.environ if env is None else env)}
+        environment = {"GOMP_SPINCOUNT": SPIN_COUNTS[config.role], **(os.environ if env is None else env)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
         self._exited = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Speed of the sparse-attention kernels on one GPU, at DeepSeek-V3.2's geometry: the indexer's top-k and sparse MLA.
 
-    python benchmarks/dsa_kernels.py [--json results.json]
+    python -m benchmarks.dsa_kernels [--json results.json]
 
 Results are first compared with the references. Times are GPU time per call within a CUDA graph that works on one layer
 of a page-major pool after another, scattered pages, more layers than the caches hold. The floor of a call is what it
@@ -11,16 +11,15 @@ both rates are measured in the same run.
 import argparse
 import dataclasses
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.kernels.index_topk import IndexPlan, index_topk
 from pdserve.kernels.sparse_mla import sparse_mla
 
-DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
@@ -61,19 +60,6 @@ class Row:
 HEADER = f"{'kernel':>10} {'queries':>8} {'context':>8} {'time us':>10} {'read us':>9} {'multiply us':>12} {'ratio':>7}"
 
 
-def gpu_us(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median GPU time of one call."""
-    events = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return 1e3 * float(statistics.median(begin.elapsed_time(end) for begin, end in events))
-
-
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
     """Median GPU time of one of `calls`, which run one after another in a graph."""
     calls[0]()  # compiles
@@ -81,18 +67,14 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    gpu_us(graph.replay, 3)
-    return gpu_us(graph.replay) / len(calls)
+    gpu_ms(graph.replay, 3)
+    return 1e3 * gpu_ms(graph.replay, 20) / len(calls)
 
 
 def measure_rates() -> Rates:
-    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    gpu_us(lambda: target.copy_(source))
-    copy = 2 * source.nbytes / gpu_us(lambda: target.copy_(source)) * 1e6
     left, right = (torch.randn(8192, 8192, device=DEVICE).to(DTYPE) for _ in range(2))
-    gpu_us(lambda: left @ right)
-    return Rates(copy, 2 * 8192**3 / gpu_us(lambda: left @ right) * 1e6)
+    gpu_ms(lambda: left @ right, 20)
+    return Rates(copy_rate(), 2 * 8192**3 / (gpu_ms(lambda: left @ right, 20) / 1e3))
 
 
 def num_layers(read_bytes: int) -> int:

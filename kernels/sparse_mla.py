@@ -8,9 +8,8 @@ Shapes: query [T, H, D]; pages [P, S, D], any strides with contiguous rows (a la
 int32, -1 for none, anywhere; out [T, H, value_dim] in query's dtype. A token without rows gets zeros. Scores,
 softmax and sums are float32; the fast kernels round weights to query's dtype before they multiply them with values.
 
-On a GPU there are two. `auto` is the one in Triton. The one in CUDA, for the geometry of DeepSeek-V3.2 on Hopper
-(sparse_mla_cuda.py), is faster from two tokens on, 2.4 times at 32. It was checked and timed on an H200 as a kernel,
-but its launcher and tests have not run there: it has to be asked for until they have.
+On a GPU there are two. The one in CUDA is for the geometry of DeepSeek-V3.2 on Hopper (sparse_mla_cuda.py); `auto`
+takes it where it can from 256 heads on, of all tokens together. The one in Triton is for all else.
 
 Floor: T * K * D elements read once, or 2 * T * K * H * (D + value_dim) operations, whichever takes longer: at H = 128
 the two are about equal on an H200.
@@ -21,11 +20,14 @@ from typing import Literal
 import torch
 
 from .dispatch import Impl, use_triton
+from .sparse_mla_cuda import launch_sparse_mla_cuda, unsuitable
 
 SparseMlaImpl = Impl | Literal["cuda"]
 
 _REFERENCE_ELEMENTS = 2**24
 """Elements of gathered rows that the reference holds at a time."""
+_CUDA_HEADS = 256
+"""From how many heads on, of all tokens, the CUDA kernel is faster than Triton's."""
 
 
 def sparse_mla_reference(
@@ -72,12 +74,11 @@ def sparse_mla(
             f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
             "heads and rows must be contiguous"
         )
+    reason = unsuitable(query, pages, scale=scale, value_dim=value_dim)
+    if impl == "cuda" and reason is not None:
+        raise ValueError(f"the CUDA kernel of sparse_mla cannot do this: {reason}")
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
-    if impl == "cuda":
-        from .sparse_mla_cuda import launch_sparse_mla_cuda, unsuitable
-
-        if (reason := unsuitable(query, pages, scale=scale, value_dim=value_dim)) is not None:
-            raise ValueError(f"the CUDA kernel of sparse_mla cannot do this: {reason}")
+    if impl == "cuda" or (impl == "auto" and reason is None and tokens * heads >= _CUDA_HEADS):
         launch_sparse_mla_cuda(query, pages, rows, out, scale=scale)
     else:
         from .sparse_mla_triton import launch_sparse_mla

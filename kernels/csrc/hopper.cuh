@@ -31,6 +31,12 @@ __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
 
+// Count as one that waits, and go on.
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void arrive_threads() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+}
+
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -156,6 +162,11 @@ __device__ __forceinline__ void begin_products(float (&sums)[N]) {
 
 // Those so far may start, while others are still to come.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until only those committed last are still running.
+__device__ __forceinline__ void wait_for_first_products() {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
 
 template <int N>
 __device__ __forceinline__ void finish_products(float (&sums)[N]) {

@@ -7,7 +7,7 @@
 // tile of a row is no value; the weights take its place once there are scores.
 //
 // For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums, and the weights take 450 clocks
-// without them. So that they are not idle then, weights are handed over late: when the scorer is through with the next
+// without them. So that they are not idle then, weights are handed over late: when the scorer is half through the next
 // rows. The adders multiply while it turns to the next weights.
 //
 // Weights are relative to a reference: a score that no other so far exceeds by more than kGrowth (in powers of two).
@@ -156,9 +156,9 @@ __device__ __forceinline__ void read_query(Shared& shared, unsigned (&query)[kRe
     sync_threads<kScorer, 128>();
 }
 
-// scores [64 heads, 64 rows]
+// scores [64 heads, 64 rows]; half way, hands the weights of the rows before over to the adders
 __device__ __forceinline__ void multiply_query(Shared& shared, const unsigned (&query)[kRegisterSteps][4],
-                                               const Turn& turn, float (&scores)[32]) {
+                                               const Turn& turn, float (&scores)[32], bool hand_over) {
     const unsigned stage = shared_address(shared.stages[turn.stage]);
     const auto row_step = [&](int step) { return tile_operand(stage) + (step / 4 * kTileBytes + step % 4 * 32) / 16; };
     wait_phase(shared_address(&shared.first_fetched[turn.stage]), turn.phase);
@@ -180,6 +180,8 @@ __device__ __forceinline__ void multiply_query(Shared& shared, const unsigned (&
         multiply_64x64(scores, tile_operand(shared_address(shared.query_rest)) + step % 4 * 2, row_step(step));
     }
     commit_products();
+    wait_for_first_products();
+    if (hand_over && lane() == 0) arrive(shared_address(&shared.weighted[turn.previous_stage()]));
     finish_products(scores);
 }
 
@@ -234,9 +236,7 @@ __device__ __forceinline__ void score(Shared& shared, const Rows& rows, int bloc
     Turn turn;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-        multiply_query(shared, query, turn, scores);
-        // the tensor cores are free: time for the weights of the block before
-        if (block > 0 && lane() == 0) arrive(shared_address(&shared.weighted[turn.previous_stage()]));
+        multiply_query(shared, query, turn, scores, block > 0);
         mask(rows, block, scores);
         float shrink[2];
         const bool any = softmax.weigh(scores, scale, shrink) && block > 0;  // there is nothing to shrink at first
@@ -306,28 +306,50 @@ __device__ __forceinline__ void sync_shares() {
 #endif
 }
 
-// What to multiply the sums of the two heads of a thread with before those of all shares are added: this share's weight
-// over the total. 0 for a token without rows.
-__device__ __forceinline__ void weigh_shares(Shared& shared, int share, float (&factor)[2]) {
-    float2 totals[2][kShares];
+// What to multiply the sums of each share with, for the two heads of a thread, before they are added: the weight of the
+// share over the total. 0 for a token without rows.
+__device__ __forceinline__ void weigh_shares(Shared& shared, float (&factors)[kShares][2]) {
+    float2 totals[kShares][2];
 #pragma unroll
-    for (int head = 0; head < 2; ++head) {
-        const unsigned place = shared_address(shared.totals() + first_head() + 8 * head);
+    for (int i = 0; i < kShares; ++i) {
 #pragma unroll
-        for (int i = 0; i < kShares; ++i) totals[head][i] = load_remote(kShares > 1 ? in_block(place, i) : place);
+        for (int head = 0; head < 2; ++head) {
+            const unsigned place = shared_address(shared.totals() + first_head() + 8 * head);
+            totals[i][head] = load_remote(kShares > 1 ? in_block(place, i) : place);
+        }
     }
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
-        float most = kLowest, sum = 0.0f, mine = 0.0f;
+        float most = kLowest, sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kShares; ++i) most = max(most, totals[head][i].x);
+        for (int i = 0; i < kShares; ++i) most = max(most, totals[i][head].x);
 #pragma unroll
         for (int i = 0; i < kShares; ++i) {
-            const float weight = exp2_approximate(totals[head][i].x - most);
-            sum += weight * totals[head][i].y;
-            if (i == share) mine = weight;
+            factors[i][head] = exp2_approximate(totals[i][head].x - most);
+            sum += factors[i][head] * totals[i][head].y;
         }
-        factor[head] = sum > 0.0f ? mine / sum : 0.0f;
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kShares; ++i) factors[i][head] *= inverse;
+    }
+}
+
+// Rounds what a warp has, 16 heads x 2 * kOwnSums columns, and stores it by way of shared memory, in whole sectors.
+__device__ __forceinline__ void store(const float* sums, unsigned char* staging, char* out) {
+    constexpr int kLineBytes = 4 * kOwnSums, kPitch = kLineBytes + 16, kLineWords = kLineBytes / 16;
+    const unsigned to = shared_address(staging) + lane() % 16 * kPitch + lane() / 16 * 16;
+#pragma unroll
+    for (int i = 0; i < kOwnSums; i += 8) {
+        const unsigned words[4] = {round_pair(sums[i], sums[i + 1]), round_pair(sums[i + 2], sums[i + 3]),
+                                   round_pair(sums[i + 4], sums[i + 5]), round_pair(sums[i + 6], sums[i + 7])};
+        store_matrices(to + i * 4, words);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = lane(); i < 16 * kLineWords; i += 32) {
+        const int line = i / kLineWords, word = i % kLineWords;
+        *reinterpret_cast<uint4*>(out + line * 1024 + word * 16) =
+            *reinterpret_cast<const uint4*>(staging + line * kPitch + word * 16);
     }
 }
 
@@ -335,45 +357,42 @@ __device__ __forceinline__ void weigh_shares(Shared& shared, int share, float (&
 // `out` is where the block's first head begins.
 __device__ __forceinline__ void add_shares(Shared& shared, int share, int half, float (&sums)[128], char* out) {
     sync_shares();  // all totals are there, and all stages are free
-    float factor[2];
-    weigh_shares(shared, share, factor);
-#pragma unroll
-    for (int i = 0; i < 128; ++i) sums[i] *= factor[i % 4 / 2];
-    const auto place = [&](int from) { return ((from * 2 + half) * kOwnSums * 128 + thread_in_group() * 4) * 4; };
+    const auto place = [&](int from) { return (from * 2 + half) * kOwnSums * 128 * 4; };
 #pragma unroll
     for (int owner = 0; owner < kShares; ++owner) {
         if (owner == share) continue;
-        const unsigned to = in_block(shared_address(shared.stages) + place(share), owner);
+        const unsigned to = in_block(shared_address(shared.stages[0] + place(share)) + thread_in_group() * 16, owner);
 #pragma unroll
         for (int i = 0; i < kOwnSums; i += 4) {
             const float* const four = sums + owner * kOwnSums + i;
             store_remote(to + i * 128 * 4, four[0], four[1], four[2], four[3]);
         }
     }
+    float factors[kShares][2];
+    weigh_shares(shared, factors);
     sync_shares();
-    out += (first_head() * 512 + half * 256 + lane() % 4 * 2) * 2;
 #pragma unroll
     for (int owner = 0; owner < kShares; ++owner) {  // a loop, so that the compiler knows which registers are meant
         if (owner != share) continue;
         float* const own = sums + owner * kOwnSums;
-#pragma unroll 1
+#pragma unroll
+        for (int i = 0; i < kOwnSums; ++i) own[i] *= factors[owner][i % 4 / 2];
+#pragma unroll
         for (int other = 0; other < kShares; ++other) {
-            if (other == share) continue;
-            const float4* const from = reinterpret_cast<const float4*>(shared.stages[0] + place(other));
+            if (other == owner) continue;
+            const float4* const from =
+                reinterpret_cast<const float4*>(shared.stages[0] + place(other)) + thread_in_group();
 #pragma unroll
             for (int i = 0; i < kOwnSums; i += 4) {
                 const float4 more = from[i * 32];
-                own[i] += more.x;
-                own[i + 1] += more.y;
-                own[i + 2] += more.z;
-                own[i + 3] += more.w;
+                own[i] += factors[other][0] * more.x;
+                own[i + 1] += factors[other][0] * more.y;
+                own[i + 2] += factors[other][1] * more.z;
+                own[i + 3] += factors[other][1] * more.w;
             }
         }
-#pragma unroll
-        for (int i = 0; i < kOwnSums; i += 2) {
-            const int n = owner * kOwnSums + i;
-            *reinterpret_cast<unsigned*>(out + (n / 4 * 8 + n % 4 / 2 * 8 * 512) * 2) = round_pair(own[i], own[i + 1]);
-        }
+        store(own, shared.stages[0] + place(share) + warp_in_group() * kOwnSums * 128,
+              out + 16 * warp_in_group() * 1024 + half * 512 + owner * kOwnSums * 4);
     }
 }
 
@@ -395,7 +414,8 @@ __device__ __forceinline__ int find_last_row(Shared& shared, const Rows& rows) {
     }
     last = __reduce_max_sync(kAll, last);
     if (lane() == 0) atomicMax(&shared.last_row, last);
-    sync_threads<kCounted, kThreads>();
+    sync_threads<kScorer, 128>();
+    arrive_threads<kCounted, kThreads>();
     return count_blocks(shared);
 }
 

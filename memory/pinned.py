@@ -6,6 +6,7 @@ takes long, and one that fails says how far it got. Kernels may read across the 
 plain memory, so that everything above works on any machine.
 """
 
+import logging
 import math
 import mmap
 import sys
@@ -13,8 +14,11 @@ import sys
 import torch
 
 from ..configs.errors import StartupError
+from ..configs.progress import ProgressLog
 from .device import free_memory_bytes
 from .sizing import GIB
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * GIB
 _PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
@@ -48,6 +52,7 @@ class PinnedMemory:
 
     def _register(self, size_bytes: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        progress = ProgressLog(log, "host memory for KV: %.0f of %.0f GiB are page-locked", size_bytes / GIB)
         for start in range(0, size_bytes, self.chunk_bytes):
             length = min(self.chunk_bytes, size_bytes - start)
             status = cudart.cudaHostRegister(self.data.data_ptr() + start, length, _PORTABLE_AND_MAPPED)
@@ -60,6 +65,7 @@ class PinnedMemory:
                     "limit (ulimit -l) must allow it"
                 )
             self._memory.locked_chunks.append(self.data.data_ptr() + start)
+            progress.add(length / GIB)
 
 
 class _LockedMemory(mmap.mmap):

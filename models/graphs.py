@@ -6,17 +6,21 @@ batch runs in the smallest graph that holds it; the rows left over write no KV a
 """
 
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ..configs.progress import ProgressLog
 from ..memory.kv_pool import KvCache
 from .batch import SequenceSlice
 from .decoder import Decoder
 from .dense_graphs import DenseStep
 from .dsa_decoder import DsaDecoder
 from .dsa_graphs import DsaStep
+
+log = logging.getLogger(__name__)
 
 
 def graph_batch_sizes(max_batch: int) -> list[int]:
@@ -100,11 +104,13 @@ class DecodeGraphs:
             for kind in range(self._step.kinds):
                 self._run_step(size, kind)
         torch.cuda.synchronize(self._device)
+        progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
         for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
                 self._run_step(size, kind)
             self._graphs[size, kind] = graph
+            progress.add(1)
 
     def _run_step(self, batch_size: int, kind: int) -> None:
         self._decoder.logits(self._step.hidden(batch_size, kind), out=self._logits[:batch_size])

@@ -1,5 +1,6 @@
 """Checkpoint files into a model's memory, one tensor at a time: at no point is there a second copy of the model."""
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,11 +10,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..configs.errors import StartupError
+from ..configs.progress import ProgressLog
 from .catalog import ModelSource, safetensors_files
 from .config import ModelConfig
 from .dsa_checkpoint import DsaCheckpoint
 from .gguf_file import GgufFile
 from .parameters import Slot
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
 
 
 class Checkpoint(Protocol):
@@ -50,8 +56,11 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
+    total_bytes = sum(slot.target.nbytes for slot in slots.values())
+    progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / _GIB)
     for name, slot in slots.items():
         checkpoint.read_into(name, slot)
+        progress.add(slot.target.nbytes / _GIB)
 
 
 # Derived from the configuration; old checkpoints saved it.

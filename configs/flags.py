@@ -121,7 +121,7 @@ def _metavar(name: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return "HOST:PORT"
+        return "HOST" if name.endswith("hosts") else "HOST:PORT"
     if name.endswith("port"):
         return "PORT"
     if name.endswith("host"):

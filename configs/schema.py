@@ -6,7 +6,7 @@ and nothing is changed after loading: what is `auto` here is resolved once into 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -16,7 +16,13 @@ def _split_commas(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT")]
+def _check_port(endpoint: str) -> str:
+    if not 1 <= int(endpoint.rpartition(":")[2]) <= 65535:
+        raise ValueError("the port must be between 1 and 65535")
+    return endpoint
+
+
+Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]

@@ -1,4 +1,4 @@
-"""Write the table of settings in README.md from the configuration schema; with --check, only say whether it is true."""
+"""Write the table in docs/settings.md from the configuration schema; with --check, only say whether it is true."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT / ".dev"))
 from pdserve.configs.flags import default_of, flag_of, limits_of, meaning_of  # noqa: E402
 from pdserve.configs.schema import DecodeConfig, PrefillConfig, ServerConfig  # noqa: E402
 
-README = ROOT / "README.md"
+SETTINGS = ROOT / "docs" / "settings.md"
 BEGIN = "<!-- settings: written by docs/settings_table.py -->"
 END = "<!-- end of settings -->"
 
@@ -28,16 +28,16 @@ def table() -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
+    text = SETTINGS.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
     if wanted == text:
         return 0
     if "--check" in sys.argv[1:]:
-        print("README.md: the table of settings is not what configs/schema.py says; run: make format", file=sys.stderr)
+        print("docs/settings.md: the table is not what configs/schema.py says; run: make format", file=sys.stderr)
         return 1
-    README.write_text(wanted, encoding="utf-8")
+    SETTINGS.write_text(wanted, encoding="utf-8")
     return 0
 
 

@@ -22,11 +22,11 @@ from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig
 from ..scheduler.front import Failed, Observe, Submit
 from .exchange import GenerationResponse, Rendering, read_body
-from .fields import FieldError, Fields, decode_object
+from .fields import FieldError, Fields, decode_object, shown
 from .generate import GenerateCall, parse_generate, parse_observe
 from .generate_reply import GenerateRendering
 from .http_errors import EngineError, error_response, response_for
-from .info import ServerInfo
+from .info import ServerInfo, package_version
 from .leader_client import LeaderClient
 from .limits import Limits
 from .metrics import Metrics
@@ -34,7 +34,8 @@ from .openai_api import OpenAiCall, parse_chat, parse_completion
 from .openai_reply import ChatRendering, CompletionRendering
 from .output_text import OutputText
 from .outputs import Output
-from .routing import MAX_RID_CHARACTERS, new_rid
+from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, new_rid
+from .tokenize_api import detokenize, tokenize
 from .tokenizer import Tokenizer
 
 log = logging.getLogger("pdserve.front")
@@ -63,7 +64,9 @@ def create_app(config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClie
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = HTTP_ERROR_CODES.get(error.status_code, "http_error")
-        return error_response(error.status_code, code, f"{error.detail}: {request.method} {request.url.path}")
+        response = error_response(error.status_code, code, f"{error.detail}: {request.method} {request.url.path}")
+        response.headers.update(error.headers or {})  # Allow, with 405
+        return response
 
     async def on_disconnect(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # never sent: the client left before its body was complete
@@ -101,10 +104,14 @@ class Routes:
             _get(router, path, self.model_info)
         for path in ("/server_info", "/get_server_info"):
             _get(router, path, self.server_info)
+        _get(router, "/version", self.version)
         _get(router, "/v1/models", self.models)
+        _get(router, "/v1/models/{model:path}", self.model_card)
         _get(router, "/health_generate", self.health_generate)
         _post(router, "/abort_request", self.abort_request)
         _post(router, "/flush_cache", self.flush_cache)
+        _post(router, "/tokenize", self.tokenize)
+        _post(router, "/detokenize", self.detokenize)
         if self._config.role == "decode":
             _post(router, "/generate", self.generate)
             _post(router, "/v1/completions", self.completions)
@@ -138,6 +145,7 @@ class Routes:
             prompt_ids=(min(ready.model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
+            priority=MAX_PRIORITY,  # it asks whether the way is open, not how long the queue is
         )
         problem = await self._probe(probe)
         healthy, report = self._info.health()  # again: the probe may have waited for a peer
@@ -177,6 +185,26 @@ class Routes:
         self._leader.check_available()
         assert self._leader.ready is not None
         return json_response(self._info.models(self._leader.ready))
+
+    async def model_card(self, model: str) -> Response:
+        self._leader.check_available()
+        assert self._leader.ready is not None
+        if model != self._info.model_name:
+            message = f"model {shown(model)} is not served here; this server has {shown(self._info.model_name)}"
+            return error_response(404, "model_not_found", message, param="model")
+        return json_response(self._info.model_card(self._leader.ready))
+
+    async def version(self) -> Response:
+        return json_response({"version": package_version()})
+
+    async def tokenize(self, request: Request) -> Response:
+        tokens = await self._parse(request, lambda body: tokenize(body, self._tokenizer))
+        limit = self._limits().max_total_tokens
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        text = await self._parse(request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer))
+        return json_response({"text": text})
 
     async def abort_request(self, request: Request) -> Response:
         """`{"rid": ...}` or `{"abort_all": true}`; answers with the ids that were still open."""
@@ -242,7 +270,8 @@ def json_response(value: object, status: int = 200, retry: bool = False) -> Resp
 
 
 def _get(router: APIRouter, path: str, handler: Callable[..., object]) -> None:
-    router.add_api_route(path, handler, methods=["GET"], response_model=None)
+    """HEAD too, which load balancers use to look without reading."""
+    router.add_api_route(path, handler, methods=["GET", "HEAD"], response_model=None)
 
 
 def _post(router: APIRouter, path: str, handler: Callable[..., object]) -> None:

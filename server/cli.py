@@ -101,7 +101,8 @@ def _run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise StartupError(_unknown_argument(options.parser, unknown[0]))
+        flags = [word for word in unknown if word.startswith("--")]
+        raise StartupError("\n".join(_unknown_argument(options.parser, word) for word in flags or unknown[:1]))
     match options.command:
         case "prefill" | "decode":
             return _serve(options.command, options)

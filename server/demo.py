@@ -1,6 +1,8 @@
 """`pdserve demo`: start the pair, ask it one question, stream the answer, show where the time went."""
 
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from ..configs.flags import to_flags
 from ..models.catalog import locate_model
 from .children import ChildEndedError
 from .pair import PairConfig
@@ -61,8 +64,7 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
                 pair.watch()
             else:
                 print(
-                    f"\nTo ask it yourself, run 'pdserve up' and then\n  {curl_command(config, 'The sky is')}",
-                    flush=True,
+                    f"\nTo ask it yourself:\n  {up_command(config)}\n  {curl_command(config, 'The sky is')}", flush=True
                 )
     except KeyboardInterrupt:
         return 0 if answered else 130
@@ -70,6 +72,13 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
         print(f"pdserve: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def up_command(config: PairConfig) -> str:
+    """How to start the same pair to stay, as this command was typed: `make demo` has it in .venv, not on the path."""
+    program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
+    flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
+    return shlex.join([program, "up", *flags])
 
 
 def chat_prompt(model: str, question: str) -> str:

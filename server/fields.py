@@ -24,6 +24,8 @@ class BodyError(ClientError):
 
 def decode_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`; raises BodyError when it is anything else."""
+    if not body:
+        raise BodyError("the body is empty; send a JSON object")
     try:
         value: object = msgspec.json.decode(body)
     except msgspec.MsgspecError as error:
@@ -42,26 +44,44 @@ def shown(value: object) -> str:
     if isinstance(value, list):
         return f"an array of {len(value)}"
     if isinstance(value, dict):
-        return f"an object of {len(value)} fields"
+        return f"an object of {len(value)} field{'' if len(value) == 1 else 's'}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
-    text = msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value)
+    return shortened(msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 class Fields:
-    """Typed access to the fields of one object. An absent field and an explicit null both read as None."""
+    """Typed access to the fields of one object. An absent field and an explicit null both read as None.
+
+    It remembers which fields were asked for: those are the ones this server knows (server/field_names.py).
+    """
 
     def __init__(self, values: Mapping[str, object], path: str = "") -> None:
         self._values = values
         self._path = path
+        self.read: set[str] = set()
 
     def name(self, field: str) -> str:
         """The field as the client would write it: `sampling_params.top_p`."""
         return f"{self._path}.{field}" if self._path else field
 
     def raw(self, field: str) -> object:
+        self.read.add(field)
         return self._values.get(field)
+
+    def spelling(self, *names: str) -> str:
+        """Which of several names of one field was given, the first that was; the last one where none was."""
+        given = [name for name in names if self.raw(name) is not None]
+        return given[0] if given else names[-1]
+
+    @property
+    def unread(self) -> list[str]:
+        """Fields that were given and that nobody has asked for."""
+        return [name for name, value in self._values.items() if value is not None and name not in self.read]
 
     def error(self, field: str, problem: str) -> FieldError:
         return FieldError(self.name(field), problem)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Generator, Sequence
@@ -36,6 +37,7 @@ log = logging.getLogger("pdserve.front")
 EXIT_OK = 0
 EXIT_UNCLEAN = 1
 KEEP_ALIVE_S = 65
+MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
 DRAIN_MARGIN_S = 2.0
@@ -45,9 +47,18 @@ STARTUP_EXIT_S = 2.0
 def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
     """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
     configure_logging(config.log_level, config.role)
+    raise_open_files_limit()
     with bind_http_socket(config.host, config.port) as http_socket:
         tokenizer = load_tokenizer(locate_model(config.model, config.load_format))
         return uvloop.run(Front(config, tokenizer, leader_command).serve(http_socket))
+
+
+def raise_open_files_limit() -> None:
+    """Every client takes a file descriptor, and the usual soft limit is 1024; the hard one is ours to use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind_http_socket(host: str, port: int) -> socket.socket:

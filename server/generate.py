@@ -2,15 +2,16 @@
 
 A call holds one prompt (`text` or `input_ids`) or a list of them. With a list, `sampling_params` and the fields for
 log-probabilities may be lists of the same length; one value stands for all (server/routing.py has `rid` and
-`bootstrap_*`). Fields this server does not know are ignored; fields it knows and cannot honour are refused, because
-ignoring them would answer another question.
+`bootstrap_*`). Fields it knows and cannot honour are refused, because ignoring them would answer another question; so
+are names in `sampling_params` that it does not know, and misspelt or misplaced ones. Other unknown fields are ignored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..configs.sampling import LogprobParams, SamplingParams
 from ..scheduler.front import Submit
+from .field_names import refuse_mistakes
 from .fields import (
     FieldError,
     Fields,
@@ -39,12 +40,16 @@ MAX_TOP_LOGPROBS = 20
 DIALECT = Dialect(max_new_tokens="max_new_tokens", min_new_tokens="min_new_tokens", default_new_tokens=128)
 
 # Known to other servers, not to this one: harmless at these values, refused at any other.
-NEUTRAL_CALL_FIELDS: dict[str, tuple[object, ...]] = {
+NEUTRAL_CALL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "token_ids_logprob": ([],),
     "return_hidden_states": (False,),
     "input_embeds": (),
-    "image_data": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
     "lora_path": (),
+    "custom_logit_processor": (),
+    "session_params": (),
 }
 
 
@@ -114,13 +119,17 @@ def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Generat
         sampling = read_sampling(sampling_fields[index], limits, len(ids), DIALECT, samples)
         rules = read_text_rules(sampling_fields[index], sampling, limits)
         prompts.append(Prompt(routes[index], ids, sampling, rules, logprobs[index]))
-    return GenerateCall(
+    call = GenerateCall(
         prompts=tuple(prompts),
         listed=batched or samples > 1,
         stream=fields.boolean("stream", False),
         group=group,
         text_in_logprobs=fields.boolean("return_text_in_logprobs", False),
     )
+    for params in sampling_fields:
+        refuse_mistakes(params, {}, strict=True)
+    refuse_mistakes(fields, dict.fromkeys(sampling_fields[0].read, "belongs in sampling_params"))
+    return call
 
 
 def parse_observe(body: bytes, max_batch_items: int) -> ObserveCall:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with a limit on how long a client may leave its answer unread."""
+"""uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread."""
 
 import array
 import asyncio
@@ -7,20 +7,55 @@ import logging
 import termios
 from typing import ClassVar
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .http_errors import error_object
 
 log = logging.getLogger("pdserve.front")
 
 
 class PatientHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose client has taken nothing for `patience_s` while an answer waits to be sent.
+    """Closes a connection whose client does nothing for too long, or sends headers without end.
 
-    Without it, a client that stops reading holds its request, its KV pages and a send buffer for as long as it likes.
-    The application hears of it as of any other disconnect. A slow client is left alone as long as it takes something.
+    - An answer of which nothing is taken for `patience_s`: the client would hold its request, its KV pages and a send
+      buffer for as long as it likes. The application hears of it as of any other disconnect. A slow client is left
+      alone as long as it takes something.
+    - A request whose headers are not there `header_timeout_s` after the connection or the request has begun, or that
+      have more than `max_header_bytes`. Bodies have limits of their own (server/exchange.py).
     """
 
     patience_s: ClassVar[float] = 30.0
+    header_timeout_s: ClassVar[float] = 60.0
+    max_header_bytes: ClassVar[int] = 64 << 10
     _waiting: asyncio.TimerHandle | None = None
+    _headers_due: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._headers_due is None or self.transport.is_closing():
+            return
+        self._header_bytes += len(data)
+        if self._header_bytes > self.max_header_bytes:
+            limit = self.max_header_bytes
+            self._refuse(b"431 Request Header Fields Too Large", 431, "too_large", f"headers are over {limit} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._headers_due is None:
+            self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_expecting_headers()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -32,7 +67,29 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_expecting_headers()
         super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._header_bytes = 0
+        self._headers_due = self.loop.call_later(self.header_timeout_s, self._give_up_on_headers)
+
+    def _give_up_on_headers(self) -> None:
+        self._headers_due = None
+        log.debug("client %s has sent no whole request for %g s: connection closed", self.client, self.header_timeout_s)
+        self.transport.abort()
+
+    def _stop_expecting_headers(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def _refuse(self, status_line: bytes, status: int, code: str, message: str) -> None:
+        """Answer what never became a request, in the shape of all other errors, and hang up."""
+        body = msgspec.json.encode({"error": error_object(status, code, message)})
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status_line, len(body)) + body)
+        self.transport.close()
 
     def _wait(self) -> None:
         self._stop_waiting()

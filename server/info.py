@@ -71,8 +71,11 @@ class ServerInfo:
         }
 
     def models(self, ready: Ready) -> dict[str, object]:
-        """OpenAI's list of models."""
-        card = {
+        """OpenAI's list of models: the one there is."""
+        return {"object": "list", "data": [self.model_card(ready)]}
+
+    def model_card(self, ready: Ready) -> dict[str, object]:
+        return {
             "id": self.model_name,
             "object": "model",
             "created": int(self._started_at),
@@ -80,7 +83,6 @@ class ServerInfo:
             "root": ready.model.path,
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }
-        return {"object": "list", "data": [card]}
 
     def server(self) -> dict[str, object]:
         """Configuration without secrets, pool, peers and live requests; routers read the SGLang names in it."""

@@ -46,6 +46,8 @@ LeaderState = Literal["starting", "ready", "stopping", "dead"]
 RequestEvent = Tokens | InputLogprobs | Finished | Failed
 MESSAGES_PER_TURN = 256
 RETRY_AFTER_S = 2.0
+LOGGED_STATUSES = (500, 504)
+"""Failures that somebody should look at one by one. 503 comes in crowds, and what is behind it has its own line."""
 
 
 @dataclass(slots=True)
@@ -181,21 +183,14 @@ class LeaderClient:
 
     async def run(self) -> None:
         """Receive until cancelled. A message that cannot be decoded or handled is logged and skipped."""
-        received = 0
+        # a future for every message costs more than handling it
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
-            payload = await self._socket.recv()
-            try:
-                message = self._decoder.decode(payload)
-            except msgspec.MsgspecError as error:
-                log.error("message from the leader cannot be decoded: %s", error)
-                continue
-            try:
-                self._dispatch(message)
-            except Exception:
-                log.exception("message from the leader could not be handled: %s", type(message).__name__)
-            received += 1
-            if received % MESSAGES_PER_TURN == 0:
-                await asyncio.sleep(0)  # recv() returns without yielding while messages wait
+            self._receive(await self._socket.recv())
+            with contextlib.suppress(zmq.Again):
+                for _ in range(MESSAGES_PER_TURN):
+                    self._receive(plain.recv(zmq.NOBLOCK))
+            await asyncio.sleep(0)  # recv() returns without yielding while messages wait
 
     async def wait_ready(self) -> Ready:
         """The leader's introduction; raises StartupError when it cannot start."""
@@ -303,6 +298,17 @@ class LeaderClient:
         for rid in rids:
             self._send(Cancel(rid))
 
+    def _receive(self, payload: bytes) -> None:
+        try:
+            message = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            log.error("message from the leader cannot be decoded: %s", error)
+            return
+        try:
+            self._dispatch(message)
+        except Exception:
+            log.exception("message from the leader could not be handled: %s", type(message).__name__)
+
     def _dispatch(self, message: ToFront) -> None:
         match message:
             case Tokens() | InputLogprobs() | Finished() | Failed():
@@ -330,6 +336,8 @@ class LeaderClient:
             case InputLogprobs():
                 pass
             case Finished() | Failed():
+                if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
+                    log.warning("request %s failed with %d: %s", message.rid, message.status, message.message)
                 del self._open[message.rid]
                 entry.inbox.open_rids.discard(message.rid)
                 first_sample = entry.rid == entry.submitted_as

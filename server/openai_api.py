@@ -1,13 +1,16 @@
 """OpenAI's `/v1/completions` and `/v1/chat/completions` requests, on the same core as `/generate`.
 
 Sampling fields stand at the top level; `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
-`ignore_eos`, `rid`, `priority`, `timeout_s` and `bootstrap_*` are accepted as extensions. Fields that would change the
-answer and are not implemented are refused.
+`ignore_eos`, `skip_special_tokens`, `no_stop_trim`, `rid`, `priority`, `timeout_s`, `bootstrap_*` and, for chat,
+`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message` are accepted as extensions. Fields that
+would change the answer and are not implemented are refused, and so are misspelt ones; other unknown fields are ignored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..configs.sampling import LogprobParams
+from .field_names import refuse_mistakes
 from .fields import FieldError, Fields, as_fields, check_integer, decode_object, shown
 from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, read_ids, read_text, split_batch
 from .limits import Limits
@@ -26,13 +29,47 @@ DEFAULT_COMPLETION_TOKENS = 128
 DEFAULT_CHAT_TOKENS = 1024
 MAX_MESSAGES = 4096
 
-NEUTRAL_FIELDS: dict[str, tuple[object, ...]] = NEUTRAL_SAMPLING_FIELDS | {
+# Known to OpenAI, SGLang or vLLM, not to this server: harmless at these values, refused at any other.
+NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_SAMPLING_FIELDS,
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "documents": ([],),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "return_hidden_states": (False,),
+    "lora_path": (),
+    "custom_logit_processor": (),
+}
+
+NEUTRAL_MESSAGE_FIELDS: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": ()}
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+# Names that `/generate` has for the same thing.
+OTHER_NAMES = {
+    "max_new_tokens": "is for /generate; here it is max_tokens",
+    "min_new_tokens": "is for /generate; here it is min_tokens",
+    "sampling_params": "is for /generate; here its fields stand at the top level",
 }
 
 
@@ -57,6 +94,7 @@ def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenA
     for item, name in split_batch(value, "prompt", batched, limits):
         is_text = not isinstance(item, list)
         prompts.append(read_text(item, name, limits, tokenizer) if is_text else read_ids(item, name, limits))
+    refuse_unsupported(fields, {"add_special_tokens": (True,)})
     logprobs = _read_completion_logprobs(fields)
     return _read_call(fields, limits, prompts, batched, DEFAULT_COMPLETION_TOKENS, logprobs)
 
@@ -69,11 +107,25 @@ def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
     given = fields.array("messages", MAX_MESSAGES)
     if not given:
         raise FieldError("messages", "is required and must not be empty")
-    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
-    rendered = tokenizer.render_chat(messages, add_generation_prompt=True)
-    # the template writes the BOS token itself
-    prompt_ids = check_prompt(tuple(tokenizer.encode(rendered, add_special_tokens=False)), "messages", limits)
+    refuse_unsupported(fields, {"add_special_tokens": (False,)})
+    prompt_ids = check_prompt(read_chat(fields, given, tokenizer), "messages", limits)
     return _read_call(fields, limits, [prompt_ids], False, DEFAULT_CHAT_TOKENS, _read_chat_logprobs(fields))
+
+
+def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of a chat. With `continue_final_message` the answer goes on with the last message's own words."""
+    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    variables = _read_template_variables(fields)
+    add_generation_prompt = fields.boolean("add_generation_prompt", True)
+    begun = ""
+    if fields.boolean("continue_final_message", False):
+        last = messages.pop()
+        if last["role"] != "assistant":
+            raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
+        begun, add_generation_prompt = last["content"], True
+    rendered = tokenizer.render_chat(messages, add_generation_prompt, variables)
+    # the template writes the BOS token itself
+    return tuple(tokenizer.encode(rendered + begun, add_special_tokens=False))
 
 
 def _read_call(
@@ -87,18 +139,20 @@ def _read_call(
     refuse_unsupported(fields, NEUTRAL_FIELDS)
     samples = read_samples([fields] * len(prompts), limits)
     routes, group = read_routes(fields, len(prompts), batched, samples, limits)
-    max_tokens = "max_completion_tokens" if fields.raw("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = fields.spelling("max_completion_tokens", "max_tokens")
     dialect = Dialect(max_tokens, min_new_tokens="min_tokens", default_new_tokens=default_new_tokens)
     checked = []
     for route, ids in zip(routes, prompts, strict=True):
         sampling = read_sampling(fields, limits, len(ids), dialect, samples)
         checked.append(Prompt(route, ids, sampling, read_text_rules(fields, sampling, limits), logprobs))
-    return OpenAiCall(
+    call = OpenAiCall(
         prompts=tuple(checked),
         stream=fields.boolean("stream", False),
         include_usage=fields.object("stream_options").boolean("include_usage", False),
         group=group,
     )
+    refuse_mistakes(fields, OTHER_NAMES)
+    return call
 
 
 def _read_completion_logprobs(fields: Fields) -> LogprobParams | None:
@@ -119,9 +173,22 @@ def _read_chat_logprobs(fields: Fields) -> LogprobParams | None:
     return LogprobParams(top=top)
 
 
-def _read_message(value: object, path: str) -> dict[str, object]:
-    """A message with its content as one string; content parts other than text are refused."""
+def _read_template_variables(fields: Fields) -> dict[str, object]:
+    """`chat_template_kwargs`: what the model's template knows beyond messages, such as Qwen3's `enable_thinking`."""
+    value = fields.raw("chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise FieldError("chat_template_kwargs", f"must be an object, got {shown(value)}")
+    for name in sorted(value.keys() & RESERVED_VARIABLES):
+        raise FieldError(f"chat_template_kwargs.{name}", "is not the template's to be given; it is a field of its own")
+    return value
+
+
+def _read_message(value: object, path: str) -> dict[str, str]:
+    """A message with its content as one string; content parts other than text, and calls of tools, are refused."""
     message = as_fields(value, path)
+    refuse_unsupported(message, NEUTRAL_MESSAGE_FIELDS)
     role = message.string("role", 64)
     if role is None:
         raise message.error("role", "is required")

@@ -141,7 +141,7 @@ def _read_endpoints(
 
 def _read_timeout_s(fields: Fields) -> float | None:
     """`timeout_s`, or `timeout`; the server's own request_timeout_s holds as well."""
-    name = "timeout_s" if fields.raw("timeout_s") is not None else "timeout"
+    name = fields.spelling("timeout_s", "timeout")
     if fields.raw(name) is None:
         return None
     return fields.number_within(name, 0, MAX_TIMEOUT_S, default=MAX_TIMEOUT_S, above=True)

@@ -6,8 +6,10 @@ SGLang calls it) a random one is drawn once per prompt, so samples differ in eit
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ..configs.sampling import SamplingParams
 from .fields import FieldError, Fields, check_string, check_token_ids, check_within, shown
@@ -22,12 +24,14 @@ MAX_LOGIT_BIASES = 1024
 MAX_SEED = (1 << 63) - 1
 
 # Known to other servers, not to this one: harmless at these values, refused at any other.
-NEUTRAL_SAMPLING_FIELDS: dict[str, tuple[object, ...]] = {
+NEUTRAL_SAMPLING_FIELDS: Mapping[str, tuple[object, ...]] = {
     "json_schema": (),
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
     "stop_regex": ([],),
+    "custom_params": ({},),
+    "spaces_between_special_tokens": (True, False),  # only tokenizers that we do not use know the difference
 }
 
 
@@ -40,11 +44,12 @@ class Dialect:
     default_new_tokens: int
 
 
-def refuse_unsupported(fields: Fields, neutral: dict[str, tuple[object, ...]]) -> None:
+def refuse_unsupported(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
     for field, harmless in neutral.items():
         value = fields.raw(field)
         if value is not None and value not in harmless:
-            allowed = f"; only {shown(harmless[0])} is accepted" if harmless else ""
+            accepted = " or ".join(msgspec.json.encode(choice).decode() for choice in harmless)
+            allowed = f"; only {accepted} is accepted" if harmless else ""
             raise fields.error(field, f"is not supported by this server (got {shown(value)}){allowed}")
 
 
@@ -153,7 +158,7 @@ def _read_stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 
 def _read_seed(fields: Fields, samples: int) -> int:
     """The seed of the first sample, such that the last one's is still a seed."""
-    name = "seed" if fields.raw("seed") is not None else "sampling_seed"
+    name = fields.spelling("seed", "sampling_seed")
     seed = fields.integer(name, 0, MAX_SEED - samples + 1)
     return random.getrandbits(62) if seed is None else seed
 

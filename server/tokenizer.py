@@ -24,6 +24,7 @@ from ..models.gguf_file import GgufFile
 from ..models.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_WINDOW = 64
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 # Message content is whatever the client sent: text, or the parts of a multimodal message, as its template expects.
@@ -80,7 +81,9 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._template = None if chat_template is None else _compile_template(chat_template)
-        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoder_kinds = _decoder_kinds(backend)
 
     @property
@@ -97,6 +100,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` leaves this id out, whatever stands next to it: outside the vocabulary, or skipped."""
+        return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text, also where they are a part of a character; none for an unknown id."""
@@ -117,24 +124,39 @@ class Tokenizer:
         """A single token as text; a part of a character shows as a replacement character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
-        """The prompt the model's template makes of `messages`; raises ClientError where the template refuses them."""
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt the model's template makes of `messages`; raises ClientError where the template refuses them.
+
+        `variables` are the template's own (Qwen3 has `enable_thinking`); they may not be named as what is given here.
+        """
         if self._template is None:
             raise ClientError("messages: this model has no chat template; send a text prompt instead")
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                {
+                    **self.special_tokens,
+                    **(variables or {}),
+                    # as transformers has it: templates ask `tools is not none`, which holds for a name never given
+                    "tools": None,
+                    "documents": None,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # foreign code over the client's values: it can fail in any way
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
 
 
 class TextStream:
     """Turns tokens into text deltas whose concatenation is the decoded whole.
 
-    Text that later tokens may still change is held back: a character whose bytes have not all arrived.
+    Text that later tokens may still change is held back: a character whose bytes have not all arrived. A push decodes
+    a bounded number of tokens, whatever the model produces.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -146,7 +168,8 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly none."""
-        self._window.extend(token_ids)
+        skip = self._skip_special_tokens
+        self._window.extend(token for token in token_ids if not self._tokenizer.is_silent(token, skip))
         text = self._decode(self._window)
         # an unfinished character decodes to one replacement, or to one per byte with byte fallback: at most 3
         unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), 3)
@@ -156,6 +179,8 @@ class TextStream:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._emitted = len(self._decode(self._window))
+        elif len(self._window) >= _LONGEST_WINDOW:
+            self._shorten_window(text)
         return delta
 
     def finish(self) -> str:
@@ -163,6 +188,19 @@ class TextStream:
         delta = self._decode(self._window)[self._emitted :]
         self._emitted += len(delta)
         return delta
+
+    def _shorten_window(self, text: str) -> None:
+        """Forget the older half of a window in which no character has become whole: a run of broken bytes.
+
+        Cut where both parts decode to what they are together, which is never inside of what decodes as one.
+        """
+        for cut in range(len(self._window) // 2, 0, -1):
+            before = self._decode(self._window[:cut])
+            if len(before) <= self._emitted and before + self._decode(self._window[cut:]) == text:
+                self._window = self._window[cut:]
+                self._context = 0
+                self._emitted -= len(before)
+                return
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
     assert config.public_host == name, "peers reach a container by the name of its service"
     assert f"127.0.0.1:{config.port}/health" in services()[name]["healthcheck"]["test"][-1]
     assert config.shutdown_timeout_s < int(services()[name]["stop_grace_period"].removesuffix("s"))
+
+
+def test_the_image_gets_what_the_wheel_is_built_from() -> None:
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    needed = {*build["targets"]["wheel"]["only-include"], "pyproject.toml", "README.md", "LICENSE"}
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE))
+    assert set(copied.split()) == needed
+    assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == needed
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -96,8 +96,7 @@ async def running_server(
     leader = ScriptedLeader(client.address)
     try:
         if ready:
-            await leader.send(make_ready(), make_status())
-            await asyncio.wait_for(client.wait_ready(), 3)
+            await introduce(leader, client)
         base_url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=base_url, timeout=10, verify=False, trust_env=False) as http:
             yield RunningServer(http, leader, client, port)
@@ -108,6 +107,15 @@ async def running_server(
         await asyncio.gather(receiving, return_exceptions=True)
         leader.close()
         client.close()
+
+
+async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
+    """The leader says that it is ready and how it is; returns when the front has heard both."""
+    await leader.send(make_ready(), make_status())
+    async with asyncio.timeout(3):
+        await client.wait_ready()
+        while client.status is None:
+            await asyncio.sleep(0.001)
 
 
 async def start_http(app: FastAPI, listener: socket.socket) -> HttpServer:

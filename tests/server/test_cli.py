@@ -40,6 +40,7 @@ def test_version_names_the_parts() -> None:
     ("arguments", "message"),
     [
         (["decode", "--page-sise", "8"], "unknown argument --page-sise: did you mean --page-size"),
+        (["decode", "--prefill", "a:1,b:65536"], "prefill[1]: the port must be between 1 and 65535, got 'b:65536'"),
         (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
         (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),
@@ -57,6 +58,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     (line,) = result.stderr.splitlines()
     assert line.startswith("pdserve: error: ")
     assert message in line
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    unknown = pdserve("decode", "--page-sise", "8", "--qqq=1").stderr.splitlines()
+    assert [line.split()[4].rstrip(":") for line in unknown] == ["--page-sise", "--qqq"]
+    wrong = pdserve("decode", "--tp=0", "--port=x", "--prefill=a").stderr.splitlines()
+    assert {line.split()[2] for line in wrong} == {"tp:", "port:", "prefill[0]:"}
 
 
 def test_the_command_line_does_not_import_torch() -> None:

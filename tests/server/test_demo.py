@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pdserve.server.children import Children
-from pdserve.server.demo import DemoError, ask, timeline_table
+from pdserve.server.demo import DemoError, ask, timeline_table, up_command
 from pdserve.server.pair import load_pair_config
 from pdserve.server.up import RunningPair
 
@@ -106,3 +106,12 @@ def test_a_broken_answer_is_an_error(
     server.status, server.events = status, events
     with pytest.raises(DemoError, match=message):
         ask(pair, "Q?", 7)
+
+
+def test_the_way_to_start_it_again_is_one_that_works(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/pdserve", "demo"])
+    port = pair.config.decode.port
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert up_command(pair.config) == f".venv/bin/pdserve up --port={port}"
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert up_command(load_pair_config(None, {"model": "/a b"}, {})) == "pdserve up '--model=/a b'"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -210,3 +211,14 @@ def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> No
         leader = running.leader_pid()
         running.process.kill()
         assert gone(leader)
+
+
+def test_clients_may_take_more_files_than_the_soft_limit(model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with front(model, tmp_path, "serve") as running:
+            running.wait_healthy()
+            assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

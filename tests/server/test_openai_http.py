@@ -1,16 +1,26 @@
 """/v1/completions and /v1/chat/completions: the shapes OpenAI clients expect, from the same core as /generate."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
+from pdserve.models.catalog import locate_model
 from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
-from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server, sse_events
+from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from tests.server.http_harness import (
+    CHAT_TEMPLATE,
+    RunningServer,
+    load_byte_tokenizer,
+    running_server,
+    sse_events,
+    write_byte_model,
+)
 from tests.server.scripted_leader import EOS, make_finished
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -163,6 +173,11 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("completions", {"prompt": "a", "timeout": 0}, "timeout"),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "stream_options": 1}, "stream_options"),
+        ("completions", {"prompt": "a", "temprature": 0}, "temprature"),
+        ("completions", {"prompt": "a", "max_new_tokens": 5}, "max_new_tokens"),
+        ("completions", {"prompt": "a", "sampling_params": {}}, "sampling_params"),
+        ("completions", {"prompt": "a", "guided_json": {}}, "guided_json"),
+        ("completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
         ("chat/completions", {}, "messages"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [1]}, "messages[0]"),
@@ -174,6 +189,17 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
             "messages[0].content[0].type",
         ),
         ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools"),
+        ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
+        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+        ("chat/completions", {"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        ("chat/completions", {"messages": HELLO, "add_generation_prompt": 0}, "add_generation_prompt"),
+        (
+            "chat/completions",
+            {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[1].tool_calls",
+        ),
         ("chat/completions", {"messages": HELLO, "logprobs": 1}, "logprobs"),
         ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -186,3 +212,71 @@ async def test_refused(decode: RunningServer, path: str, body: dict[str, object]
     response = await decode.http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, 'got an object of 1 field); only {"type":"text"} is accepted'),
+        ({"tool_choice": "required"}, 'got "required"); only "none" or "auto" is accepted'),
+        ({"max_new_tokens": 5}, "max_new_tokens is for /generate; here it is max_tokens"),
+        ({"stop_tokens_ids": [1]}, "stop_tokens_ids is not a field of this request: did you mean stop_token_ids?"),
+    ],
+)
+async def test_a_refusal_says_what_would_be_accepted(
+    decode: RunningServer, body: dict[str, object], message: str
+) -> None:
+    response = await decode.http.post("/v1/chat/completions", json={"messages": HELLO, **body})
+    assert message in response.json()["error"]["message"]
+
+
+async def prompt_of(server: RunningServer, **body: object) -> str:
+    asking = post(server, "/v1/chat/completions", **body)
+    submit = await server.leader.expect(Submit)
+    await server.leader.send(make_finished(submit.rid, 0))
+    assert (await asking).status_code == 200
+    return bytes(submit.prompt_ids).decode()
+
+
+async def test_what_clients_of_other_servers_send_is_accepted(decode: RunningServer) -> None:
+    """Names and values as OpenAI's, SGLang's and vLLM's clients and routers fill them in; none asks for anything."""
+    body = {
+        "model": "gpt-4o",
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "parallel_tool_calls": True,
+        "prompt_cache_key": "k",
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "return_hidden_states": False,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "add_special_tokens": False,
+        "include_stop_str_in_output": False,
+        "return_token_ids": False,
+        "cache_salt": "s",
+    }
+    assert await prompt_of(decode, messages=HELLO, **body) == "user: Hello\nassistant: "
+
+
+async def test_fields_of_the_chat_template(tmp_path: Path) -> None:
+    thinking = write_byte_model(tmp_path)
+    template = "{% if enable_thinking is defined %}thinking {{ enable_thinking }}\n{% endif %}" + CHAT_TEMPLATE
+    settings = json.loads((thinking / "tokenizer_config.json").read_text())
+    (thinking / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    async with running_server(load_tokenizer(locate_model(str(thinking)))) as server:
+        assert await prompt_of(server, messages=HELLO) == "user: Hello\nassistant: "
+        off: Any = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
+        assert await prompt_of(server, **off) == "thinking False\nuser: Hello\nassistant: "
+        assert await prompt_of(server, messages=HELLO, add_generation_prompt=False) == "user: Hello\n"
+        begun = [*HELLO, {"role": "assistant", "content": "Well,"}]
+        assert await prompt_of(server, messages=begun) == "user: Hello\nassistant: Well,\nassistant: "
+        continued = await prompt_of(server, messages=begun, continue_final_message=True, add_generation_prompt=False)
+        assert continued == "user: Hello\nassistant: Well,"

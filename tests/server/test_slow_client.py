@@ -1,6 +1,7 @@
-"""A client that stops reading loses its connection and its request; a slow one that reads on does not."""
+"""Clients that leave something undone: an answer unread, a request half sent. A slow one that goes on is served."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -97,3 +98,63 @@ async def read_to_end(client: socket.socket, pause_s: float = 0.0) -> bytes:
         received += data
         await asyncio.sleep(pause_s)
     return bytes(received)
+
+
+async def connect(server: RunningServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_request_that_is_never_whole_ends(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """On a new connection and on one that has served before; one that goes on in time is answered."""
+    monkeypatch.setattr(PatientHttpProtocol, "header_timeout_s", 0.4)
+    async with running_server(tokenizer) as server:
+        reader, writer = await connect(server)
+        writer.write(sent)
+        async with asyncio.timeout(3):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+
+        reader, writer = await connect(server)
+        for half in (b"GET /version HTTP/1.1\r\nHost: x\r\n", b"\r\n"):
+            writer.write(half)
+            await asyncio.sleep(0.2)
+        assert b'{"version"' in await reader.read(1000)
+        await asyncio.sleep(0.6)
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b'{"version"' in await reader.read(1000), "an idle connection is kept"
+        writer.write(b"GET ")
+        async with asyncio.timeout(3):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_headers_have_a_limit_and_bodies_do_not_count(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /health HTTP/1.1\r\n" + b"X: %s\r\n" % (b"y" * 8192) * 10)
+        answer = await asyncio.wait_for(reader.read(), 3)
+        assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b"headers are over 65536 bytes" in answer
+        writer.close()
+
+        body = b'{"prompt": "%s"}' % (b"x" * (100 << 10))
+        reader, writer = await connect(server)
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert (await reader.readline()).endswith(b"200 OK\r\n")
+        writer.close()
+
+
+async def test_what_is_not_http_is_refused_in_the_same_shape(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        reader, writer = await connect(server)
+        writer.write(b"hello?\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 3)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert json.loads(body)["error"]["code"] == "invalid_request"
+        writer.close()

@@ -11,8 +11,8 @@ from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.scheduler.front import Cancel, Failed, FlushCache, Submit, Tokens
 from pdserve.server import app as app_module
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
-from tests.server.scripted_leader import make_finished, make_ready, make_status
+from tests.server.http_harness import RunningServer, introduce, load_byte_tokenizer, running_server
+from tests.server.scripted_leader import make_finished, make_status
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,7 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
         refused = await server.http.post("/generate", json={"text": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
 
-        await server.leader.send(make_ready(), make_status())
-        await asyncio.wait_for(server.client.wait_ready(), 2)
+        await introduce(server.leader, server.client)
         response = await server.http.get("/health")
         assert response.status_code == 200, "a lost prefill does not make decode unhealthy"
         assert response.json()["peers"][0]["state"] == "lost"
@@ -81,6 +80,7 @@ async def test_health_generate_takes_one_token(decode: RunningServer) -> None:
     asking = asyncio.create_task(decode.http.get("/health_generate"))
     submit = await decode.leader.expect(Submit)
     assert (submit.sampling.max_new_tokens, submit.sampling.temperature) == (1, 0.0)
+    assert submit.priority == 100, "a long queue does not make a server ill"
     await decode.leader.send(Tokens(submit.rid, (1,)), make_finished(submit.rid, 1))
     response = await asking
     assert (response.status_code, response.json()["generated"]) == (200, True)
@@ -124,13 +124,18 @@ async def test_information_routes(tokenizer: Tokenizer) -> None:
             assert info["config"]["page_size"] == 16
         models = (await server.http.get("/v1/models")).json()
         assert models["data"][0]["id"] == "tiny"
+        assert (await server.http.get("/v1/models/tiny")).json() == models["data"][0]
+        missing = await server.http.get("/v1/models/org/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert '"org/other"' in missing.json()["error"]["message"]
+        assert (await server.http.get("/version")).json().keys() == {"version"}
 
 
 async def test_api_key(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr("clé"))) as server:
         for path in ("/health", "/metrics"):
             assert (await server.http.get(path)).status_code == 200
-        for path in ("/server_info", "/v1/models", "/health_generate", "/model_info"):
+        for path in ("/server_info", "/v1/models", "/v1/models/x", "/health_generate", "/model_info", "/version"):
             assert (await server.http.get(path)).status_code == 401
         for value in (None, "clé", "Bearer", "Bearer nope", "Basic clé", "Bearer clé2"):
             headers = {} if value is None else {"Authorization": value.encode()}
@@ -138,7 +143,8 @@ async def test_api_key(tokenizer: Tokenizer) -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
             assert response.headers["www-authenticate"] == "Bearer"
         assert (await server.http.post("/abort_request", json={"rid": "x"})).status_code == 401
-        assert (await server.http.post("/flush_cache")).status_code == 401
+        for path in ("/flush_cache", "/tokenize", "/detokenize"):
+            assert (await server.http.post(path)).status_code == 401
         for scheme in ("Bearer", "bearer"):
             headers = {"Authorization": f"{scheme} clé".encode()}
             allowed = await server.http.post("/generate", json={}, headers=headers)  # type: ignore[arg-type]
@@ -160,6 +166,13 @@ async def test_unknown_routes_answer_in_the_same_shape(decode: RunningServer) ->
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = await decode.http.get("/generate")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+async def test_head_is_answered_without_a_body(decode: RunningServer) -> None:
+    response = await decode.http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert int(response.headers["content-length"]) == len((await decode.http.get("/health")).content)
 
 
 async def test_metrics(decode: RunningServer) -> None:
@@ -188,6 +201,20 @@ async def test_metrics(decode: RunningServer) -> None:
     assert samples["pdserve_requests_in_state", "RUNNING"] == 1
     assert samples["pdserve_peer_paired", "127.0.0.1:8998"] == 0
     assert all(name.startswith("pdserve_") and not name.endswith("_created") for name in families)
+
+
+async def test_failures_of_ours_are_logged_with_their_id(
+    decode: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for status, code in ((500, "internal"), (503, "unavailable"), (504, "deadline"), (400, "invalid_request")):
+        asking = asyncio.create_task(decode.http.post("/generate", json={"text": "a", "rid": f"r{status}"}))
+        await decode.leader.expect(Submit)
+        await decode.leader.send(Failed(f"r{status}", status, code, "for a reason"))
+        assert (await asking).status_code == status
+    assert [record.getMessage() for record in caplog.records if record.name == "pdserve.front"] == [
+        "request r500 failed with 500: for a reason",
+        "request r504 failed with 504: for a reason",
+    ]
 
 
 async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningServer) -> None:

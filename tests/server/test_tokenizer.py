@@ -1,6 +1,7 @@
 """Tokenizer against transformers' for the same files, chat templates, and streamed text."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
         "{{ messages | tojson(indent=2) }}{% if add_generation_prompt %}>{% endif %}",
         "{{ strftime_now('%Y') }}",
+        "{% if tools is not none %}T{% endif %}{% if documents is defined %}D{% endif %}",
     ],
 )
 def test_templates_render_as_in_transformers(template: str, tmp_path: Path) -> None:
@@ -112,6 +114,18 @@ def test_templates_render_as_in_transformers(template: str, tmp_path: Path) -> N
     for prompt in (True, False):
         expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
         assert ours.render_chat(MESSAGES, add_generation_prompt=prompt) == expected
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    """As transformers: they win over the names of special tokens, and lose against what a chat always has."""
+    make_checkpoint(tmp_path)
+    ours = reload(tmp_path, chat_template="{{ eos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for variables in ({}, {"thinking": False}, {"thinking": True, "eos_token": "!"}):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **variables)
+        assert ours.render_chat(MESSAGES, variables=variables) == expected
+    shadowed = reload(tmp_path, chat_template="{{ messages | length }}")
+    assert shadowed.render_chat(MESSAGES, variables={"messages": []}) == "2"
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
@@ -134,6 +148,9 @@ def test_a_chat_without_a_template_or_refused_by_it_is_the_clients_error(tmp_pat
     escaping = reload(tmp_path, chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ClientError, match="unsafe"):
         escaping.render_chat(MESSAGES)
+    failing = reload(tmp_path, chat_template="{{ messages[0].content.encode(thinking) }}")
+    with pytest.raises(ClientError, match="unknown encoding: x"):  # LookupError
+        failing.render_chat(MESSAGES, variables={"thinking": "x"})
     with pytest.raises(StartupError, match="cannot be compiled"):
         reload(tmp_path, chat_template="{% for %}")
 
@@ -169,6 +186,44 @@ def test_streamed_deltas_add_up_to_the_decoded_whole(
         assert whole.startswith(out)
     assert out + stream.finish() == whole
     assert stream.finish() == ""
+
+
+@pytest.fixture(scope="module")
+def broken(smollm2: Tokenizer) -> dict[bytes, int]:
+    """Tokens that are a single byte of a longer character."""
+    ids = {smollm2.token_bytes(token): token for token in range(smollm2.vocab_size)}
+    return {bytes([byte]): ids[bytes([byte])] for byte in (0xE2, 0x82, 0xAC, 0xF0)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(run=st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0"]), min_size=1, max_size=7), skip=st.booleans())
+def test_long_runs_of_broken_characters_stream_as_they_decode(
+    smollm2: Tokenizer, broken: dict[bytes, int], run: list[bytes], skip: bool
+) -> None:
+    token_ids = [*smollm2.encode("a"), *(broken[byte] for byte in run * 40), *smollm2.encode(" z")]
+    stream = TextStream(smollm2, skip_special_tokens=skip)
+    out = "".join(stream.push([token]) for token in token_ids)
+    assert out + stream.finish() == smollm2.decode(token_ids, skip)
+
+
+@pytest.mark.parametrize("run", [(2,), (10**6,), (b"\xe2",), (b"\x82",), (b"\xe2", b"\x82"), (b"\xe2", 2)], ids=repr)
+def test_a_push_decodes_a_bounded_number_of_tokens(
+    smollm2: Tokenizer, broken: dict[bytes, int], run: tuple[int | bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long: end tokens after the end (ignore_eos), ids without a token (dummy weights), broken characters."""
+    token_ids = [broken[item] if isinstance(item, bytes) else item for item in run] * (2000 // len(run))
+    whole, decoded = smollm2.decode(token_ids), []
+
+    def decode(tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoded.append(len(tokens))
+        return Tokenizer.decode(smollm2, tokens, skip_special_tokens)
+
+    monkeypatch.setattr(smollm2, "decode", decode)
+    stream = TextStream(smollm2)
+    out = "".join(stream.push([token]) for token in token_ids)
+    assert out + stream.finish() == whole
+    assert max(decoded) <= 64
+    assert sum(decoded) < 64 * len(token_ids)
 
 
 def test_a_character_of_several_tokens_is_held_back_whole(smollm2: Tokenizer) -> None:

@@ -157,6 +157,15 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     ({"text": "a", "bootstrap_host": "a b"}, "bootstrap_host", ("host name", '"a b"')),
     ({"text": "a", "bootstrap_host": "p1", "bootstrap_port": 0}, "bootstrap_port", ("between 1 and 65535", "0")),
     ({"text": "a", "bootstrap_host": "10.9.8.7"}, "bootstrap_host", ("10.9.8.7", "--bootstrap-hosts")),
+    (sampling(temprature=0), "sampling_params.temprature", ("did you mean sampling_params.temperature?",)),
+    (sampling(max_tokens=5), "sampling_params.max_tokens", ("did you mean sampling_params.max_new_tokens?",)),
+    (sampling(field_of_tomorrow=0), "sampling_params.field_of_tomorrow", ("not known",)),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"zzz": 1}]}, "sampling_params[1].zzz", ("not known",)),
+    (sampling(**{"z" * 900: 1}), f"sampling_params.{'z' * 60}... (900 characters)", ("not known",)),
+    ({"text": "a", "max_new_tokens": 5}, "max_new_tokens", ("belongs in sampling_params",)),
+    ({"text": "a", "temperature": 0}, "temperature", ("belongs in sampling_params",)),
+    ({"text": "a", "sampling_parameters": {}}, "sampling_parameters", ("did you mean sampling_params?",)),
+    ({"text": "a", "image_data": "x"}, "image_data", ("not supported", "only [] is accepted")),
     ([1, 2], None, ("JSON object", "array of 2")),
     ("text", None, ("JSON object", '"text"')),
 ]
@@ -196,6 +205,11 @@ async def test_malformed_json_is_a_400(server: RunningServer, raw: bytes) -> Non
     assert response.json()["error"]["message"].startswith("the body ")
 
 
+async def test_an_empty_body_is_called_empty(server: RunningServer) -> None:
+    response = await server.http.post("/generate")
+    assert response.json()["error"]["message"] == "the body is empty; send a JSON object"
+
+
 async def submitted(server: RunningServer, body: dict[str, object]) -> Submit:
     """What an accepted body asks of the leader."""
     asking = asyncio.create_task(server.http.post("/generate", json=body))
@@ -223,6 +237,8 @@ async def test_nulls_and_unknown_fields_take_the_defaults(server: RunningServer)
         {
             "text": "hello",
             "field_of_tomorrow": [1],
+            "model": "bytes",
+            "custom_labels": {"tenant": "a"},
             "sampling_params": {"spaces_between_special_tokens": False, **dict.fromkeys(params + more)},
             **dict.fromkeys(call),
         },

@@ -1,0 +1,27 @@
+"""`/tokenize` and `/detokenize`: what a prompt comes to before it is sent, by the tokenizer and template that serve."""
+
+from .fields import FieldError, Fields, check_token_ids, decode_object, shown
+from .openai_api import MAX_MESSAGES, read_chat
+from .tokenizer import Tokenizer
+
+
+def tokenize(body: bytes, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of `prompt` as `/generate` and `/v1/completions` see it, or of `messages` as a chat."""
+    fields = Fields(decode_object(body))
+    messages = fields.array("messages", MAX_MESSAGES)
+    prompt = fields.raw("prompt")
+    if (prompt is None) == (messages is None):
+        given = "both were" if prompt is not None else "neither was"
+        raise FieldError("prompt", f"or messages: give exactly one of them; {given} given")
+    if messages is not None:
+        return read_chat(fields, messages, tokenizer)
+    if not isinstance(prompt, str):
+        raise FieldError("prompt", f"must be a string, got {shown(prompt)}")
+    return tuple(tokenizer.encode(prompt, add_special_tokens=fields.boolean("add_special_tokens", True)))
+
+
+def detokenize(body: bytes, vocab_size: int, tokenizer: Tokenizer) -> str:
+    """The text of `tokens`."""
+    fields = Fields(decode_object(body))
+    tokens = check_token_ids(fields.raw("tokens"), "tokens", vocab_size)
+    return tokenizer.decode(tokens, skip_special_tokens=fields.boolean("skip_special_tokens", True))

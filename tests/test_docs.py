@@ -1,0 +1,243 @@
+"""What docs/ names exists: routes, fields, errors, metrics, messages, flags, files and links. Routes, fields and errors
+also the other way round, so that what is added is said.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from fastapi.routing import APIRoute
+
+from pdserve.configs import errors
+from pdserve.configs.load import load_config
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.scheduler.counters import DECODE_COUNTERS, PREFILL_COUNTERS
+from pdserve.server.app import HTTP_ERROR_CODES, Routes
+from pdserve.server.cli import make_parser
+from pdserve.server.fields import FieldError, Fields
+from pdserve.server.generate import NEUTRAL_CALL_FIELDS, parse_generate
+from pdserve.server.http_errors import response_for
+from pdserve.server.leader_client import LeaderClient
+from pdserve.server.limits import Limits
+from pdserve.server.metrics import Metrics
+from pdserve.server.openai_api import NEUTRAL_FIELDS, parse_chat, parse_completion
+from pdserve.server.sampling_fields import NEUTRAL_SAMPLING_FIELDS
+from pdserve.server.tokenizer import Tokenizer
+from tests.server.http_harness import load_byte_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CODE_FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+)
+OTHERS_FLAGS = {"--build", "--extra-index-url", "--no-deps", "--strict"}
+LIMITS = Limits(
+    vocab_size=258,
+    eos_token_ids=frozenset({256}),
+    context_length=512,
+    max_total_tokens=400,
+    max_prompt_tokens=400,
+    max_new_tokens=400,
+    max_batch_items=4,
+    bootstrap_hosts=None,
+)
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def section(document: str, title: str) -> str:
+    """The text below a heading, up to the next one."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", read(document), re.MULTILINE | re.DOTALL)
+    assert match is not None, f"{document} has no section {title!r}"
+    return match[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    heads = {index - 1 for index, line in enumerate(lines) if set(line) <= set("|-")}
+    return [row for index, row in enumerate(cells) if index not in heads and index - 1 not in heads]
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in backticks within a line."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+
+
+@cache
+def strings_in_the_code() -> str:
+    """Every string constant of the product, one after another; f-strings without their values."""
+    found = []
+    for path in (path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            found.append("".join(str(part.value) for part in parts if isinstance(part, ast.Constant)))
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()], ids=lambda config: config.role)
+async def test_routes(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
+    documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
+    client = LeaderClient(Metrics())
+    try:
+        routes = Routes(config, tokenizer, client, Metrics())
+        served = {
+            f"{method} {route.path.replace(':path', '')}"
+            for router in (routes.public(), routes.protected())
+            for route in router.routes
+            if isinstance(route, APIRoute)
+            for method in (route.methods or set()) - {"HEAD"}
+        }
+    finally:
+        client.close()
+    assert served == documented
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture
+def read_fields(monkeypatch: pytest.MonkeyPatch) -> list[Fields]:
+    """Every `Fields` that is made, in order."""
+    made: list[Fields] = []
+    original = Fields.__init__
+
+    def remember(self: Fields, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]  # passed on as they are
+        made.append(self)
+
+    monkeypatch.setattr(Fields, "__init__", remember)
+    return made
+
+
+def names_in(title: str, column: int = 0) -> set[str]:
+    return {text for row in rows(section("docs/http.md", title)) for text in quoted(row[column])}
+
+
+def test_fields_of_generate(read_fields: list[Fields], tokenizer: Tokenizer) -> None:
+    parse_generate(b'{"text": "a"}', LIMITS, tokenizer)
+    call, sampling = (fields.read for fields in read_fields)
+    assert call - NEUTRAL_CALL_FIELDS.keys() == names_in("A request to `/generate`")
+    assert sampling - NEUTRAL_SAMPLING_FIELDS.keys() == names_in("Sampling")
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [(parse_completion, b'{"prompt": "a"}'), (parse_chat, b'{"messages": [{"role": "user", "content": "a"}]}')],
+)
+def test_fields_of_the_openai_routes(
+    read_fields: list[Fields], tokenizer: Tokenizer, parse: Callable[[bytes, Limits, Tokenizer], object], body: bytes
+) -> None:
+    parse(body, LIMITS, tokenizer)
+    known = read_fields[0].read - NEUTRAL_FIELDS.keys() - {"add_special_tokens"}
+    prose = section("docs/http.md", "A request to OpenAI's routes")
+    other_names = {name for row in rows(section("docs/http.md", "Sampling")) for name in quoted(row[2])}
+    documented = (set(quoted(prose)) | names_in("Sampling") | other_names) & known
+    routing = {"bootstrap_host", "bootstrap_port", "bootstrap_room"}  # there as `bootstrap_*`
+    assert "`bootstrap_*`" in prose
+    assert known - documented - {"stream_options"} == routing
+
+
+def test_what_is_refused_is_not_among_the_fields() -> None:
+    taken = names_in("A request to `/generate`") | names_in("Sampling")
+    assert not taken & (NEUTRAL_CALL_FIELDS.keys() | NEUTRAL_SAMPLING_FIELDS.keys() | NEUTRAL_FIELDS.keys())
+
+
+def test_errors() -> None:
+    """All that the code has: the classes, and the statuses that the web framework and the protocol answer."""
+    documented = {
+        (int(status), code)
+        for row in rows(section("docs/http.md", "Errors"))
+        for status in row[0].split(", ")
+        for code in quoted(row[1])
+    }
+
+    def below(kind: type[errors.RequestError]) -> Iterable[type[errors.RequestError]]:
+        yield kind
+        for child in kind.__subclasses__():
+            yield from below(child)
+
+    raised = {(kind.status, kind.code) for kind in below(errors.RequestError) if kind.__name__ != "EngineError"}
+    answered = {*HTTP_ERROR_CODES.items(), (404, "model_not_found"), (431, "too_large")}
+    assert documented == raised | answered
+
+
+def test_the_error_that_is_shown_is_the_servers(tokenizer: Tokenizer) -> None:
+    (example,) = re.findall(r"^    (\{.*?\}\})$", section("docs/http.md", "Errors"), re.MULTILINE | re.DOTALL)
+    with pytest.raises(FieldError) as refused:
+        parse_generate(b'{"text": "a", "sampling_params": {"top_p": 2}}', LIMITS, tokenizer)
+    assert json.loads(bytes(response_for(refused.value).body)) == json.loads(example)
+
+
+@pytest.mark.parametrize("document", ["docs/operations.md", "docs/hisparse.md"])
+def test_metrics_exist(document: str) -> None:
+    counters = {f"pdserve_{name}_total" for name in (*DECODE_COUNTERS, *PREFILL_COUNTERS)}
+    names = set(re.findall(r"pdserve_[a-z0-9_]+", read(document)))
+    assert len(names) > 5
+    strings = set(strings_in_the_code().splitlines())
+    for name in names - counters:
+        plain = re.sub(r"_(total|bucket)$", "", name)
+        short = plain.removeprefix("pdserve_")
+        spellings = {plain, short, short.removeprefix("control_")}
+        assert spellings & strings, f"{document} names {name}, which nobody exports"
+
+
+def test_messages_are_those_of_the_code() -> None:
+    table = rows(section("docs/operations.md", "When something is wrong"))
+    messages = {text for row in table for text in quoted(row[0])} - {"connecting"}  # the state of a peer
+    assert len(messages) > 15
+    assert {message for message in messages if message not in strings_in_the_code()} == set()
+
+
+def option_strings() -> set[str]:
+    parser = make_parser()
+    commands = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
+    return {option for command in commands.values() for option in command._option_string_actions}
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "benchmarks/README.md"])
+def test_flags_exist(document: str) -> None:
+    named = {flag for text in quoted(read(document)) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+    assert named - option_strings() - OTHERS_FLAGS == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_tests_exist(document: str) -> None:
+    text = read(document)
+    folders = "|".join((*CODE_FOLDERS, "tests", "benchmarks", "docs", "deploy", "examples"))
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{document} names {name}"
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, f"{document} names {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", read(document)):
+        path = (ROOT / document).parent / target if target else ROOT / document
+        assert path.exists(), f"{document} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{document} links to {target}#{anchor}"
+
+
+def test_the_example_of_a_settings_file_loads(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```\n(# decode\.yaml.*?)^```", read("docs/settings.md"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "decode.yaml").write_text(example)
+    config = load_config("decode", tmp_path / "decode.yaml", {"port": "8201"}, {})
+    assert isinstance(config, DecodeConfig)
+    assert (config.tp, config.port, len(config.prefill)) == (2, 8201, 2)

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import DecodeConfig
+from ..configs.schema import DecodeConfig, ServerConfig
 
 log = logging.getLogger(__name__)
 
@@ -13,6 +13,15 @@ MIB = 1 << 20
 RING_TOKENS = 4096
 MAX_SHARE_BYTES = 64 * MIB
 ROUND_BYTES = 4096
+
+
+def may_stage(config: ServerConfig, kv_heads: int) -> bool:
+    """Whether dense KV of a model with so many heads is ever staged here, so that memory is to be kept for it.
+
+    A single head is on every rank of both sides: there are no slices of it, and `auto` stages slices only. A peer that
+    is told to stage everything does without where decode has no ring, and prefill finds room for its buffers or fails.
+    """
+    return config.staging == "on" or (config.staging == "auto" and kv_heads > 1)
 
 
 def ring_bytes(config: DecodeConfig, token_bytes: int) -> int:

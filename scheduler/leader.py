@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Container
 from typing import NoReturn
 
 from ..configs.errors import StartupError
@@ -21,6 +22,7 @@ from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.index_spaces import KvPage
+from ..memory.lots import Lots
 from ..memory.pages import PageAllocator
 from ..memory.sizing import GIB
 from ..models.catalog import locate_model
@@ -54,6 +56,8 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps the interpreter while another waits for it. Python's own 5 ms are a whole decode step."""
 CONTROL_STALL_S = 5.0
+MISSING_RANKS_S = 15.0
+"""How often the log says which ranks are waited for."""
 ORPHAN_GRACE_S = 3.0
 
 
@@ -124,7 +128,7 @@ class Leader:
         """All ranks, loaded. Nothing but their reports and a Stop can come before the front knows that we serve."""
         ready: dict[int, RankReady] = {}
         while len(ready) < self._config.world_size:
-            match self._inbox.get():
+            match self._next_report(ready):
                 case RankReady() as report:
                     ready[report.rank] = report
                 case RankFailed(rank=rank, reason=reason, startup=startup):
@@ -133,6 +137,14 @@ class Leader:
                 case Stop():
                     raise StartupError("stopped before all ranks were ready")
         return [ready[rank] for rank in sorted(ready)]
+
+    def _next_report(self, ready: Container[int]) -> object:
+        while True:
+            try:
+                return self._inbox.get(timeout=MISSING_RANKS_S)
+            except queue.Empty:
+                missing = [rank for rank in range(self._config.world_size) if rank not in ready]
+                log.info("ranks %s are loading, or were not started yet", ", ".join(map(str, missing)))
 
     @property
     def _places(self) -> tuple[Rank, ...]:
@@ -203,7 +215,9 @@ class Leader:
         first = self._ready[0]
         if first.hot_pages is None or first.hot_rows is None:
             return None
-        return HotLimits(first.hot_pages, config.page_size, first.hot_rows, slots=config.max_running_requests)
+        lots = Lots.agreed([_lots(report.place) for report in self._ready])
+        own_pages = min(report.hot_pages or 0 for report in self._ready) - lots.covered
+        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=config.max_running_requests, lots=lots)
 
     def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
         """One for each rank, where they have rings."""
@@ -338,6 +352,12 @@ def _sessions(rank: Rank) -> dict[str, str]:
     """Where a decode rank receives, by transport."""
     sessions = {"rdma": rank.rdma_session, "nvlink": rank.nvlink_session, "tcp": rank.session}
     return {transport: session for transport, session in sessions.items() if session is not None}
+
+
+def _lots(rank: Rank) -> Lots:
+    """How a rank's pages of keys lie under its hot pages, which are as large as those in host memory."""
+    latent, keys = (pool.layout for pool in rank.pools)
+    return Lots.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
 
 
 def _rank_info(report: RankReady) -> RankInfo:

@@ -6,6 +6,7 @@ events into the inbox; this thread is the only one that touches the scheduler an
 
 import abc
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -20,13 +21,16 @@ from .effects import Effect, SendToFront
 from .front import Stop
 from .front_link import FrontLink
 from .prefill import PrefillScheduler
-from .rank_messages import CacheChecked, CheckCache, RankFailed, RunStep, StepDone
+from .rank_messages import CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
 from .ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1
 """How long an idle loop sleeps before it looks at the clock again; an event wakes it at once."""
+EVENTS_S = 0.01
+"""How long events are handled before the ranks get their next step: hundreds of long prompts at once would keep them
+waiting for a second."""
 SNAPSHOT_INTERVAL_S = 0.2
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -61,6 +65,9 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         """What heartbeats tell our peers; replaced as a whole."""
         self._front = front
         self._inbox = inbox
+        self._reports: collections.deque[Report] = collections.deque()
+        self._others: collections.deque[object] = collections.deque()
+        """What was taken from the inbox and has not been handled."""
         self._stop_at: float | None = None
         self._snapshot_at = 0.0
         self._checked_idle = False
@@ -138,31 +145,46 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self._check_idle()
 
     def _handle_events(self, wait_s: float) -> None:
-        """Everything in the inbox; waits up to `wait_s` for the first. One bad event does not stop the others."""
-        try:
-            event = self._inbox.get(timeout=wait_s)
+        """What is in the inbox, for EVENTS_S at most; waits up to `wait_s` for the first. One bad event does not stop
+        the others.
+        """
+        event = self._next_event(wait_s)
+        ends_at = time.monotonic() + EVENTS_S
+        while event is not None:
+            try:
+                match event:
+                    case Stop(drain_s=drain_s):
+                        self._begin_stop(drain_s)
+                    case RankFailed(rank=rank, reason=reason):
+                        log.error("rank %d: %s", rank, reason)
+                        self._lost = self._lost or reason
+                    case StepDone():
+                        self._take_step(event, time.monotonic())
+                    case CacheChecked(rank=rank, problem=problem):
+                        if problem is not None:
+                            self._found_leak(f"rank {rank}: {problem}")
+                    case _:
+                        self._handle(event, time.monotonic())
+            except Exception:
+                log.exception("event %s", type(event).__name__)
+                self.scheduler.counters["event_errors"] += 1
+            self._carry_out()
+            event = self._next_event(0.0) if time.monotonic() < ends_at else None
+
+    def _next_event(self, wait_s: float) -> object | None:
+        """The next one to handle: what ranks report before what peers and clients say, a burst of which would otherwise
+        stand between a step that is done and the next one.
+        """
+        with contextlib.suppress(queue.Empty):
+            event = self._inbox.get(timeout=0.0 if self._reports or self._others else wait_s)
             while True:
-                try:
-                    match event:
-                        case Stop(drain_s=drain_s):
-                            self._begin_stop(drain_s)
-                        case RankFailed(rank=rank, reason=reason):
-                            log.error("rank %d: %s", rank, reason)
-                            self._lost = self._lost or reason
-                        case StepDone():
-                            self._take_step(event, time.monotonic())
-                        case CacheChecked(rank=rank, problem=problem):
-                            if problem is not None:
-                                self._found_leak(f"rank {rank}: {problem}")
-                        case _:
-                            self._handle(event, time.monotonic())
-                except Exception:
-                    log.exception("event %s", type(event).__name__)
-                    self.scheduler.counters["event_errors"] += 1
-                self._carry_out()
+                if isinstance(event, Report):
+                    self._reports.append(event)
+                else:
+                    self._others.append(event)
                 event = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        waiting = self._reports or self._others
+        return waiting.popleft() if waiting else None
 
     def _carry_out(self) -> None:
         for effect in self.scheduler.take_effects():

@@ -18,7 +18,7 @@ from ..configs.sampling import TokenLogprob
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
-from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWritten
+from ..transfer.chunks import ChunkWritten, PartWritten
 from ..transfer.messages import (
     Abort,
     AbortAck,
@@ -32,6 +32,7 @@ from ..transfer.messages import (
     TransferFailed,
 )
 from ..transfer.staged_links import StagedLink
+from .chunk_orders import chunk_order
 from .counters import PREFILL_COUNTERS
 from .effects import CancelChunks, Effect, SendToFront, SendToPeer
 from .front import ToFront
@@ -69,6 +70,8 @@ class PrefillScheduler:
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
         self._accepting = True
+        self._no_room: tuple[TransferRef, tuple[int, int]] | None = None
+        """The transfer that did not fit, and the memory there was: to look for its prefix every turn takes long."""
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -285,6 +288,8 @@ class PrefillScheduler:
 
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
+        if (transfer.ref, self._memory) == self._no_room:
+            return False
         most = transfer.prompt_tokens - 1
         wanted = transfer.destination.logprobs
         if wanted is not None and wanted.start is not None:
@@ -293,36 +298,33 @@ class PrefillScheduler:
         pages = self._pages_for(transfer.prompt_tokens)
         grant = self.pages.grant(transfer.destination.rid, pages - len(prefix), shared=prefix)
         if grant is None:
+            self._no_room = transfer.ref, self._memory
             return False
         transfer.grant = grant
         transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
         self.counters["prefix_tokens_reused"] += transfer.cached
         transfer.life.to(TransferState.COMPUTING, now)
         self._computing.append(transfer)
-        self._send(transfer, 0, transfer.computed, now)
+        # checksums are made of a whole chunk in host memory: not of a cached prefix of any length
+        span = self.limits.chunk_size if transfer.destination.verify else max(1, transfer.cached)
+        for start in range(0, transfer.cached, span):
+            self._send(transfer, start, min(start + span, transfer.cached), now)
         return True
 
     def _send(self, transfer: Transfer, start: int, end: int, now: float) -> None:
-        # [0, prefix) is on decode already; [max(start, prefix), end) is to send
-        destination, grant = transfer.destination, transfer.grant
-        assert grant is not None, f"{transfer.ref} sends without pages"
-        start = max(start, destination.prefix_tokens)
-        if start >= end:
-            return
-        transfer.sending += 1
-        chunk = ChunkWrite(
-            instance=transfer.instance,
-            key=transfer.key,
-            token_start=start,
-            token_end=end,
-            source_pages=grant.pages,
-            indices=transfer.indices,
-            granularity=destination.granularity,
-            prefix_tokens=destination.prefix_tokens,
-            verify=destination.verify,
+        assert transfer.grant is not None, f"{transfer.ref} sends without pages"
+        chunk = chunk_order(
+            transfer,
+            transfer.grant,
+            start,
+            end,
+            page_size=self.limits.page_size,
+            theirs=self._spaces[transfer.instance],
         )
-        self._effects.append(chunk)
-        self.staging.send(chunk, now)
+        if chunk is not None:
+            transfer.sending += 1
+            self._effects.append(chunk)
+            self.staging.send(chunk, now)
 
     def _take_ended_chunks(self, now: float) -> None:
         for written in self.staging.take_ended():
@@ -418,6 +420,11 @@ class PrefillScheduler:
 
     def _answer(self, messages: list[ToFront]) -> None:
         self._effects += [SendToFront(message) for message in messages]
+
+    @property
+    def _memory(self) -> tuple[int, int]:
+        """Changes when there may be room for what had none."""
+        return self.pages.available, len(self.cache)
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self.limits.page_size)

@@ -2,15 +2,29 @@
 
 import logging
 import queue
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..transfer.checksum import add_sums
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWrite
 from ..transfer.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerRefused, PeerUp, SendFailed
-from ..transfer.messages import Abort, Hello, InstanceId, KvDestination, StageFree, StageGrant, TransferKey, Welcome
+from ..transfer.messages import (
+    Abort,
+    AnyMessage,
+    Hello,
+    InstanceId,
+    KvDestination,
+    PrefillDone,
+    StageFree,
+    StageGrant,
+    TransferFailed,
+    TransferKey,
+    Welcome,
+)
 from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
+from ..transfer.wire import WireError
 from .effects import CancelChunks, Effect, SendToPeer
 from .front import Cancel, FlushCache, Observe
 from .front_link import FrontLink
@@ -45,6 +59,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         self._welcome = welcome
         self.transports: dict[str, dict[str, str]] = {}
         """How KV of each pool goes to each decode server. Read by another thread."""
+        self._open: set[InstanceId] = set()
+        """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Chunks that some ranks have written, and others have not."""
 
@@ -64,12 +80,14 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
             case PeerRoutes(instance=instance, transports=transports):
-                self.transports[instance] = {**self.transports.get(instance, {}), **transports}
+                if instance in self._open:  # a rank may say so late
+                    self.transports[instance] = {**self.transports.get(instance, {}), **transports}
             case ChunkReport(written=written):
                 self._chunk_written(written, now)
             case PartReport(written=written):
                 scheduler.part_written(written, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
+                self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
                 layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
                 pages = PageSpace(layout.num_pages, layout.page_size)
@@ -77,9 +95,12 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case PeerLost(instance=instance, reason=reason):
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
+                self._open.discard(instance)
                 self._ranks.tell(ClosePeer(instance))
                 scheduler.peer_closed(instance)
                 self.transports.pop(instance, None)
+            case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
+                self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case LoadReported() | PeerRefused() | SendFailed():
                 pass  # nothing to decide; the control plane logs what is wrong
             case _:
@@ -88,13 +109,25 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
     def _perform(self, effect: Effect) -> None:
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+                self._send(instance, message, arrays)
             case ChunkWrite():
                 self._ranks.tell(WriteChunk(effect))
             case CancelChunks() | PartWrite():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
+
+    def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
+        """An answer that is too large to be sent fails its transfer; nothing else of ours has no bound."""
+        try:
+            self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+        except WireError as error:
+            if not isinstance(message, PrefillDone):
+                raise
+            scored = len(message.input_logprobs)
+            reason = f"prefill's answer with the log-probabilities of {scored} prompt tokens is too large: {error}"
+            log.error("transfer %s: %s", message.key, reason)
+            self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
 
     def _chunk_written(self, part: ChunkWritten, now: float) -> None:
         """A chunk has ended when all ranks have written their parts of it, or failed to."""
@@ -110,7 +143,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         if step is None:
             return None
         self.scheduler.step_given(step, now)
-        return RunStep(step.order, tuple(_step_row(row) for row in step.rows))
+        return RunStep(step.order, tuple(step_row(row) for row in step.rows))
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
@@ -136,18 +169,25 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         return self.scheduler.idle
 
 
-def _step_row(row: PrefillRow) -> StepRow:
-    """Of the ids decode sent, the last `output_tokens` are output already: they count as such for penalties."""
+def step_row(row: PrefillRow) -> StepRow:
+    """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of
+    the message.
+
+    Of the ids decode sent, the last `output_tokens` are output already: they count as such for penalties.
+    """
     ids, wanted = row.transfer.prompt, row.transfer.destination
-    prompt, output = ids[: len(ids) - wanted.output_tokens], ids[len(ids) - wanted.output_tokens :]
+    outputs = wanted.output_tokens
+    scored_from = wanted.logprobs.start if wanted.logprobs is not None and not outputs else None
+    counts = row.last and wanted.sampling.counts_tokens
+    output = ids[len(ids) - outputs :] if counts else ()
     return StepRow(
         token_ids=ids[row.start : row.end],
         start=row.start,
         pages=row.pages,
-        draws=tuple(Draw(sampling, len(output), output) for sampling in row.samplings()),
-        prompt_ids=prompt,
+        draws=tuple(Draw(sampling, outputs, output) for sampling in row.samplings()),
+        prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
         top_logprobs=wanted.logprobs.top if wanted.logprobs is not None else None,
-        prompt_logprobs_from=wanted.logprobs.start if wanted.logprobs is not None and not output else None,
+        prompt_logprobs_from=scored_from,
     )
 
 

@@ -19,11 +19,12 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from ..configs.errors import StartupError
+from ..configs.errors import PdserveError, StartupError
 from ..configs.load import parse_config
 from ..configs.logs import configure_logging
 from ..models.catalog import locate_model
 from ..transfer.curve import ClusterKeys
+from ..transfer.wakeup import ConnectionMonitor
 from .page_tables import KnownTables
 from .rank import RankEngine
 from .rank_messages import (
@@ -34,6 +35,7 @@ from .rank_messages import (
     RankFailed,
     RankReport,
     SentStep,
+    StopRank,
     TransferCommand,
 )
 
@@ -44,13 +46,23 @@ LEADER_SILENCE_S = 10.0
 """A leader on another machine that says nothing for this long is gone."""
 
 
+class LeaderGoneError(PdserveError):
+    """The connection to the leader was closed. ZMQ would make a new one, but commands have gone with the old one."""
+
+
 class LeaderLink:
-    """The rank's end of the socket to its leader. `report()` may be called from any thread."""
+    """The rank's end of the socket to its leader. `report()` may be called from any thread.
+
+    The rank ends when the link does: a command or a report that is lost would be waited for for ever.
+    """
 
     def __init__(self, address: str, rank: int, keys: ClusterKeys | None) -> None:
         self.commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
         self.engine: RankEngine | None = None
         """Set when it is built: it carries out transfer commands."""
+        self._rank = rank
+        self._stopping = False
+        """The leader has told us to end, and may end before us."""
         self.heard_at = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankCommand)
@@ -62,6 +74,7 @@ class LeaderLink:
         self._socket.setsockopt(zmq.ROUTING_ID, b"rank-%d" % rank)
         if keys is not None:
             keys.secure_client(self._socket)
+        self._monitor = ConnectionMonitor(self._context, self._socket, zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.set_hwm(0)
@@ -76,9 +89,15 @@ class LeaderLink:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:
+        except LeaderGoneError as error:
+            log.error("rank %d ends: %s", self._rank, error)
+            _leave(1)
+        except Exception as error:
             log.exception("the link to the leader")
-            os._exit(1)
+            # the socket is this thread's: it has the last word itself
+            failed = RankFailed(self._rank, f"the link to the leader failed: {type(error).__name__}: {error}")
+            self._socket.send(self._encoder.encode(failed))
+            _leave(1)
 
     def _serve(self) -> NoReturn:
         inbox = self._context.socket(zmq.PULL)
@@ -87,18 +106,24 @@ class LeaderLink:
         poller = zmq.Poller()
         poller.register(inbox, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             while inbox in ready and inbox.poll(0):
                 self._socket.send(inbox.recv())
-            while self._socket in ready and self._socket.poll(0):
+            while self._socket.poll(0):
                 self._receive(self._decoder.decode(self._socket.recv()))
+            if self._monitor.socket in ready and self._monitor.read() is not None and not self._stopping:
+                raise LeaderGoneError("the connection to the leader was closed")
 
     def _receive(self, command: RankCommand) -> None:
         self.heard_at = time.monotonic()
         match command:
             case LeaderAlive():
                 pass
+            case StopRank():
+                self._stopping = True
+                self.commands.put(command)
             case SentStep():
                 self.commands.put(self._tables.unpack(command))
             case _ if isinstance(command, TransferCommand):

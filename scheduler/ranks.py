@@ -43,7 +43,10 @@ STARTUP_SILENCE_S: Final = 60.0
 """The same while it loads: libraries and drivers may hold up all its threads for a while."""
 TICK_S: Final = 0.25
 STOP_S: Final = 3.0
-"""How long ranks may take to end."""
+"""How long ranks may take to end when told to."""
+CUDA_STOP_S: Final = 10.0
+"""The same on GPUs: NCCL ends when all ranks have come to it, and the driver takes down one context after another."""
+REMEMBERED_STRANGERS: Final = 64
 
 
 class RankLostError(PdserveError):
@@ -73,6 +76,7 @@ class Ranks:
         self._processes: list[RankProcess] = []
         self._hub: _Hub | None = None
         self._closing = False
+        self._lost = False
         if config.world_size > 1:
             self._meet_at = _meeting_point(config)
             self._hub = _Hub(config, self._meet_at, keys, self._report)
@@ -109,11 +113,16 @@ class Ranks:
         return local | (self._hub.busy_seconds() if self._hub is not None else {})
 
     def close(self) -> None:
-        """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after."""
+        """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after.
+
+        After one is lost the others may wait for it in vain: nothing is gained by waiting for them.
+        """
         self._closing = True
         self.tell(StopRank())
-        deadline = time.monotonic() + STOP_S
-        self._thread.join(STOP_S)
+        on_gpu = self._engine is not None and self._engine.on_gpu
+        stop_s = CUDA_STOP_S if on_gpu and not self._lost else STOP_S
+        deadline = time.monotonic() + stop_s
+        self._thread.join(stop_s)
         for process in self._processes:
             if process.wait(max(0.0, deadline - time.monotonic())) is None:
                 log.warning("rank %d has not ended; killing it", process.rank)
@@ -124,7 +133,7 @@ class Ranks:
 
     def _run_local(self) -> None:
         try:
-            engine = RankEngine(self._config, self._source, 0, meet_at=self._meet_at, report=self._on_report)
+            engine = RankEngine(self._config, self._source, 0, meet_at=self._meet_at, report=self._report)
             self._engine = engine
             engine.announce()
             engine.serve(self._local)
@@ -136,8 +145,11 @@ class Ranks:
             self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
 
     def _report(self, report: RankReport) -> None:
-        if not (self._closing and isinstance(report, RankFailed)):
-            self._on_report(report)
+        if isinstance(report, RankFailed):
+            if self._closing:
+                return
+            self._lost = True
+        self._on_report(report)
 
     def _watch(self, process: RankProcess) -> None:
         status = process.wait()
@@ -169,7 +181,9 @@ class _Hub:
         self._lost: set[int] = set()
         self._alive: dict[int, RankAlive] = {}
         """The latest word of each rank."""
-        self._identities = [b"rank-%d" % rank for rank in range(1, config.world_size)]
+        self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
+        """By routing id."""
+        self._strangers: set[bytes] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup(self._context)
         self._gate = ClientGate(self._context, keys) if keys is not None else None
@@ -216,6 +230,8 @@ class _Hub:
         except Exception as error:
             log.exception("the link to the ranks")
             self._on_report(RankFailed(0, f"the link to the ranks failed: {type(error).__name__}: {error}"))
+        finally:
+            self._socket.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -233,12 +249,11 @@ class _Hub:
             if not self._flush():
                 break
             while self._socket in ready and self._socket.poll(0):
-                self._receive(*self._socket.recv_multipart())
+                self._receive(self._socket.recv_multipart())
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
                 self._send(None, self._encoder.encode(LeaderAlive()))
                 self._look_for_silence()
-        self._socket.close()
 
     def _flush(self) -> bool:
         """Send everything queued; False once close() was reached."""
@@ -252,11 +267,22 @@ class _Hub:
             self._send(*message)
 
     def _send(self, only: int | None, message: bytes) -> None:
-        for identity in self._identities if only is None else [b"rank-%d" % only]:
+        for identity in self._ranks if only is None else [b"rank-%d" % only]:
             self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
 
-    def _receive(self, _identity: bytes, payload: bytes) -> None:
-        report = self._decoder.decode(payload)
+    def _receive(self, frames: list[bytes]) -> None:
+        identity, *payloads = frames
+        rank = self._ranks.get(identity)
+        if rank is None or len(payloads) != 1:
+            if identity not in self._strangers and len(self._strangers) < REMEMBERED_STRANGERS:
+                self._strangers.add(identity)
+                log.warning("a message of %r is ignored: it is no report of a rank (said once)", identity[:64])
+            return
+        try:
+            report = self._decoder.decode(payloads[0])
+        except msgspec.MsgspecError as error:
+            self._on_report(RankFailed(rank, f"the link to rank {rank} failed: {error}"))
+            return
         self._heard[report.rank] = time.monotonic()
         if isinstance(report, RankReady):
             self._ready.add(report.rank)

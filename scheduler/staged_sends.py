@@ -225,7 +225,10 @@ class StagedSends:
         assert order is not None, f"{part} is written before it is computed"
         del chunk.waiting[part]
         chunk.writing.add(part)
-        pages, start = pages_holding(order.source_pages, self._page_size, part.token_start, part.token_end)
+        first = order.token_start - order.token_start % self._page_size  # token, of the chunk's first page
+        pages, start = pages_holding(
+            order.source_pages, self._page_size, part.token_start - first, part.token_end - first
+        )
         self._effects.append(PartWrite(order.instance, part, offset, size_bytes, pages, start))
 
     def _stop(self, ref: TransferRef, reason: str, now: float) -> None:

@@ -40,7 +40,10 @@ KEEP_ALIVE_S = 65
 MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
-DRAIN_MARGIN_S = 2.0
+EXIT_S = 2.0
+"""For the leader to end after the drain."""
+CUDA_EXIT_S = 12.0
+"""The same on GPUs, which ranks may take ten seconds to leave (scheduler/ranks.py)."""
 STARTUP_EXIT_S = 2.0
 
 
@@ -180,8 +183,9 @@ class Front:
         """Let the leader finish its requests and exit. Bounded; a second signal ends it at once."""
         drain_s = self._config.shutdown_timeout_s
         log.info("%s: draining %d requests for up to %g s", first.name, len(client.open_rids), drain_s)
-        patience_s = drain_s + DRAIN_MARGIN_S
-        if not client.request_stop(drain_s) or client.ready is None:
+        ready = client.ready
+        patience_s = drain_s + (CUDA_EXIT_S if ready is not None and ready.model.device != "cpu" else EXIT_S)
+        if not client.request_stop(drain_s) or ready is None:
             patience_s = 0.0  # still starting: there is nothing to drain, and it may not listen for minutes
         stopping = asyncio.create_task(process.stop(patience_s))
         again = asyncio.create_task(self._signals.get())
@@ -193,7 +197,7 @@ class Front:
                 return 128 + again.result()
             await self._take_last_messages(client, process)
             log.info("stopped: leader %s", process.describe_exit())
-            return EXIT_OK if process.exit_status == 0 or client.ready is None else EXIT_UNCLEAN
+            return EXIT_OK if process.exit_status == 0 or ready is None else EXIT_UNCLEAN
         finally:
             for task in (stopping, again):
                 task.cancel()

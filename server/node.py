@@ -13,7 +13,8 @@ from ..scheduler.rank_process import RankProcess, leader_address, meeting_point
 
 log = logging.getLogger("pdserve.node")
 
-END_S = 5.0
+END_S = 10.0
+"""How long ranks may take to end: as on the leader's machine (scheduler/ranks.py)."""
 
 
 def run_node(config: AnyServerConfig) -> int:
@@ -35,8 +36,9 @@ def run_node(config: AnyServerConfig) -> int:
     for watcher in watchers:
         watcher.start()
     ended.wait()
-    for watcher in watchers:  # when the leader ends its ranks, they all end at about the same time
-        watcher.join(1.0)
+    by_leader = bool(statuses) and not any(statuses.values())  # then they all end at about the same time
+    for watcher in watchers:
+        watcher.join(END_S if by_leader else 1.0)
     for rank in ranks:
         rank.let_go()
     for rank, watcher in zip(ranks, watchers, strict=True):

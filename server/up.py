@@ -29,7 +29,7 @@ READY_TIMEOUT_S = 600.0
 POLL_S = 0.2
 PROGRESS_LINE_S = 5.0
 RETRIED_STATUSES = frozenset({429, 503, 504})
-KILL_MARGIN_S = 5.0
+KILL_MARGIN_S = 15.0
 """Beyond its own shutdown_timeout_s, how long a server may take to end before it is killed."""
 
 

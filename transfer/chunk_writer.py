@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 NO_RUNS: Final = Runs(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
+GONE: Final = "the decode server is gone"
 STALL_S: Final = 30.0
 """A sender that has work and makes no progress for this long is a problem to report."""
 
@@ -59,19 +60,22 @@ class _LinkRoute:
         """The copies of a chunk; raises PlanError."""
         if self.staged:
             return NO_RUNS
-        source, destination = self.source.layout, self.pools.destination.layout
-        tokens, indices = (chunk.token_start, chunk.token_end), chunk.indices
-        if chunk.granularity == "token":
-            rows = [0] * chunk.prefix_tokens + indices
-            runs = expand_token_runs(source, destination, chunk.source_pages, rows, *tokens, self.link)
-        else:
-            pages = [0] * (chunk.prefix_tokens // destination.page_size) + indices
-            runs = expand_runs(source, destination, chunk.source_pages, pages, *tokens, self.link)
-        return runs
+        expand = expand_token_runs if chunk.granularity == "token" else expand_runs
+        return expand(
+            self.source.layout,
+            self.pools.destination.layout,
+            chunk.source_pages,
+            chunk.indices,
+            chunk.token_start,
+            chunk.token_end,
+            self.link,
+        )
 
     def checksum(self, chunk: ChunkWrite) -> int:
         """The sum of what this link writes."""
-        rows = self.source.memory.read_tokens(chunk.source_pages, chunk.token_start, chunk.token_end)
+        start = chunk.token_start % self.source.layout.page_size
+        end = start + chunk.token_end - chunk.token_start
+        rows = self.source.memory.read_tokens(chunk.source_pages, start, end)
         return block_sum(rows, self.source.layout, self.link.layers, self.link.heads)
 
 
@@ -175,21 +179,29 @@ class ChunkWriter:
         self._on_part_written = on_part_written
         self._lock = threading.Lock()
         self._routes: dict[InstanceId, _Route] = {}
+        self._unopened: dict[InstanceId, str] = {}
+        """Why nothing can be written to a decode server that is paired."""
         self._closers: list[threading.Thread] = []
 
     def open(self, hello: Hello, welcome: Welcome) -> None:
         """Get ready to write to a decode server. `check_pair` has found nothing wrong with these two messages.
 
-        Opening what is open changes nothing: a Hello may come again. Where there is no memory for staging buffers,
-        everything that is to be written there fails.
+        Opening what is open changes nothing: a Hello may come again. Where it fails, for want of memory for staging
+        buffers, say, everything that is to be written there fails with the reason, until it is opened again.
         """
         with self._lock:
             if hello.instance in self._routes:
                 return
             try:
                 self._routes[hello.instance] = self._make_route(hello, welcome)
+                self._unopened.pop(hello.instance, None)
             except torch.OutOfMemoryError as error:
-                log.error("KV for decode %s cannot be sent: no memory for staging buffers: %s", hello.instance, error)
+                self._unopened[hello.instance] = f"prefill rank {self._rank} has no memory for staging buffers: {error}"
+            except Exception as error:
+                log.exception("opening the way to decode %s", hello.instance)
+                self._unopened[hello.instance] = f"prefill rank {self._rank} cannot write to the server: {error!r}"
+            if hello.instance in self._unopened:
+                log.error("KV for decode %s cannot be sent: %s", hello.instance, self._unopened[hello.instance])
 
     def transports(self, instance: InstanceId) -> dict[str, str]:
         """How KV of each pool goes to a decode server; empty for one that is not open, or to which nothing goes."""
@@ -202,6 +214,7 @@ class ChunkWriter:
         """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""
         with self._lock:
             route = self._routes.pop(instance, None)
+            self._unopened.pop(instance, None)
             self._closers = [closer for closer in self._closers if closer.is_alive()]
             if route is None:
                 return
@@ -225,7 +238,7 @@ class ChunkWriter:
         with self._lock:
             route = self._routes.get(chunk.instance)
             if route is None:
-                ended: ChunkWritten | None = _written(chunk, reason="the decode server is gone")
+                ended: ChunkWritten | None = _written(chunk, reason=self._unopened.get(chunk.instance, GONE))
             else:
                 ended = self._submit(route, chunk, ready)
         if ended is not None:
@@ -235,9 +248,10 @@ class ChunkWriter:
         """Send a part over a staged link, into the room that was granted for it."""
         with self._lock:
             route = self._routes.get(order.instance)
+            reason = self._unopened.get(order.instance, GONE)
         writer = route.part_writers.get(order.part.destination) if route is not None else None
         if writer is None:
-            reason = f"nothing is staged for decode rank {order.part.destination}: the decode server is gone"
+            reason = f"nothing is staged for decode rank {order.part.destination}: {reason}"
             self._on_part_written(PartWritten(order.instance, order.part, ok=False, reason=reason))
         else:
             writer.write(order)
@@ -311,11 +325,18 @@ class ChunkWriter:
         for transport, session in senders:
             log.info("KV of rank %d for decode %s goes to %s (%s)", self._rank, hello.instance, session, transport)
         writers: dict[int, PartWriter] = {}
-        for link, source, route, _ in plans:
-            if link in staged and link.destination not in writers:
-                writers[link.destination] = self._start_part_writer(
-                    source, buffers[link.destination], senders[route], route
-                )
+        try:
+            for link, source, route, _ in plans:
+                if link in staged and link.destination not in writers:
+                    writers[link.destination] = self._start_part_writer(
+                        source, buffers[link.destination], senders[route], route
+                    )
+        except BaseException:
+            for writer in writers.values():
+                writer.close()
+            for sender in senders.values():
+                sender.close()
+            raise
         return _Route(
             len(hello.ranks),
             tuple(senders.values()),

@@ -1,6 +1,5 @@
 """What a leader has its ranks move, and how that ends. Plain data: schedulers decide with it, sockets carry it."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,18 +10,18 @@ from .messages import InstanceId, StagePart, TransferKey
 class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
     """Write KV of tokens [token_start, token_end) into the memory of a decode server.
 
-    `source_pages` cover the sequence from token 0; `indices` are pages of the decode server (or rows, with granularity
-    "token") from token `prefix_tokens` on.
+    `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
+    every page should travel to the ranks once. The first of either is the page that holds token `token_start`; indices
+    are pages of the decode server or, with granularity "token", a row for each token.
     """
 
     instance: InstanceId
     key: TransferKey
     token_start: int
     token_end: int
-    source_pages: Sequence[int]
+    source_pages: list[int]
     indices: list[int]
     granularity: Literal["page", "token"] = "page"
-    prefix_tokens: int = 0
     verify: bool = False
 
 

@@ -22,6 +22,7 @@ that is merely stopped, and a closed connection means that its process cannot wr
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,8 @@ ACK_EVERY = 64
 SEND_QUEUE_MESSAGES = 10_000
 """ZMQ's own queue per peer. A link has at most its window under way, so this fills only with heartbeats."""
 REMEMBERED_WARNINGS = 1024
+LAST_WORDS_S = 1.0
+"""How long close() waits for paired peers to acknowledge what was sent to them before."""
 
 COUNTERS = (
     "messages_sent",
@@ -107,7 +110,8 @@ class Control(ABC):
     def close(self) -> None:
         """End the thread and close all connections; peers see that at once. Not from within `on_event`.
 
-        Messages that are still under way are dropped. Bounded, and safe to call twice.
+        Paired peers get what was sent before, if they take it within LAST_WORDS_S: the last request of a server that
+        is drained ends with a message. The rest is dropped. Bounded, and safe to call twice.
         """
         self._stopping.set()
         self._wakeup.ring()
@@ -183,8 +187,21 @@ class Control(ABC):
                     self._counts["handler_errors"] += 1
                     logger.exception("the control loop goes on after an error")
                     self._stopping.wait(self.timing.tick_s)
+            self._guard(self._say_last_words)
         finally:
             self._release()
+
+    def _say_last_words(self) -> None:
+        """Go on until paired peers have acknowledged everything. They answer each heartbeat, and that acknowledges."""
+        ends_at = time.monotonic() + LAST_WORDS_S
+        while self._work or any(_owes(session) for session in self._sessions()):
+            if time.monotonic() >= ends_at:
+                owed = {str(session): session.link.pending for session in self._sessions() if _owes(session)}
+                logger.warning("closed before these peers had acknowledged so many messages: %s", owed)
+                return
+            for session in self._sessions():
+                session.heartbeat_at = self._clock()
+            self._turn()
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
@@ -394,3 +411,8 @@ class Control(ABC):
     def _release(self) -> None:
         self._wakeup.close()
         self._context.destroy(linger=0)
+
+
+def _owes(session: Session) -> bool:
+    """Whether there is something to deliver, and somebody to take it."""
+    return session.state is SessionState.PAIRED and session.link.pending > 0

@@ -33,7 +33,7 @@ _MONITORED = (
 
 ZMQ_RECONNECT_MS = 3_600_000
 MAX_ENDPOINTS = 1024
-"""Endpoints may come with requests, so their number is bounded."""
+"""Endpoints may come with requests, so their number is bounded. One that is not connected gives way to a new one."""
 
 
 class _Connection(Session):
@@ -52,8 +52,10 @@ class _Endpoint:
     `socket` is None between attempts and while the name is resolved; `connection` is there once ZMQ has shaken hands.
     """
 
-    def __init__(self, endpoint: str, *, now: float, reconnect_min_s: float) -> None:
+    def __init__(self, endpoint: str, *, kept: bool, now: float, reconnect_min_s: float) -> None:
         self.endpoint = endpoint
+        self.kept = kept
+        self.wanted_at = now
         self.host, _, self.port = endpoint.rpartition(":")
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: ConnectionMonitor | None = None
@@ -95,12 +97,14 @@ class DecodeControl(Control):
     def connect(self, endpoint: str) -> None:
         """Pair with the prefill server at HOST:PORT, now or whenever it is there. Again is a no-op. Any thread.
 
-        Raises ValueError when it is not HOST:PORT.
+        Endpoints that are given before start() are kept for good. Of the others, when there are MAX_ENDPOINTS, the one
+        gives way that was wanted least recently of those that are not connected: servers come and go, and what they
+        were called is not worth a connection attempt a second for ever. Raises ValueError when it is not HOST:PORT.
         """
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"a prefill endpoint is HOST:PORT, got {endpoint!r}")
-        self._post(partial(self._add, endpoint))
+        self._post(partial(self._add, endpoint, kept=self._thread.ident is None))
 
     @property
     def _me(self) -> Hello:
@@ -119,13 +123,27 @@ class DecodeControl(Control):
         assert isinstance(session, _Connection)
         session.socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def _add(self, endpoint: str) -> None:
+    def _add(self, endpoint: str, *, kept: bool) -> None:
+        now = self._clock()
         if endpoint in self._endpoints:
+            self._endpoints[endpoint].wanted_at = now
             return
-        if len(self._endpoints) >= MAX_ENDPOINTS:
-            self._emit(PeerRefused(endpoint, f"{MAX_ENDPOINTS} prefill endpoints are known, no more are taken"))
+        if len(self._endpoints) >= MAX_ENDPOINTS and not self._drop_unconnected(now):
+            reason = f"{MAX_ENDPOINTS} prefill endpoints are connected or configured, no more are taken"
+            self._emit(PeerRefused(endpoint, reason))
             return
-        self._endpoints[endpoint] = _Endpoint(endpoint, now=self._clock(), reconnect_min_s=self.timing.reconnect_min_s)
+        self._endpoints[endpoint] = _Endpoint(endpoint, kept=kept, now=now, reconnect_min_s=self.timing.reconnect_min_s)
+
+    def _drop_unconnected(self, now: float) -> bool:
+        """Forget an endpoint that nobody has wanted for longest and that leads nowhere; False when there is none."""
+        idle = [place for place in self._endpoints.values() if not place.kept and place.connection is None]
+        if not idle:
+            return False
+        dropped = min(idle, key=lambda place: place.wanted_at)
+        self._end_attempt(dropped, "it gives way to another endpoint", now)
+        del self._endpoints[dropped.endpoint]
+        logger.info("prefill endpoint %s is given up: %d are known", dropped.endpoint, MAX_ENDPOINTS)
+        return True
 
     def _begin_attempt(self, place: _Endpoint, now: float) -> None:
         try:
@@ -151,6 +169,8 @@ class DecodeControl(Control):
 
     def _resolved(self, place: _Endpoint, address: str | None) -> None:
         place.resolving = False
+        if self._endpoints.get(place.endpoint) is not place:
+            return  # it was given up
         if address is None:
             self._end_attempt(place, f"host name {place.host} cannot be resolved", self._clock())
         else:

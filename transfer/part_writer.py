@@ -5,6 +5,7 @@ decode rank gathers; on a GPU it does so on a stream of its own, which nothing e
 """
 
 import collections
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,8 @@ from .messages import Pool, StageRing, TransferKey
 from .ring import ALIGNMENT
 from .runs import Runs
 from .sender import PeerSender, PoolPair, SendJob, SendResult
+
+log = logging.getLogger(__name__)
 
 BUFFERS: Final = 2
 
@@ -193,8 +196,11 @@ class PartWriter:
                 except Exception as error:  # the ring is smaller than what was granted
                     reason = str(error)
         if reason is not None:
-            if ready is not None:
-                ready()
+            try:
+                if ready is not None:
+                    ready()  # the buffer is not free before it is full
+            except Exception:
+                log.exception("gathering a part for %s that is not wanted any more", self.sender.session)
             self._let_go(slot)
             self._on_written(_stopped(order, reason))
 

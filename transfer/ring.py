@@ -10,6 +10,7 @@ costs its own bytes only.
 """
 
 from bisect import bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, NewType, TypeVar
@@ -45,7 +46,7 @@ class StagingRing(Generic[Owner]):
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self._head = 0
-        self._waiting: dict[Owner, int] = {}  # size; in order of arrival
+        self._waiting: OrderedDict[Owner, int] = OrderedDict()  # size; a dict is slow at giving up its first entry
         self._offsets: list[int] = []  # of the live regions, ascending
         self._live: dict[int, Region] = {}  # by offset
 
@@ -77,7 +78,8 @@ class StagingRing(Generic[Owner]):
     def grant(self) -> list[tuple[Owner, Region]]:
         """Regions for those who waited longest, as far as they fit. A large request is not passed by smaller ones."""
         granted = []
-        for owner, size_bytes in list(self._waiting.items()):
+        while self._waiting:
+            owner, size_bytes = next(iter(self._waiting.items()))
             position = self._place(size_bytes)
             if position is None:
                 break

@@ -82,14 +82,14 @@ def expand_runs(
 ) -> Runs:
     """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold, or those of `link`.
 
-    Both page lists cover the sequence from token 0; entries before the page of `token_start` are not looked at. With
-    equal page sizes a partly filled last page is copied whole: its tail holds no tokens on either side yet, and both
-    pages belong to this request. A first page that is entered in the middle is copied exactly: its head may belong to
-    a shared prefix. Raises PlanError when the lists are too short or the planes differ.
+    Both page lists start with the page of token `token_start`. With equal page sizes a partly filled last page is
+    copied whole: its tail holds no tokens on either side yet, and both pages belong to this request. A first page that
+    is entered in the middle is copied exactly: its head may belong to a shared prefix. Raises PlanError when the lists
+    are too short or the planes differ.
     """
     _check_range(token_start, token_end)
-    from_pages = _indices("source_pages", source_pages, source.pages_for(token_end))
-    to_pages = _indices("destination_pages", destination_pages, destination.pages_for(token_end))
+    from_pages = _indices("source_pages", source_pages, _count_pages(source, token_start, token_end))
+    to_pages = _indices("destination_pages", destination_pages, _count_pages(destination, token_start, token_end))
     cuts = np.union1d(
         _page_starts(token_start, token_end, source.page_size),
         _page_starts(token_start, token_end, destination.page_size),
@@ -99,9 +99,9 @@ def expand_runs(
     # Equal page sizes cut both sides at the same places, so slot 0 here is slot 0 there and a short page is the last.
     same_pages = source.page_size == destination.page_size
     segments = _Segments(
-        from_pages[cuts // source.page_size],
+        from_pages[cuts // source.page_size - token_start // source.page_size],
         source_slot,
-        to_pages[cuts // destination.page_size],
+        to_pages[cuts // destination.page_size - token_start // destination.page_size],
         destination_slot,
         tokens,
     )
@@ -119,12 +119,12 @@ def expand_token_runs(
 ) -> Runs:
     """Like expand_runs, with the destination given as one row of the pool per token (granularity "token").
 
-    Row r is slot `r % page_size` of page `r // page_size`. The rows cover the sequence from token 0. Exactly the named
+    Row r is slot `r % page_size` of page `r // page_size`. The first is that of token `token_start`. Exactly the named
     rows are written: the rest of a page may belong to others. Rows that happen to be whole pages still go as pages.
     """
     _check_range(token_start, token_end)
-    from_pages = _indices("source_pages", source_pages, source.pages_for(token_end))
-    rows = _indices("destination_tokens", destination_tokens, token_end)[token_start:token_end]
+    from_pages = _indices("source_pages", source_pages, _count_pages(source, token_start, token_end))
+    rows = _indices("destination_tokens", destination_tokens, token_end - token_start)[: token_end - token_start]
     position = np.arange(token_start, token_end, dtype=np.int64)
     starts = position % source.page_size == 0
     starts |= rows % destination.page_size == 0
@@ -137,7 +137,7 @@ def expand_token_runs(
     whole = (source_slot == 0) & (destination_slot == 0) & (tokens == source.page_size)
     whole &= source.page_size == destination.page_size
     segments = _Segments(
-        from_pages[cuts // source.page_size],
+        from_pages[cuts // source.page_size - token_start // source.page_size],
         source_slot,
         first_row // destination.page_size,
         destination_slot,
@@ -262,6 +262,11 @@ def _page_starts(token_start: int, token_end: int, page_size: int) -> Int64s:
         return _EMPTY
     starts = np.arange(token_start // page_size * page_size, token_end, page_size, dtype=np.int64)
     return np.maximum(starts, token_start)
+
+
+def _count_pages(layout: KvLayout, token_start: int, token_end: int) -> int:
+    """Pages that hold a part of these tokens."""
+    return layout.pages_for(token_end) - token_start // layout.page_size if token_start < token_end else 0
 
 
 def _check_range(token_start: int, token_end: int) -> None:

@@ -11,8 +11,9 @@ scatters alone, each issued once: when those of a transfer have ended its pages 
 
 import enum
 import math
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .messages import (
     InstanceId,
@@ -96,10 +97,17 @@ class _Transfer:
     instance: InstanceId
     token_start: int
     token_end: int
-    blocks: frozenset[tuple[int, StageBlock]]
-    parts: set[StagePart]
+    spans: dict[tuple[int, StageBlock], list[tuple[int, int]]]
+    """For each writer and block, the tokens that its parts were named for: ascending, and apart."""
     missing: int
     """Tokens that are not in their pages yet, summed over the blocks."""
+    parts: set[StagePart] = field(default_factory=set)
+
+    def name(self, part: StagePart) -> None:
+        """Remember a part that has no problem."""
+        if part not in self.parts:
+            self.parts.add(part)
+            insort(self.spans[part.writer, part.block], (part.token_start, part.token_end))
 
 
 class StageReceiver:
@@ -134,7 +142,7 @@ class StageReceiver:
         assert key not in self._transfers, f"transfer {key} is already open"
         missing = (token_end - token_start) * len(blocks)
         assert missing > 0, f"transfer {key} has nothing to stage"
-        self._transfers[key] = _Transfer(instance, token_start, token_end, frozenset(blocks), set(), missing)
+        self._transfers[key] = _Transfer(instance, token_start, token_end, {block: [] for block in blocks}, missing)
 
     def requested(self, instance: InstanceId, message: StageRequest) -> list[ReceiverEffect]:
         part = message.part
@@ -152,7 +160,7 @@ class StageReceiver:
             problem = f"it has {size_bytes} bytes, the ring {self.ring.capacity_bytes}"
         if problem is not None:
             return [BadRequest(part.key, f"staging of {part}: {problem}"), Post(instance, StageFree(part))]
-        transfer.parts.add(part)
+        transfer.name(part)
         self._parts[part] = _Incoming(part, instance)
         self.ring.request(part, size_bytes)
         return self._grant()
@@ -180,7 +188,7 @@ class StageReceiver:
             return self._writer_done(named, message.late_writes, now)
         transfer = self._transfer_of(part, instance)
         if transfer is not None and self._problem(transfer, part) is None:
-            transfer.parts.add(part)  # its request may still be on its way: it must find the part over
+            transfer.name(part)  # its request may still be on its way: it must find the part over
         return [Post(instance, StageFree(part))]
 
     def scattered(self, part: StagePart) -> list[ReceiverEffect]:
@@ -238,14 +246,15 @@ class StageReceiver:
 
     def _problem(self, transfer: _Transfer, part: StagePart) -> str | None:
         """Why a part is none of this transfer's, or None. Bounds what a peer can make us remember."""
-        if part.destination != self.rank or (part.writer, part.block) not in transfer.blocks:
+        spans = transfer.spans.get((part.writer, part.block))
+        if part.destination != self.rank or spans is None:
             return f"rank {part.writer} does not write {part.block} to rank {part.destination}"
         if not transfer.token_start <= part.token_start < part.token_end <= transfer.token_end:
             return f"the transfer has tokens [{transfer.token_start}, {transfer.token_end})"
-        for other in transfer.parts:
-            same = other != part and (other.writer, other.block) == (part.writer, part.block)
-            if same and other.token_start < part.token_end and part.token_start < other.token_end:
-                return f"it overlaps {other}"
+        after = bisect_left(spans, (part.token_start, part.token_end))
+        for start, end in () if part in transfer.parts else spans[max(0, after - 1) : after + 1]:
+            if start < part.token_end and part.token_start < end:
+                return f"it overlaps tokens [{start}, {end}), which it has named before"
         return None
 
     def _writer_done(self, parts: Iterable[_Incoming], late_writes: bool, now: float) -> list[ReceiverEffect]:

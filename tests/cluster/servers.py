@@ -43,7 +43,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 class Server:
-    """One server: its front process (a child of ours), its leader (a child of the front) and its log."""
+    """One server: its front process (a child of ours), its leader (a child of the front) and its log.
+
+    It ends with the thread that starts it, however that ends.
+    """
 
     def __init__(self, role: str, model: str | Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.role = role
@@ -67,6 +70,7 @@ class Server:
         """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
         command = [sys.executable, "-P", "-m", "pdserve.server", self.role, "--model", self.model]
         command += ["--port", str(self.port), "--threads", "1", "--verify-kv"]
+        command += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
         if self.role == "prefill":
             command += ["--bootstrap-port", str(self.bootstrap_port)]
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}

@@ -185,6 +185,18 @@ def test_sigterm_drains_and_exits(pair: tuple[Server, Server]) -> None:
     assert prefill.stop() == 0
 
 
+def test_sigterm_for_prefill_lets_its_requests_end_well(pair: tuple[Server, Server]) -> None:
+    """Those it has are computed and sent, and decode hears of it: the last word is out before the connection closes."""
+    prefill, decode = pair
+    client = Client(decode, LONG_PROMPT, 4)
+    in_state(prefill, "computing")
+    assert prefill.stop() == 0
+    response = client.wait()
+    assert response.status_code == 200, response.text
+    assert len(response.json()["output_ids"]) == 4
+    decode.check_clean()
+
+
 def test_decode_leader_killed_while_streaming(pair: tuple[Server, Server]) -> None:
     """The front outlives its leader just long enough to answer everybody; then the server ends with an error."""
     _, decode = pair

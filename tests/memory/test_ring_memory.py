@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pdserve.configs.errors import StartupError
-from pdserve.configs.schema import DecodeConfig
-from pdserve.memory.ring_memory import RingMemory, ring_bytes
+from pdserve.configs.schema import DecodeConfig, PrefillConfig, StagingSetting
+from pdserve.memory.ring_memory import RingMemory, may_stage, ring_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -31,6 +31,17 @@ def test_a_ring_holds_a_token_at_least() -> None:
     assert ring_bytes(DecodeConfig(staging_ring_mib=0.001), 4 * KIB) == 4 * KIB
     with pytest.raises(StartupError, match=r"staging_ring_mib = 0\.001 is less than one token, which takes 5000 bytes"):
         ring_bytes(DecodeConfig(staging_ring_mib=0.001), 5000)
+
+
+@pytest.mark.parametrize(
+    ("staging", "kv_heads", "expected"),
+    [("auto", 8, True), ("auto", 2, True), ("auto", 1, False), ("on", 1, True), ("off", 8, False)],
+)
+def test_memory_is_kept_for_staging_where_heads_can_be_shared_out(
+    staging: StagingSetting, kv_heads: int, expected: bool
+) -> None:
+    assert may_stage(PrefillConfig(staging=staging), kv_heads) is expected
+    assert may_stage(DecodeConfig(staging=staging), kv_heads) is expected
 
 
 def test_memory_of_the_cpu() -> None:

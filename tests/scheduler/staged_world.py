@@ -181,8 +181,12 @@ class StagedWorld(World):
                 case SendToPeer(message=message):
                     server.to_decode.append(message)
                 case ChunkWrite(instance=instance, key=key):
-                    prompt = tuple(server.scheduler.transfers[instance, key].prompt)
-                    server.writes.append(Write(effect, prompt, self._grant_of(key)))
+                    transfer = server.scheduler.transfers[instance, key]
+                    assert transfer.grant is not None
+                    page_size = server.scheduler.limits.page_size
+                    pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
+                    assert effect.source_pages == transfer.grant.pages[pages]
+                    server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
                 case PartWrite(instance=instance, part=part):
                     prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
                     self.parts[server.instance].append(PartOnTheWay(effect, prompt))
@@ -258,7 +262,7 @@ class StagedWorld(World):
     def _land(self, write: Write, *, intact: bool) -> None:
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
+            page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
             self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
 
     def _put_piece(self, place: Row, piece: int | None, prefix: Prefix) -> None:

@@ -4,12 +4,19 @@ import collections
 import queue
 import threading
 import time
+from pathlib import Path
 
+import pytest
 import torch
 
+from pdserve.configs.schema import PrefillConfig
+from pdserve.models.catalog import locate_model
 from pdserve.scheduler.executor import PendingStep
-from pdserve.scheduler.rank import next_command
-from pdserve.scheduler.rank_messages import CheckCache, ComputeCommand
+from pdserve.scheduler.rank import RankEngine, next_command
+from pdserve.scheduler.rank_messages import CheckCache, ComputeCommand, RankFailed, RankReport
+from pdserve.transfer.chunks import PartScatter
+from pdserve.transfer.messages import StageBlock, StagePart, TransferKey
+from tests.checkpoints import make_checkpoint
 
 
 class Step(PendingStep):
@@ -72,3 +79,21 @@ def test_with_nothing_under_way_it_waits_for_a_command() -> None:
     command = CheckCache()
     later(threading.Timer(0.02, commands.put, [command]))
     assert next_command(commands, steps(), 2) is command
+
+
+def test_a_rank_that_cannot_do_as_it_is_told_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On another thread than that which computes, where nobody would hear of an exception."""
+    source = locate_model(str(make_checkpoint(tmp_path, "llama")), "auto")
+    reports: list[RankReport] = []
+    config = PrefillConfig(model=str(tmp_path), device="cpu", kv_tokens=64)
+    rank = RankEngine(config, source, 0, meet_at=None, report=reports.append)
+    part = StagePart(1, TransferKey(1, 1), 0, 0, StageBlock(0, 1, 0, 1), 0, 1)
+    rank.transfer(PartScatter(part, 0, 8, [0], 0))  # for a rank of decode
+    rank.close()
+    assert reports == [
+        RankFailed(
+            0,
+            "PartScatter could not be carried out: AssertionError: a rank without a ring gets nothing to scatter",
+        )
+    ]
+    assert "Traceback" in caplog.text

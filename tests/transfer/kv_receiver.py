@@ -28,12 +28,13 @@ class Receiver:
         self.pool: NDArray[np.uint8] = np.memmap(self._file.name, dtype=np.uint8, mode="r+")
         self.size_bytes = size_bytes
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
+        path = filter(None, (str(REPOSITORY / ".dev"), os.environ.get("PYTHONPATH")))
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._file.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY / ".dev")},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         )
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], 30)[0], "the receiver did not start"

@@ -143,10 +143,11 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     harness = start_writer(
         0, [filled_pool(whole, cells, pages)], hello_of(*zip(receivers, shards, strict=True)), welcome_of(whole)
     )
-    to_pages = [9, 4, 11, 0, 3, 7, 2]  # the first two, of the prefix, are somebody else's
+    to_pages = [9, 4, 11, 0, 3, 7, 2]  # from token 12 on: the prefix is somebody else's
     chunks = [(prefix, 16), (16, 48), (48, 50)]
     for start, end in chunks:
-        harness.writer.write(order(start, end, pages, to_pages, verify=True, prefix_tokens=prefix))
+        indices = to_pages[(start - prefix) // 6 :]
+        harness.writer.write(order(start, end, pages[start // 16 :], indices, verify=True))
     reports = [harness.report() for _ in chunks]
     assert all(report.ok for report in reports)
     assert [(report.token_start, report.token_end) for report in reports] == chunks

@@ -26,7 +26,7 @@ import zmq
 from pdserve.configs.errors import StartupError
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer import session
-from pdserve.transfer.control import Control
+from pdserve.transfer.control import LAST_WORDS_S, Control
 from pdserve.transfer.curve import AUTHENTICATION_FAILED, ClusterKeys
 from pdserve.transfer.decode_control import DecodeControl
 from pdserve.transfer.events import (
@@ -69,6 +69,7 @@ T = TypeVar("T")
 FAST = Timing(
     heartbeat_interval_s=0.1, peer_timeout_s=0.8, hello_retry_s=0.3, refused_retry_s=0.3, connect_timeout_s=2.0
 )
+DEFAULT = Timing()
 LAYOUT = KvLayout((Plane("k", 128), Plane("v", 128)), 0, 4, 0, 2, 16, 100, "float32")
 
 
@@ -853,6 +854,76 @@ def test_close_is_bounded_and_repeatable(cluster: Cluster) -> None:
     unstarted.close()
 
 
+def test_endpoints_that_lead_nowhere_give_way_to_new_ones(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that come and go, each with another address, do not use up what there is; configured ones stay."""
+    monkeypatch.setattr("pdserve.transfer.decode_control.MAX_ENDPOINTS", 4)
+    server, _ = cluster.prefill()
+    paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
+    recorder = Recorder()
+    client = DecodeControl(hello("d1"), check=lambda _: None, on_event=recorder, timing=FAST)
+    client.connect(configured)
+
+    def known() -> list[str]:
+        return [peer.endpoint for peer in client.peers()]
+
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        client.start()
+        client.connect(paired)
+        recorder.wait(PeerUp)
+        client.connect("first.invalid:1")
+        client.connect("127.0.0.1:2")
+        eventually(lambda: len(known()) == 4)
+        client.connect("first.invalid:1")  # somebody still wants it
+        client.connect("127.0.0.1:3")
+        eventually(lambda: known() == [configured, paired, "first.invalid:1", "127.0.0.1:3"])
+        client.connect("127.0.0.1:4")
+        eventually(lambda: known() == [configured, paired, "127.0.0.1:3", "127.0.0.1:4"])
+        assert recorder.of(PeerRefused) == []
+        another, _ = cluster.prefill("p2")
+        client.connect(f"127.0.0.1:{another.port}")
+        recorder.wait(PeerUp, 2)
+        third, _ = cluster.prefill("p3")
+        client.connect(f"127.0.0.1:{third.port}")
+        recorder.wait(PeerUp, 3)
+        client.connect("127.0.0.1:5")
+        (refused,) = recorder.wait(PeerRefused)
+        assert (refused.peer, refused.reason) == (
+            "127.0.0.1:5",
+            "4 prefill endpoints are connected or configured, no more are taken",
+        )
+    assert client.stats()["handler_errors"] == 0
+
+
+@pytest.mark.parametrize("closing", ["prefill", "decode"])
+def test_what_was_sent_before_close_arrives(cluster: Cluster, closing: str) -> None:
+    """The last request of a server that is drained ends with a message: it is no use if nobody hears it."""
+    server, above, client, below = cluster.pair()
+    expected = [AbortAck(key(number)) for number in range(1000)]  # more than a window
+    side, other, peer = (server, below, "d1") if closing == "prefill" else (client, above, "p1")
+    for message in expected:
+        side.send(InstanceId(peer), message)
+    before = time.monotonic()
+    side.close()
+    assert time.monotonic() - before < LAST_WORDS_S, "there was nothing to wait for"
+    other.wait(PeerClosed)
+    assert other.messages() == expected
+
+
+def test_close_does_not_wait_for_a_peer_that_is_stopped(
+    cluster: Cluster, prefill_process: tuple["OtherProcess", int], caplog: pytest.LogCaptureFixture
+) -> None:
+    process, port = prefill_process
+    client, below = cluster.decode("d1", port, timing=DEFAULT)
+    below.wait(PeerUp, timeout_s=10)
+    process.signal(signal.SIGSTOP)
+    client.send(InstanceId("p1"), Abort(key(1), "nobody hears it"))
+    before = time.monotonic()
+    client.close()
+    assert LAST_WORDS_S <= time.monotonic() - before < LAST_WORDS_S + 0.5
+    assert f"closed before these peers had acknowledged so many messages: {{'127.0.0.1:{port} (p1)': 1}}" in caplog.text
+
+
 class OtherProcess:
     """This file as a server of its own; its events arrive here as lines."""
 
@@ -890,9 +961,6 @@ def prefill_process() -> Iterator[tuple[OtherProcess, int]]:
     process = OtherProcess("prefill", port, "p1")
     yield process, port
     process.close()
-
-
-DEFAULT = Timing()
 
 
 def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_wakes(

@@ -172,10 +172,12 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
                 continue
             source = prefill[link.source]
             span = (tokens.start, tokens.end, link)
+            pages = tokens.source_pages[tokens.start // source.page_size :]
+            to_pages = tokens.destination_pages[tokens.start // kv.page_size :]
             runs = (
-                expand_token_runs(source, kv, tokens.source_pages, rows, *span)
+                expand_token_runs(source, kv, pages, rows[tokens.start :], *span)
                 if by_token
-                else expand_runs(source, kv, tokens.source_pages, tokens.destination_pages, *span)
+                else expand_runs(source, kv, pages, to_pages, *span)
             )
             check_bounds(runs, source.size_bytes, kv.size_bytes)
             runs_of.append((runs.source, runs.destination, runs.length))

@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from pdserve.transfer.messages import (
     Welcome,
 )
 from pdserve.transfer.part_scatterer import PartScatterer
+from pdserve.transfer.part_writer import PartWriter
 from pdserve.transfer.staged_links import StagedLink, pages_holding, staged_links
 from tests.transfer.kv_cells import empty_pool, kv_of, layout, put
 from tests.transfer.kv_receiver import Receiver
@@ -68,6 +70,7 @@ class StagedRank:
         other = layout((0, LAYERS), (0, 2), page_size=16, num_pages=5)
         welcome = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "m", "m", (rank(0, other), rank(1, HALF)))
         self.link: StagedLink = next(one for one in staged_links(hello, welcome) if one.link.source == 1)
+        self.pair = hello, welcome
         self.writer.open(hello, welcome)
 
     def part(self, start: int, end: int, key: TransferKey = TransferKey(1, 1)) -> StagePart:  # noqa: B008
@@ -270,3 +273,56 @@ def test_a_scatter_that_fails_says_so_and_nothing_more_is_scattered() -> None:
     assert "scattering staged KV failed" in failures.get(timeout=10)
     scatterer.close()
     assert not scattered
+
+
+def test_a_peer_that_cannot_be_opened_leaves_no_thread_and_gives_its_reason(
+    start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = start_rank()
+    prefill.writer.close_all()
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory: 3 bytes asked for")
+
+    before = threading.active_count()
+    monkeypatch.setattr("pdserve.transfer.chunk_writer.PartWriter", no_memory)
+    prefill.writer.open(*prefill.pair)
+    assert threading.active_count() == before, "its senders have ended"
+    prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES))
+    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    for ended in (prefill.chunks.get(timeout=10), prefill.parts.get(timeout=10)):
+        assert not ended.ok
+        assert "prefill rank 1 has no memory for staging buffers: out of memory: 3 bytes" in ended.reason
+    monkeypatch.undo()
+    prefill.writer.open(*prefill.pair)
+    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    assert prefill.parts.get(timeout=10).ok
+
+
+def test_a_part_that_fails_after_it_was_cancelled_does_not_take_its_thread_along(
+    start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where a gather has failed when it is waited for."""
+    prefill = start_rank()
+    gathering, cancelled = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    def gather(*_: object) -> Callable[[], None]:
+        gathering.set()
+        assert cancelled.wait(10)
+        return fail
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PartWriter, "_gather", gather)
+        prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+        assert gathering.wait(10)
+        prefill.writer.cancel(DECODE, TransferKey(1, 1))
+        cancelled.set()
+        ended = prefill.parts.get(timeout=10)
+    assert (ended.ok, ended.reason, ended.late_writes) == (False, "cancelled", False)
+    assert "an illegal memory access" in caplog.text
+    for start in range(3):  # more than buffers
+        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1, TransferKey(2, 1)), 0))
+        assert prefill.parts.get(timeout=10).ok

@@ -61,6 +61,14 @@ def token_range(kv: KvLayout, page: int, slot: int, layer: int, plane: int, head
     raise AssertionError
 
 
+def of_range(case: Case) -> Case:
+    """The same with page lists that start at the first token to copy, as plans take them."""
+    return case._replace(
+        source_pages=case.source_pages[case.start // case.source.page_size :],
+        destination_pages=case.destination_pages[case.start // case.destination.page_size :],
+    )
+
+
 def copy_tokens(
     case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None, link: Link | None = None
 ) -> None:
@@ -165,7 +173,7 @@ def test_pages_match_a_token_by_token_gather(case: Case, seed: int) -> None:
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
     copy_tokens(case, source_pool, expected)
-    runs = expand_runs(*case)
+    runs = expand_runs(*of_range(case))
     apply(runs, source_pool, actual)
     assert_maximal(runs)
     allowed = tail_rows(case) if case.source.page_size == case.destination.page_size else set()
@@ -188,7 +196,8 @@ def test_token_rows_match_a_token_by_token_gather(case: Case, seed: int, data: s
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
     copy_tokens(case, source_pool, expected, rows)
-    runs = expand_token_runs(case.source, case.destination, case.source_pages, rows, case.start, case.end)
+    pages = of_range(case).source_pages
+    runs = expand_token_runs(case.source, case.destination, pages, rows[case.start :], case.start, case.end)
     apply(runs, source_pool, actual)
     assert_maximal(runs)
     assert (actual == expected).all()
@@ -212,7 +221,7 @@ def test_scattered_equal_pages_are_one_copy_each_and_the_last_is_whole() -> None
 
 def test_a_second_chunk_starts_at_its_own_page() -> None:
     kv = layout()
-    runs = expand_runs(kv, kv, [3, 9, 5], [7, 1, 30], 16, 40)
+    runs = expand_runs(kv, kv, [9, 5], [1, 30], 16, 40)
     assert runs.total_bytes == 2 * kv.page_bytes
     assert 3 * kv.page_bytes not in runs.source.tolist()
 
@@ -242,7 +251,7 @@ def test_a_link_restricts_layers_and_heads(
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
     copy_tokens(case, source_pool, expected, link=link)
-    runs = expand_runs(*case, link)
+    runs = expand_runs(*of_range(case), link)
     apply(runs, source_pool, actual)
     assert_maximal(runs)
     allowed = tail_rows(case) if case.source.page_size == case.destination.page_size else set()
@@ -268,7 +277,7 @@ def test_rows_that_are_whole_pages_travel_as_pages() -> None:
 def test_disjoint_layers_and_empty_ranges_copy_nothing() -> None:
     assert len(expand_runs(layout(layers=(0, 2)), layout(layers=(2, 4)), [0], [0], 0, 16)) == 0
     assert len(expand_runs(layout(heads=(0, 2)), layout(heads=(2, 4)), [0], [0], 0, 5)) == 0
-    assert len(expand_runs(layout(), layout(), [0], [0], 7, 7)) == 0
+    assert len(expand_runs(layout(), layout(), [], [], 7, 7)) == 0
     assert len(expand_token_runs(layout(), layout(), [0], [], 0, 0)) == 0
 
 
@@ -315,6 +324,8 @@ def test_short_lists_and_other_planes_are_refused() -> None:
     kv = layout()
     with pytest.raises(PlanError, match=r"destination_pages has shape \(1,\), these tokens need 2 entries"):
         expand_runs(kv, kv, [0, 1], [0], 0, 17)
+    with pytest.raises(PlanError, match=r"source_pages has shape \(1,\), these tokens need 2 entries"):
+        expand_runs(kv, kv, [0], [0, 1], 31, 33)
     with pytest.raises(PlanError, match="destination_tokens"):
         expand_token_runs(kv, kv, [0, 1], [0] * 16, 0, 17)
     with pytest.raises(PlanError, match="planes differ"):

@@ -1,0 +1,30 @@
+"""The servers that tests start do not outlive them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster.servers import REPOSITORY, python_path, wait_until
+
+TEST_RUN = """
+import pathlib, sys, time
+from tests.cluster.servers import Server
+
+server = Server("prefill", sys.argv[1], pathlib.Path(sys.argv[2])).start().wait_ready()
+print(server.process.pid, server.leader_pid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_test_run_that_is_killed_leaves_no_server_behind(llama: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{python_path()}{os.pathsep}{REPOSITORY}"}
+    command = [sys.executable, "-P", "-c", TEST_RUN, str(llama), str(tmp_path / "log")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        processes = [Path(f"/proc/{pid}") for pid in run.stdout.readline().split()]
+        assert len(processes) == 2
+        assert all(process.exists() for process in processes)
+        run.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(process.exists() for process in processes), 15, "front and leader end")

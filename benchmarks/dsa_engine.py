@@ -1,12 +1,15 @@
 """Speed of a sparse-attention model's decode steps on one GPU, with random weights at DeepSeek-V3.2's geometry.
 
-    python -m benchmarks.dsa_engine [--json results.json]
+    python -m benchmarks.dsa_engine [--hisparse] [--json results.json]
 
 A few of its layers with the dense MLP of its first ones, and a small vocabulary, so that layers are what is timed.
-`graph` is the GPU's time of a replay, `step` the wall time of a serving step without a scheduler (fill the inputs,
-replay, take the most likely tokens, read them back). Both stand beside the floor: the weights, the indexer keys of all
-tokens and the selected rows, over the copy rate measured in the same run. Before anything is timed, steps in graphs
-are compared with the same steps without. `--kernels` lists what the GPU does in a step.
+`graph` is the GPU's time of a step (inputs, replay), `step` the wall time of a serving step without a scheduler (fill
+the inputs, replay, take the most likely tokens, read them back). Both stand beside the floor: the weights, the indexer
+keys of all tokens and the selected rows, over the copy rate measured in the same run. Before anything is timed, steps
+in graphs are compared with the same steps without. `--kernels` lists what the GPU does in a step.
+
+With `--hisparse` latent rows are in host memory and every sequence cycles through a hot buffer. A sequence repeats one
+token, so what it selects drifts with the positions (benchmarks/hisparse.py says why); `misses` says how much.
 """
 
 import argparse
@@ -15,12 +18,17 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
+from pdserve.kernels.slot_tables import buffer_pages
+from pdserve.memory.hisparse import HiSparseCache
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.dsa_config import DsaConfig, MoeConfig
@@ -29,21 +37,22 @@ from pdserve.models.dsa_parameters import DsaParameters
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.runner import ModelRunner
 
-BATCHES, CONTEXTS = (1, 8, 32), (8192, 32768)
+CHECKED_STEPS, WARM_STEPS, TIMED_STEPS = 4, 30, 30
+"""Of one sequence; a hot buffer that starts empty is full after twenty steps."""
 
 
-def deepseek_v32(layers: int, mixed_layers: int) -> ModelConfig:
-    """`layers` layers, the last `mixed_layers` of them with experts."""
+def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) -> ModelConfig:
+    """`layers` layers, the last `mixed_layers` of them with experts, the others with an MLP `mlp` wide."""
     return ModelConfig(
         architecture="deepseek_v32",
         vocab_size=8192,
         hidden_size=7168,
-        intermediate_size=18432,
+        intermediate_size=mlp,
         num_layers=layers,
         num_heads=128,
         num_kv_heads=1,
         head_dim=576,
-        context_length=max(CONTEXTS),
+        context_length=max_context,
         norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
         tied_embeddings=False,
@@ -94,28 +103,62 @@ def random_parameters(config: ModelConfig) -> DsaParameters:
 
 
 class Engine:
-    """A random model and a cache of randomly scattered pages."""
+    """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
+    on the GPU, or with `hot_rows` in host memory.
+    """
 
-    def __init__(self, config: ModelConfig, *, kv_tokens: int, page_size: int) -> None:
+    def __init__(self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None) -> None:
         assert config.dsa is not None
         self.config, self.dsa = config, config.dsa
         self.parameters = random_parameters(config)
         self.decoder = DsaDecoder(self.parameters)
-        self.cache = self.decoder.make_cache(-(-kv_tokens // page_size), page_size)
+        num_pages = sequences * -(-config.context_length // page_size)
+        self.cache: KvCache
+        if hot_rows is None:
+            self.cache = self.decoder.make_cache(num_pages, page_size)
+        else:
+            self.cache = self.decoder.make_hisparse_cache(
+                num_pages,
+                page_size,
+                hot_pages=sequences * buffer_pages(hot_rows, page_size),
+                slots=sequences,
+                hot_rows=hot_rows,
+                max_context=config.context_length,
+            )
         for pool in self.cache.pools:
-            pool.data.normal_()
+            fill_with_noise(pool)
         self._runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
         self._random = random.Random(2)
 
-    def step(self, batch: int, context: int) -> list[SequenceSlice]:
-        """Single tokens of sequences of `context` tokens each, the new one included, in scattered pages."""
+    def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
+        """Sequences in scattered pages that will have `context` tokens after so many steps: the first of these."""
         needed = -(-context // self.cache.page_size)
         free = self._random.sample(range(self.cache.num_pages), batch * needed)
         tokens = self._random.choices(range(self.config.vocab_size), k=batch)
-        return [
-            SequenceSlice([token], context - 1, free[row * needed : (row + 1) * needed])
+        slices = [
+            SequenceSlice([token], context - steps, free[row * needed : (row + 1) * needed], row)
             for row, token in enumerate(tokens)
         ]
+        self.open(slices)
+        return slices
+
+    def open(self, slices: Sequence[SequenceSlice]) -> None:
+        """Give each an empty hot buffer, under the number it has, where the cache has such."""
+        if not isinstance(self.cache, HiSparseCache):
+            return
+        hot_rows, each = self.cache.tables.hot_rows, buffer_pages(self.cache.tables.hot_rows, self.cache.page_size)
+        for piece in slices:
+            assert piece.hot_slot is not None
+            hot_pages = [HotPage(piece.hot_slot * each + page) for page in range(each)]
+            pages = [KvPage(page) for page in piece.pages]
+            self.cache.open(RequestSlot(piece.hot_slot), hot_pages, pages, piece.start, hot_rows)
+
+    def lookups(self) -> tuple[int, int]:
+        """Hits and misses so far."""
+        if not isinstance(self.cache, HiSparseCache):
+            return 0, 0
+        hits, misses = self.cache.tables.lookups.sum(dim=0).tolist()
+        return hits, misses
 
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
         logits = self._runner.forward(self.cache, slices)
@@ -133,13 +176,35 @@ class Engine:
         return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
 
 
-def check_graphs(engine: Engine, graphs: DecodeGraphs) -> None:
-    """As many rows as a graph has: the same kernels on the same shapes, so the same logits."""
-    for batch in (1, 8):
-        slices = engine.step(batch, 5000)
-        expected = engine.eager(slices)
-        if not expected.isfinite().all() or not graphs.run(slices).equal(expected):
-            raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
+def fill_with_noise(pool: KvPool) -> None:
+    """From the GPU, wherever the pool is: that is the faster source of random numbers."""
+    for start in range(0, pool.num_pages, pool.pages_per_chunk):
+        for page in pool.data[start : start + pool.pages_per_chunk].split(64):
+            page.copy_(torch.randn(page.shape, dtype=page.dtype, device=DEVICE))
+
+
+def following(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+    """The next step of the same sequences, with the same tokens once more."""
+    return [dataclasses.replace(piece, start=piece.start + 1) for piece in slices]
+
+
+def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:
+    """As many rows as a graph has: the same kernels on the same shapes and, with hot buffers of the same history, the
+    same logits.
+    """
+    for batch in batches:
+        first = engine.sequences(batch, context, CHECKED_STEPS)
+        found: list[list[torch.Tensor]] = []
+        for forward in (engine.eager, graphs.run):
+            engine.open(first)
+            slices = first
+            found.append([])
+            for _ in range(CHECKED_STEPS):
+                found[-1].append(forward(slices).clone())
+                slices = following(slices)
+        for expected, logits in zip(*found, strict=True):
+            if not expected.isfinite().all() or not logits.equal(expected):
+                raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +216,7 @@ class Row:
     graph_ms: float
     step_ms: float
     floor_ms: float
+    miss_share: float
 
     @property
     def ratio(self) -> float:
@@ -159,33 +225,50 @@ class Row:
     def __str__(self) -> str:
         return (
             f"{self.batch:5}  {self.context:7}  {self.graph_ms:8.3f}  {self.step_ms:7.3f}  {self.floor_ms:8.3f}  "
-            f"{self.ratio:5.2f}"
+            f"{self.ratio:5.2f}  {self.miss_share:6.1%}"
         )
 
 
+class Steps:
+    """Sequences that are decoded from step to step, up to `context` tokens."""
+
+    def __init__(self, engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
+        self._graphs = graphs
+        self._slices = engine.sequences(batch, context, WARM_STEPS + 2 * TIMED_STEPS)
+        for _ in range(WARM_STEPS):
+            self.run()
+
+    def run(self) -> torch.Tensor:
+        logits = self._graphs.run(self._slices)
+        self._slices = following(self._slices)
+        return logits
+
+
 def time_step(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, rate: float) -> Row:
-    slices = engine.step(batch, context)
-
-    def step() -> list[int]:
-        tokens: list[int] = graphs.run(slices).argmax(dim=-1).tolist()
-        return tokens
-
-    for _ in range(5):
-        step()
-    walls = []
-    for _ in range(30):
+    steps, walls = Steps(engine, graphs, batch, context), []
+    hits, misses = engine.lookups()
+    for _ in range(TIMED_STEPS):
         begun = time.perf_counter()
-        step()
+        steps.run().argmax(dim=-1).tolist()
         walls.append((time.perf_counter() - begun) * 1e3)
-    graph_ms = gpu_ms(lambda: graphs.replay(batch), 30)
-    return Row(batch, context, graph_ms, statistics.median(walls), engine.floor_bytes(batch, context) / rate * 1e3)
+    graph_ms = gpu_ms(steps.run, TIMED_STEPS)
+    all_hits, all_misses = engine.lookups()
+    return Row(
+        batch,
+        context,
+        graph_ms,
+        statistics.median(walls),
+        engine.floor_bytes(batch, context) / rate * 1e3,
+        (all_misses - misses) / max(all_hits + all_misses - hits - misses, 1),
+    )
 
 
 def list_kernels(engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
     """The kernels of one step, by the time they take together; overlapping ones count twice."""
-    graphs.run(engine.step(batch, context))
+    steps = Steps(engine, graphs, batch, context)
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graphs.replay(batch)
+        steps.run()
         torch.cuda.synchronize()
     kernels = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     print(f"\nkernels of a step of {batch} x {context}: {sum(event.count for event in kernels)} launches")
@@ -199,36 +282,50 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mixed-layers", type=int, default=0, help="how many of them have experts, 22 GB each")
+    parser.add_argument("--mlp", type=int, default=18432, help="width of the others' MLP (default: 18432)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--hisparse", action="store_true", help="latent rows in host memory")
+    parser.add_argument("--hot-rows", type=int, default=4096, help="of a sequence's hot buffer (default: 4096)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
+    max_batch, max_context = max(options.batch), max(options.context)
+    steps = WARM_STEPS + 2 * TIMED_STEPS
+    if options.hisparse and min(options.context) - steps <= options.hot_rows:
+        parser.error(
+            f"contexts must be longer than the hot buffer: {min(options.context) - steps} of {steps} steps ago"
+        )
 
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
-    config = deepseek_v32(options.layers, options.mixed_layers)
-    engine = Engine(config, kv_tokens=max(BATCHES) * max(CONTEXTS), page_size=options.page_size)
+    config = deepseek_v32(options.layers, options.mixed_layers, mlp=options.mlp, max_context=max_context)
+    hot_rows = options.hot_rows if options.hisparse else None
+    engine = Engine(config, sequences=max_batch, page_size=options.page_size, hot_rows=hot_rows)
     begun = time.perf_counter()
-    graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=max(BATCHES), max_context=max(CONTEXTS))
+    graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=max_batch, max_context=max_context)
     capture_s = time.perf_counter() - begun
-    print(f"captured decode graphs up to batch {max(BATCHES)} in {capture_s:.1f} s")
-    check_graphs(engine, graphs)
+    print(f"captured decode graphs up to batch {max_batch} in {capture_s:.1f} s")
+    check_graphs(engine, graphs, sorted({1, max_batch}), max_context)
     print("graphs: equal to eager steps")
 
-    print(f"\n{options.layers} layers, {options.mixed_layers} of them with experts")
-    print("batch  context  graph ms  step ms  floor ms  ratio")
+    print(f"\n{options.layers} layers, {options.mixed_layers} of them with experts, hot rows: {hot_rows or 'all'}")
+    print("batch  context  graph ms  step ms  floor ms  ratio  misses")
     rows = []
-    for context in CONTEXTS:
-        for batch in BATCHES:
+    for context in options.context:
+        for batch in options.batch:
             rows.append(time_step(engine, graphs, batch, context, rate))
             print(rows[-1], flush=True)
     if options.kernels:
-        for batch in (min(BATCHES), max(BATCHES)):
-            list_kernels(engine, graphs, batch, max(CONTEXTS))
+        for batch in sorted({min(options.batch), max_batch}):
+            list_kernels(engine, graphs, batch, max_context)
     if options.json is not None:
         results: dict[str, Any] = {
             "copy_rate": rate,
             "capture_s": capture_s,
             "layers": options.layers,
             "mixed_layers": options.mixed_layers,
+            "mlp": options.mlp,
+            "hot_rows": hot_rows,
             "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
         }
         options.json.write_text(json.dumps(results, indent=2) + "\n")

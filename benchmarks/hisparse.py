@@ -80,9 +80,9 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
     hisparse = {
         "enable_hisparse": True,
         "hot_rows": sizes.hot_rows,
-        "kv_tokens": sizes.hisparse_requests * sizes.longest,
         "kv_memory_gib": (sizes.budget - sizes.tables(sizes.hisparse_requests)) / GIB,
-        "host_memory_gib": (sizes.hisparse_requests + 1) * sizes.longest * sizes.latent_token / GIB,
+        # what the budget holds beside hot buffers are keys of those whose KV arrives while the others run
+        "host_memory_gib": (sizes.hisparse_requests + 2) * sizes.longest * sizes.latent_token / GIB,
     }
     return {
         "prefill": prefill,

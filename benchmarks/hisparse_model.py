@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.kernels.slot_tables import buffer_pages, table_bytes
+from pdserve.memory.lots import Lots
 
 GIB = 1 << 30
 PAGE = 64
@@ -93,11 +94,44 @@ class Sizes:
 
     @property
     def hisparse_requests(self) -> int:
-        """As many as have their index keys, their hot buffer and their tables in the budget."""
+        """As many as have their index keys, in whole hot pages, their hot buffer and their tables in the budget."""
         counts = itertools.takewhile(
-            lambda count: count * self.hisparse_request + self.tables(count) <= self.budget, itertools.count(1)
+            lambda count: self._lots(count * self.longest).covered <= self._index_hot_pages(count), itertools.count(1)
         )
         return max(counts, default=0)
+
+    @property
+    def hisparse_tokens(self) -> int:
+        """Tokens whose index keys are in the budget beside the hot buffers of those that run: also of requests whose KV
+        waits in host memory for a buffer.
+        """
+        index_pages = self._index_hot_pages(self.hisparse_requests) * self.latent_token // self.index_token
+        return index_pages * PAGE
+
+    @property
+    def resident_requests(self) -> int:
+        """As many as have all their rows on the GPU: in what the index leaves, and in what is free of it."""
+        most, each = self.hisparse_requests, self.longest // PAGE
+        lots = self._lots(self.hisparse_tokens)
+        own = self._hot_pages(most) - lots.covered
+        free = self.hisparse_tokens // PAGE
+        counts = (
+            count
+            for count in range(most + 1)
+            if count * each <= own + (free - count * each) // lots.kv_pages * lots.hot_pages
+        )
+        return max(counts)
+
+    def _lots(self, tokens: int) -> Lots:
+        return Lots.of(tokens // PAGE, kv_page_bytes=self.index_token, hot_page_bytes=self.latent_token)
+
+    def _index_hot_pages(self, requests: int) -> int:
+        """Hot pages that are left for the index beside the buffers and tables of so many requests."""
+        return self._hot_pages(requests) - requests * buffer_pages(self.hot_rows, PAGE)
+
+    def _hot_pages(self, requests: int) -> int:
+        """That the budget holds beside the tables of so many requests."""
+        return (self.budget - self.tables(requests)) // (PAGE * self.latent_token)
 
     def tables(self, requests: int) -> int:
         """Bytes of the tables that the server keeps beside its hot pool: they count here."""
@@ -118,5 +152,6 @@ class Sizes:
             f"{self.device_requests} run\n"
             f"  hisparse  {each / 1e6:.1f} MB (index keys {self.longest * self.index_token / 1e6:.1f}, hot buffer of "
             f"{self.hot_rows} rows, tables): {self.budget / each:.2f}, so {self.hisparse_requests} run, with "
-            f"{self.longest * self.latent_token / 1e6:.1f} MB each in host memory"
+            f"{self.longest * self.latent_token / 1e6:.1f} MB each in host memory; up to {self.resident_requests} have "
+            "that on the GPU as well"
         )

@@ -4,9 +4,10 @@
     indexer   keys, on the device                                             ... is page p of both: the cache's pools
     hot       latent rows, on the device, in pages of their own: a running request has some, its hot buffer
 
-All pools have the same page size. kernels/slot_tables.py says which token is where in a hot buffer, kernels/swap_in.py
-how rows come in, models/hot_rows.py how a step goes about it. What is done here is enqueued on torch's current stream,
-the one that steps run on: an order given after a step counts after that step, and nothing waits.
+On the device the two lie over each other (lots.py): free pages of keys are lent to hot buffers. All pools have the same
+page size. kernels/slot_tables.py says which token is where in a hot buffer, kernels/swap_in.py how rows come in,
+models/hot_rows.py how a step goes about it. What is done here is enqueued on torch's current stream, the one that steps
+run on: an order given after a step counts after that step, and nothing waits.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ..kernels.slot_tables import SlotTables, buffer_pages, check_geometry
 from ..kernels.swap_in import SwapPlan
 from .index_spaces import HotPage, KvPage, RequestSlot
 from .kv_pool import KvCache, KvPool
+from .lots import Lots
 
 
 class HiSparseError(AssertionError):
@@ -25,7 +27,11 @@ class HiSparseError(AssertionError):
 
 
 class HiSparseCache(KvCache):
-    """Owns the three pools and the tables. Up to `slots` requests run at a time, each under a number of its own."""
+    """Owns the three pools and the tables. Up to `slots` requests run at a time, each under a number of its own.
+
+    Which pages of keys are lent, and so which hot pages exist beside those that are the hot pool's own, is decided
+    elsewhere: the same bytes are never both.
+    """
 
     def __init__(
         self,
@@ -48,10 +54,14 @@ class HiSparseCache(KvCache):
         device, page_size = hot.data.device, hot.page_size
         if hot_rows % page_size:
             raise StartupError(f"hot_rows = {hot_rows} must be a multiple of page_size = {page_size}")
-        if hot.num_pages < buffer_pages(hot_rows, page_size):
+        lots = Lots.of(indexer.num_pages, kv_page_bytes=indexer.page_bytes, hot_page_bytes=hot.page_bytes)
+        self._shared = hot.base_address == indexer.base_address
+        self.own_hot_pages = range(lots.covered if self._shared else 0, hot.num_pages)
+        """Hot pages that are no keys at any time."""
+        if len(self.own_hot_pages) < buffer_pages(hot_rows, page_size):
             raise StartupError(
-                f"the hot pool has {hot.num_pages} pages of {page_size} rows: one buffer of hot_rows = {hot_rows} and "
-                f"the newest token takes {buffer_pages(hot_rows, page_size)}"
+                f"the hot pool has {len(self.own_hot_pages)} pages of {page_size} rows: one buffer of hot_rows = "
+                f"{hot_rows} and the newest token takes {buffer_pages(hot_rows, page_size)}"
             )
         try:
             check_geometry(
@@ -95,7 +105,8 @@ class HiSparseCache(KvCache):
 
     @property
     def device_bytes(self) -> int:
-        return self.size_bytes - self.host.size_bytes + self.hot.size_bytes + self.tables.size_bytes
+        keys = 0 if self._shared else self.size_bytes - self.host.size_bytes
+        return keys + self.hot.size_bytes + self.tables.size_bytes
 
     def swaps(self, batch: int) -> SwapPlan:
         """The plan of a step of this many rows, in memory that all steps share."""

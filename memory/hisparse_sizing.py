@@ -1,12 +1,12 @@
 """How much of what a HiSparse server gets: pages in host memory and their index on the device, hot pages on the device.
 
     host memory     num_pages pages of latent rows: the KV of everybody
-    device budget   num_pages pages of indexer keys + hot_pages pages of latent rows
+    device budget   num_pages pages of indexer keys, up to a multiple of a hot page + hot_pages pages of latent rows
     beside it       the tables of the hot buffers
 
 The host decides how many pages there are, unless their index would leave less than half of the device budget, or than a
-hot buffer for every request that may run, to hot pages. What the index leaves is for hot pages: the more, the more
-requests stay resident.
+hot buffer for every request that may run, to hot pages. What the index leaves is for hot pages, and what of the index
+nobody uses is lent to them (lots.py): the more, the more requests stay resident.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig
 from ..kernels.slot_tables import buffer_pages, table_bytes
+from .lots import Lots
 from .sizing import GIB
+
+ARRIVING_REQUESTS = 2
+"""An automatic size has pages for so many requests beyond those that run: their KV arrives meanwhile, and when a hot
+buffer is free they go on at once. What nobody uses of their index is lent.
+"""
 
 
 @dataclass(frozen=True)
 class HiSparseSize:
-    """Pages of a HiSparse cache."""
+    """Pages of a HiSparse cache; hot ones beside those that lie over keys."""
 
     num_pages: int
     hot_pages: int
@@ -70,10 +76,11 @@ def hisparse_size(
         )
     num_pages = _host_pages(config, latent_page, context_length, host_bytes)
     if config.kv_tokens is None:
-        hot_floor = min(config.max_running_requests * one_buffer * latent_page, budget // 2)
-        num_pages = min(num_pages, (budget - hot_floor) // indexer_page)
+        hot_floor = min(config.max_running_requests * one_buffer, budget // 2 // latent_page)
+        num_pages = min(num_pages, (budget // latent_page - hot_floor) * latent_page // indexer_page)
     most_useful = num_pages + config.max_running_requests * one_buffer
-    hot_pages = min(most_useful, (budget - num_pages * indexer_page) // latent_page)
+    lots = Lots.of(num_pages, kv_page_bytes=indexer_page, hot_page_bytes=latent_page)
+    hot_pages = min(most_useful, budget // latent_page - lots.covered)
     if num_pages < 1 or hot_pages < one_buffer:
         raise StartupError(
             f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the "
@@ -104,4 +111,5 @@ def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, free
         return wanted
     if pages < 1:
         raise StartupError(f"{asked} is less than one page of {page_bytes} bytes")
-    return min(pages, -(-context_length * config.max_running_requests // config.page_size))
+    useful_tokens = context_length * (config.max_running_requests + ARRIVING_REQUESTS)
+    return min(pages, -(-useful_tokens // config.page_size))

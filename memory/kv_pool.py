@@ -21,7 +21,8 @@ _COPY_BYTES = 64 << 20
 
 
 class KvPool:
-    """Owns the memory. One contiguous allocation, so it is one registered region and a page is one contiguous range.
+    """Owns its memory, or lies in what it is given. One contiguous range, so it is one registered region, and so is a
+    page of it.
 
     `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
     ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
@@ -42,8 +43,11 @@ class KvPool:
         first_layer: int = 0,
         first_head: int = 0,
         pinned: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """`pinned` host memory is page-locked for the GPU: raises StartupError where that much cannot be had."""
+        """`pinned` host memory is page-locked for the GPU: raises StartupError where that much cannot be had. Given
+        `memory` (of `zeroed`), the pool lies at its beginning, whatever else does.
+        """
         self.planes = planes
         self.num_pages = num_pages
         self.num_layers = num_layers
@@ -53,14 +57,15 @@ class KvPool:
         self.page_size = page_size
         self.head_dim = head_dim
         shape = (num_pages, num_layers, len(planes), num_heads, page_size, head_dim)
+        page_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._pinned: PinnedMemory | None = None
         if pinned:
             assert device.type == "cpu", f"memory of {device} cannot be page-locked"
-            page_bytes = math.prod(shape[1:]) * dtype.itemsize
             self._pinned = PinnedMemory(num_pages * page_bytes, unit_bytes=page_bytes)
-            self.data = self._pinned.data.view(dtype).view(shape)
-        else:
-            self.data = _zeros(shape, dtype, device)
+            memory = self._pinned.data
+        elif memory is None:
+            memory = zeroed(num_pages * page_bytes, device)
+        self.data = memory[: num_pages * page_bytes].view(dtype).view(shape)
         self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
 
     @property
@@ -72,13 +77,17 @@ class KvPool:
         return self.data.numel() * self.data.element_size()
 
     @property
+    def page_bytes(self) -> int:
+        return self.size_bytes // self.num_pages
+
+    @property
     def on_gpu(self) -> bool:
         return self.data.device.type == "cuda"
 
     @property
     def pages_per_chunk(self) -> int:
         """A copy to or from a GPU stays between two multiples of it."""
-        return self.num_pages if self._pinned is None else self._pinned.chunk_bytes * self.num_pages // self.size_bytes
+        return self.num_pages if self._pinned is None else self._pinned.chunk_bytes // self.page_bytes
 
     @property
     def dtype_name(self) -> str:
@@ -116,7 +125,7 @@ class KvPool:
 
     def _blocks(self, pages: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Pages in blocks, each with its start: what is copied at once takes as much memory again on the device."""
-        size = max(1, _COPY_BYTES // (self.size_bytes // self.num_pages))
+        size = max(1, _COPY_BYTES // self.page_bytes)
         for start in range(0, len(pages), size):
             block = list(pages[start : start + size])
             yield start, torch.tensor(block, dtype=torch.long, device=self.data.device)
@@ -182,11 +191,12 @@ class KvCache:
             pool.load(part, pages)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros: rows that were never written are read and masked out, and NaN would survive the mask.
+def zeroed(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros, as bytes: rows that were never written are read and masked out, and NaN would survive the mask of dense
+    attention.
 
     Host memory comes from the kernel, zeroed page by page as it is used: `torch.zeros` would touch all of it at start.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)

@@ -3,13 +3,17 @@
 A page is free, held by one or more grants, or idle: kept by the prefix cache and held by nobody. Idle pages are as good
 as free ones: they are taken, oldest first, when free ones run out. Growth is reserved when a request is let in and
 taken page by page as it generates, so what was reserved can always be had. `check_integrity()` proves the accounting.
+
+Where a pool is divided into lots (lots.py), whole free ones can be lent: until such a grant is released its memory is
+something else. Whoever asks for pages in vain leaves a note, so that loans can be called in.
 """
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from ..configs.errors import PdserveError
+from .free_pages import FreePages
 
 PageT = TypeVar("PageT", bound=int)
 """Which pages: those of sequences or those of the hot pool (index_spaces.py)."""
@@ -35,21 +39,25 @@ class PageGrant(Generic[PageT]):
 
 
 class PageAllocator(Generic[PageT]):
-    """Hands out the pages [0, num_pages). Not thread-safe: the leader's scheduling thread owns it."""
+    """Hands out `num_pages` pages, from `first` on. Not thread-safe: the leader's scheduling thread owns it."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, first: int = 0) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
         self.on_evict: Callable[[PageT], None] | None = None
         """Told when an idle page is taken from the cache."""
-        # here, and nowhere else, a number becomes a page; popped from the end: low ids first
-        self._free = cast("list[PageT]", list(range(num_pages - 1, -1, -1)))
-        self._holders = [0] * num_pages
+        self._range = range(first, first + num_pages)
+        self._free = FreePages[PageT](self._range)
+        self._holders = [0] * (first + num_pages)
         self._kept: set[PageT] = set()
         self._idle: collections.OrderedDict[PageT, None] = collections.OrderedDict()
         self._reserved = 0
         self._grants: set[PageGrant[PageT]] = set()
+        self._lot_pages = 0
+        self._loans: set[PageGrant[PageT]] = set()
+        self._lent = 0
+        self._shortfalls: list[int] = []
 
     @property
     def available(self) -> int:
@@ -58,7 +66,13 @@ class PageAllocator(Generic[PageT]):
 
     @property
     def held(self) -> int:
-        return self.num_pages - len(self._free) - len(self._idle)
+        """Pages that grants hold as pages: not those that are lent."""
+        return self.num_pages - len(self._free) - len(self._idle) - self._lent
+
+    @property
+    def lent(self) -> int:
+        """Pages whose memory is something else until the loan is released."""
+        return self._lent
 
     @property
     def idle(self) -> int:
@@ -73,6 +87,7 @@ class PageAllocator(Generic[PageT]):
         """
         woken = sum(1 for page in shared if not self._holders[page])
         if pages + reserve + woken > self.available:
+            self._note_shortfall(pages + reserve + woken - self.available)
             return None
         for page in shared:
             self._hold(page)
@@ -88,6 +103,7 @@ class PageAllocator(Generic[PageT]):
             grant.reserved -= 1
             self._reserved -= 1
         elif self.available < 1:
+            self._note_shortfall(1)
             return False
         grant.pages.extend(self._take(1))
         return True
@@ -99,6 +115,9 @@ class PageAllocator(Generic[PageT]):
         self._grants.remove(grant)
         self._reserved -= grant.reserved
         grant.reserved = 0
+        if grant in self._loans:
+            self._loans.remove(grant)
+            self._lent -= len(grant.pages)
         # Last page first: in the order of eviction a page then comes before those it builds on.
         for page in reversed(grant.pages):
             self._let_go(page)
@@ -110,6 +129,38 @@ class PageAllocator(Generic[PageT]):
         for _ in range(count):
             self._let_go(grant.pages.pop())
 
+    def divide(self, lot_pages: int) -> None:
+        """Let whole lots of this many pages be lent; before anything was granted."""
+        assert not self._grants, "a pool in use cannot be divided"
+        self._lot_pages = lot_pages
+        self._free.divide(lot_pages)
+
+    def lendable(self, keep: int) -> int:
+        """Lots that can be lent so that at least `keep` free pages are left beside those for what is reserved.
+
+        Idle pages do not count: what the prefix cache has found is worth more than what is lent.
+        """
+        if not self._lot_pages:
+            return 0
+        return max(0, min(self._free.lots, (len(self._free) - self._reserved - keep) // self._lot_pages))
+
+    def lend(self, owner: str, lots: int) -> PageGrant[PageT]:
+        """Lend so many lots, of those that are `lendable`. Released like any grant: then they are pages again."""
+        grant = PageGrant(owner, self._free.pop_lots(lots), 0)
+        for page in grant.pages:
+            self._holders[page] = 1
+        self._grants.add(grant)
+        self._loans.add(grant)
+        self._lent += len(grant.pages)
+        return grant
+
+    def take_shortfalls(self) -> list[int]:
+        """By how many pages each that was asked for, and refused, since the last call, was too much. None are noted
+        where there is nothing to lend.
+        """
+        taken, self._shortfalls = self._shortfalls, []
+        return taken
+
     def keep(self, page: PageT) -> None:
         """The prefix cache wants this page, which somebody holds, to stay when it is released."""
         assert self._holders[page], f"page {page} is held by nobody"
@@ -120,7 +171,7 @@ class PageAllocator(Generic[PageT]):
         self._kept.remove(page)
         if page in self._idle:
             del self._idle[page]
-            self._free.append(page)
+            self._free.add(page)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise PageLeakError unless every page is free, idle or held as often as the grants say; with `idle`, none
@@ -128,7 +179,7 @@ class PageAllocator(Generic[PageT]):
         """
         held = collections.Counter(page for grant in self._grants for page in grant.pages)
         everything = sorted([*self._free, *self._idle, *held])
-        if everything != list(range(self.num_pages)):
+        if everything != list(self._range):
             found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"
             raise PageLeakError(f"{found} pages are not the {self.num_pages} of the pool")
         if any(self._holders[page] != held[page] for page in everything):
@@ -137,6 +188,8 @@ class PageAllocator(Generic[PageT]):
             raise PageLeakError(f"{self._reserved} pages are reserved, but the grants say otherwise: {self._names()}")
         if self.available < 0:
             raise PageLeakError(f"{self._reserved} pages are reserved, more than are free or idle")
+        if self._lent != sum(len(loan.pages) for loan in self._loans):
+            raise PageLeakError(f"{self._lent} pages are lent, but the loans say otherwise: {self._names()}")
         if idle and self._grants:
             raise PageLeakError(f"idle, but pages are held by {self._names()}")
 
@@ -153,19 +206,23 @@ class PageAllocator(Generic[PageT]):
         if page in self._kept:
             self._idle[page] = None
         else:
-            self._free.append(page)
+            self._free.add(page)
 
     def _take(self, count: int) -> list[PageT]:
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
             self._kept.remove(page)
-            self._free.append(page)
+            self._free.add(page)
             if self.on_evict is not None:
                 self.on_evict(page)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
         return taken
+
+    def _note_shortfall(self, pages: int) -> None:
+        if self._lot_pages:
+            self._shortfalls.append(pages)
 
     def _names(self) -> str:
         return ", ".join(sorted(grant.owner for grant in self._grants))

@@ -16,7 +16,8 @@ from ..kernels.packed_rows import packed_bytes, sparse_mla_packed
 from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.sparse_mla import sparse_mla
 from ..memory.hisparse import HiSparseCache
-from ..memory.kv_pool import KvCache, KvPool
+from ..memory.kv_pool import KvCache, KvPool, zeroed
+from ..memory.lots import Lots
 from .batch import ForwardBatch
 from .dsa_parameters import DsaParameters
 from .hot_rows import HotLatentRows, all_resident
@@ -79,12 +80,18 @@ class DsaDecoder:
         self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
     ) -> HiSparseCache:
         """A cache whose latent rows are in host memory, with `hot_pages` pages of hot ones for up to `slots` requests
-        of `max_context` tokens, `hot_rows` rows each. Raises StartupError for sizes that do not go together.
+        of `max_context` tokens, `hot_rows` rows each, and as many more as lie over the keys (memory/lots.py). Raises
+        StartupError for sizes that do not go together.
         """
+        host = self._pool("latent", num_pages, page_size, in_host_memory=True)
+        row_size, dtype = self._row("indexer")
+        key_page_bytes = host.num_layers * page_size * row_size * dtype.itemsize
+        lots = Lots.of(num_pages, kv_page_bytes=key_page_bytes, hot_page_bytes=host.page_bytes)
+        memory = zeroed((lots.covered + hot_pages) * host.page_bytes, self.parameters.device)
         return HiSparseCache(
-            self._pool("latent", num_pages, page_size, in_host_memory=True),
-            self._pool("indexer", num_pages, page_size),
-            self._pool("latent", hot_pages, page_size),
+            host,
+            self._pool("indexer", num_pages, page_size, memory=memory),
+            self._pool("latent", lots.covered + hot_pages, page_size, memory=memory),
             slots=slots,
             hot_rows=hot_rows,
             max_context=max_context,
@@ -92,7 +99,15 @@ class DsaDecoder:
             groups=[at - 1 for at in accumulate(layer.indexer is not None for layer in self.parameters.layers)],
         )
 
-    def _pool(self, plane: str, num_pages: int, page_size: int, *, in_host_memory: bool = False) -> KvPool:
+    def _pool(
+        self,
+        plane: str,
+        num_pages: int,
+        page_size: int,
+        *,
+        in_host_memory: bool = False,
+        memory: torch.Tensor | None = None,
+    ) -> KvPool:
         layers = self.config.stage_layers(self.parameters.shard)
         row_size, dtype = self._row(plane)
         return KvPool(
@@ -106,6 +121,7 @@ class DsaDecoder:
             device=torch.device("cpu") if in_host_memory else self.parameters.device,
             planes=(plane,),
             pinned=in_host_memory and self.parameters.device.type == "cuda",
+            memory=memory,
         )
 
     def _row(self, plane: str) -> tuple[int, torch.dtype]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.linear import linear
+from ..kernels.float_linear import float_linear
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class IndexerParameters:
 
 def index_weights(x: torch.Tensor, parameters: IndexerParameters) -> torch.Tensor:
     """[T, index_heads] float32. The models' scale is left out: it is positive, and only the order of scores counts."""
-    return linear(x.float(), parameters.weights)
+    return float_linear(x, parameters.weights)

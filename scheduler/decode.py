@@ -21,16 +21,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ..configs.errors import (
-    AbortedError,
-    ClientError,
-    DuplicateRequestError,
-    OverloadedError,
-    RequestError,
-    ServerError,
-    TooLargeError,
-    UnavailableError,
-)
+from ..configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ..configs.sampling import TokenLogprob
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator, PageGrant
@@ -48,21 +39,16 @@ from ..transfer.messages import (
 )
 from ..transfer.stage_receiver import StageReceiver
 from ..transfer.staged_links import StagedLink
+from .answers import failed, finished, refusal
 from .counters import DECODE_COUNTERS
 from .deadlines import overdue
-from .effects import (
-    ConnectPeer,
-    CopyPage,
-    Effect,
-    SendToFront,
-)
-from .front import Failed, Finished, FinishReason, InputLogprobs, Submit, Tokens
+from .effects import ConnectPeer, CopyPage, Effect, SendToFront
+from .front import FinishReason, InputLogprobs, Submit, Tokens
 from .hot_buffers import HotLimits
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
 from .request import Prompt, Request
 from .request_memory import RequestMemory
-from .reservation import pages_needed
 from .retraction import Retractions
 from .run_queue import DecodeRow, DecodeStep, RunQueue
 
@@ -114,10 +100,12 @@ class DecodeScheduler:
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or answer at once why not."""
         rids = (submit.rid, *submit.more_rids)
-        error = self._refusal(submit, rids)
+        error = refusal(submit, self.requests, self.pages.num_pages, len(self.intake.queue), self.limits)
+        if not self._accepting:
+            error = UnavailableError("the server is shutting down")
         if error is not None:
             self.counters["requests_refused"] += len(rids)
-            self._effects += [SendToFront(_failed(rid, error)) for rid in rids]
+            self._effects += [SendToFront(failed(rid, error)) for rid in rids]
             return
         deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
         prompt = self.intake.new_prompt(
@@ -270,11 +258,9 @@ class DecodeScheduler:
             self.pages.release(fence.grant)
             self._free_drained(fence.prompt, now)
         self._admit_arrived(now)
-        if not self._starving:
-            while (request := self.retracted.resume()) is not None:
-                self.admit(request, now)
-            if not len(self.retracted):
-                self.intake.dispatch(now)
+        self._let_in(now)
+        while self.memory.call_in([*self.runs.ready, *self.runs.running]):
+            self._let_in(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
@@ -283,13 +269,15 @@ class DecodeScheduler:
         for request in self.runs.fill():
             request.life.to(State.RUNNING, now)
         batch = self.runs.next_batch()
-        self._starving = False
-        for request in batch:
-            self._starving = request.state is State.RUNNING and not self.retracted.make_room(request, now)
-            if self._starving:
-                return None  # once what is under way has ended, somebody can be retracted
+        # a request that lacks a page waits until what is under way has ended
+        self._starving = not all(
+            self.retracted.make_room(request, now) for request in batch if request.state is State.RUNNING
+        )
         batch = [request for request in batch if request.state is State.RUNNING]
-        return self.runs.give(batch, self.orders.next(), self.hot) if batch else None
+        if self._starving or not batch:
+            self.memory.settle()
+            return None
+        return self.runs.give(batch, self.orders.next(), self.hot)
 
     def step_done(self, order: int, tokens: list[TokenLogprob], now: float) -> None:
         """The sampled token of each row. Those of requests that ended during the step are dropped."""
@@ -320,7 +308,8 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request anywhere, not even one that drains, and nothing under way."""
-        return not (self.requests or self._draining or len(self.intake.fences) or len(self.orders))
+        under_way = len(self.orders) or self.orders.resting
+        return not (self.requests or self._draining or len(self.intake.fences) or under_way)
 
     @property
     def running(self) -> int:
@@ -357,29 +346,6 @@ class DecodeScheduler:
 
     # -- letting in --------------------------------------------------------------------------------------------
 
-    def _refusal(self, submit: Submit, rids: tuple[str, ...]) -> RequestError | None:
-        prompt_tokens, new_tokens = len(submit.prompt_ids), submit.sampling.max_new_tokens
-        if not self._accepting:
-            return UnavailableError("the server is shutting down")
-        for rid in rids:
-            if rid in self.requests or rids.count(rid) > 1:
-                return DuplicateRequestError(f"rid: {rid!r} is already in use; choose another")
-        if prompt_tokens < 1:
-            return ClientError("input_ids: the prompt is empty; give at least 1 token")
-        capacity = self.pages.num_pages * self.limits.page_size
-        samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
-        if pages_needed(prompt_tokens, samples, most_tokens, self.limits.page_size) > self.pages.num_pages:
-            times = f" x {samples} samples" if samples > 1 else ""
-            return TooLargeError(
-                f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
-                f"of {capacity} tokens"
-            )
-        if len(self.intake.queue) >= self.limits.max_queued_requests:
-            return OverloadedError(
-                f"max_queued_requests: {self.limits.max_queued_requests} prompts are queued already", retry_after_s=1.0
-            )
-        return None
-
     def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
         self.counters["transfers"] += 1
         self.counters["transfer_bytes"] += done.bytes_written
@@ -395,6 +361,15 @@ class DecodeScheduler:
         full = prompt.tokens // self.limits.page_size
         if prompt.tokens % self.limits.page_size and request.pages[full] != grant.pages[full]:
             self._effects.append(CopyPage(self.orders.next(), grant.pages[full], request.pages[full]))
+
+    def _let_in(self, now: float) -> None:
+        """Those that wait for pages: who had some before goes first. What becomes free is for one that starves."""
+        if self._starving:
+            return
+        while (request := self.retracted.resume()) is not None:
+            self.admit(request, now)
+        if not len(self.retracted):
+            self.intake.dispatch(now)
 
     def _admit_arrived(self, now: float) -> None:
         """The highest priority first; one that finds no hot buffer takes that of a running request of a lower one."""
@@ -450,8 +425,8 @@ class DecodeScheduler:
     def _end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
         """The one terminal event of a request. Its memory follows as soon as nobody can write it."""
         match request.state:
-            case State.QUEUED | State.PREFILLING:
-                self._leave_prompt(request, str(outcome))
+            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
+                self.intake.withdraw(request.prompt, str(outcome))
             case State.ARRIVED if request in self._arrived:
                 self._arrived.remove(request)
             case State.READY | State.RUNNING:
@@ -466,28 +441,13 @@ class DecodeScheduler:
         del self.requests[request.rid]
         self._draining.add(request)
         request.life.to(State.DRAINING, now)
-        self._effects.append(SendToFront(self._terminal(request, outcome, now)))
-        self._free_drained(request.prompt, now)
-
-    def _leave_prompt(self, request: Request, reason: str) -> None:
-        """One member less; the last one takes the prompt along."""
-        prompt = request.prompt
-        if prompt.waiting == [request]:
-            self.intake.withdraw(prompt, reason)
-
-    def _terminal(self, request: Request, outcome: FinishReason | RequestError, now: float) -> Finished | Failed:
         if isinstance(outcome, RequestError):
             self.counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
-            return _failed(request.rid, outcome)
-        self.counters["requests_finished"] += 1
-        return Finished(
-            rid=request.rid,
-            reason=outcome,
-            prompt_tokens=request.prompt_tokens,
-            completion_tokens=len(request.output_ids),
-            cached_tokens=request.done.cached_tokens if request.done is not None else 0,
-            timeline=request.timeline(now),
-        )
+            self._effects.append(SendToFront(failed(request.rid, outcome)))
+        else:
+            self.counters["requests_finished"] += 1
+            self._effects.append(SendToFront(finished(request, outcome, now)))
+        self._free_drained(request.prompt, now)
 
     def _free_drained(self, prompt: Prompt, now: float) -> None:
         """Requests that have ended are gone for good once no page of their prompt can be written any more."""
@@ -495,7 +455,3 @@ class DecodeScheduler:
             for request in [request for request in prompt.members if request in self._draining]:
                 request.life.to(State.FREED, now)
                 self._draining.remove(request)
-
-
-def _failed(rid: str, error: RequestError) -> Failed:
-    return Failed(rid, error.status, error.code, str(error), error.retry_after_s)

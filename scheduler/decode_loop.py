@@ -46,6 +46,7 @@ from .effects import (
     ResizeHot,
     SavePages,
     SendToPeer,
+    Settle,
 )
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
@@ -198,7 +199,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.connect(endpoint)
             case OpenHot() | ResizeHot() | PartScatter():
                 self._ranks.tell(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():
                 if isinstance(effect, SavePages):
                     self._saving[effect.order] = len(effect.pages)
                 self._ranks.tell(effect)

@@ -66,6 +66,12 @@ class DropPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     rid: str
 
 
+class Settle(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Do nothing: when this is done, so is everything told before, also what has no order."""
+
+    order: int
+
+
 class OpenHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Set up the hot buffer of a request that is let in (HiSparse).
 
@@ -94,7 +100,7 @@ class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
     key: TransferKey
 
 
-PageEffect = CopyPage | SavePages | LoadPages | DropPages
+PageEffect = CopyPage | SavePages | LoadPages | DropPages | Settle
 HotEffect = OpenHot | ResizeHot
 StageEffect = PartWrite | PartScatter
 Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | StageEffect | ChunkWrite | CancelChunks

@@ -2,8 +2,12 @@
 
 Every running request has a hot buffer: a request slot and pages of the hot pool. Its first pages hold `hot_rows` rows
 under LRU replacement and one for the newest token; they are reserved when it is admitted, so a running request never
-lacks them. While the hot pool has room, a request keeps all its rows there and nothing is ever fetched for it
-(resident). When somebody needs room, residents give up all but their first pages: the rows are in host memory anyway.
+lacks them. While there is room, a request keeps all its rows on the GPU and nothing is ever fetched for it (resident).
+When somebody needs room, residents give up all but their first pages: the rows are in host memory anyway.
+
+Where further pages come from, in this order: pages of the hot pool that all slots together cannot need for their first
+ones; free pages of keys (loans.py), which whoever brings new keys wants back; the rest of the hot pool, which whoever
+opens a buffer wants back. First pages are never borrowed.
 
 Hot pages are touched by the ranks' orders alone, which they carry out in line, so they change hands at once.
 """
@@ -11,17 +15,20 @@ Hot pages are touched by the ranks' orders alone, which they carry out in line, 
 import dataclasses
 
 from ..memory.index_spaces import HotPage, RequestSlot
+from ..memory.lots import Lots
 from ..memory.pages import PageAllocator, PageGrant
+from .loans import Loan, Loans
 
 
 @dataclasses.dataclass(frozen=True)
 class HotLimits:
-    """The hot pool of a decode server: the same on all ranks."""
+    """The hot pool of a decode server: the same on all ranks. Its `num_pages` come behind those that keys lie over."""
 
     num_pages: int
     page_size: int
     hot_rows: int
     slots: int
+    lots: Lots | None = None
 
     @property
     def buffer_pages(self) -> int:
@@ -34,26 +41,34 @@ class HotBuffer:
     longer one cycles through its first pages.
     """
 
-    __slots__ = ("capacity", "cycles", "grant", "rid", "slot")
+    __slots__ = ("capacity", "cycles", "grant", "loans", "pages", "rid", "slot", "spare")
 
-    def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage], capacity: int, *, cycles: bool) -> None:
+    def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
         self.rid = rid
         self.slot = slot
         self.grant = grant
-        self.capacity = capacity
-        self.cycles = cycles
+        """Of the hot pool: its first pages, and perhaps further ones."""
+        self.pages = list(grant.pages)
+        """All that it uses, in the order of its rows."""
+        self.loans: list[Loan] = []
+        self.spare: list[HotPage] = []
+        """Borrowed, and not in use yet; the next one last."""
+        self.capacity = 0
+        self.cycles = False
 
     @property
-    def pages(self) -> list[HotPage]:
-        return self.grant.pages
+    def borrowed(self) -> int:
+        """Pages of keys that it has borrowed."""
+        return sum(len(loan.grant.pages) for loan in self.loans)
 
 
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(self, limits: HotLimits) -> None:
+    def __init__(self, limits: HotLimits, loans: Loans | None = None) -> None:
         self.limits = limits
-        self.pages = PageAllocator[HotPage](limits.num_pages)
+        self.pages = PageAllocator[HotPage](limits.num_pages, limits.lots.covered if limits.lots is not None else 0)
+        self._loans = loans
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[str, HotBuffer] = {}
 
@@ -72,7 +87,7 @@ class HotBuffers:
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if need be at the cost of residents."""
-        spare = sum(len(self._beyond_first(buffer)) for buffer in self._buffers.values())
+        spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values())
         return bool(self._free_slots) and self.pages.available + spare >= self.limits.buffer_pages
 
     def open(self, rid: str, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
@@ -83,17 +98,17 @@ class HotBuffers:
         limits = self.limits
         shrunk: list[HotBuffer] = []
         while self.pages.available < limits.buffer_pages:
-            largest = max(self._buffers.values(), key=lambda buffer: len(buffer.pages))
+            largest = max(self._buffers.values(), key=self._beyond_first)
             assert self._beyond_first(largest), f"{rid} was let in without room for its hot buffer"
-            self._shrink(largest)
+            self.shrink(largest)
             shrunk.append(largest)
         wanted = -(-tokens // limits.page_size)
-        cycles = tokens > limits.hot_rows and wanted > self.pages.available
-        held = limits.buffer_pages if cycles else wanted
-        grant = self.pages.grant(rid, held, reserve=max(0, limits.buffer_pages - held))
+        first = min(wanted, limits.buffer_pages)
+        grant = self.pages.grant(rid, first, reserve=limits.buffer_pages - first)
         assert grant is not None, "there was room"
-        buffer = HotBuffer(rid, self._free_slots.pop(), grant, limits.hot_rows, cycles=cycles)
+        buffer = HotBuffer(rid, self._free_slots.pop(), grant)
         self._buffers[rid] = buffer
+        buffer.cycles = not self._extend(buffer, wanted - first)
         self._set_capacity(buffer)
         return buffer, shrunk
 
@@ -106,17 +121,33 @@ class HotBuffers:
         if buffer.cycles or tokens <= len(buffer.pages) * self.limits.page_size:
             return None
         while len(buffer.pages) * self.limits.page_size < tokens:
-            if not self.pages.grow(buffer.grant):
-                self._shrink(buffer)
+            if len(buffer.pages) < self.limits.buffer_pages:
+                self._take_own(buffer, 1)
+            elif not self._extend(buffer, 1):
+                self.shrink(buffer)
                 return buffer
         self._set_capacity(buffer)
         return buffer
+
+    def largest_borrower(self) -> HotBuffer | None:
+        """Who would give most pages back; None where nobody has borrowed any."""
+        largest = max(self._buffers.values(), key=lambda buffer: buffer.borrowed, default=None)
+        return largest if largest is not None and largest.loans else None
+
+    def shrink(self, buffer: HotBuffer) -> None:
+        """A resident goes on with its first pages; it gives back what it has borrowed."""
+        self.pages.give_back(buffer.grant, self._beyond_first(buffer))
+        del buffer.pages[self.limits.buffer_pages :]
+        self._give_back(buffer)
+        buffer.cycles = True
+        self._set_capacity(buffer)
 
     def close(self, rid: str) -> None:
         """The request has ended or was retracted; nothing happens where it has no buffer."""
         buffer = self._buffers.pop(rid, None)
         if buffer is not None:
             self.pages.release(buffer.grant)
+            self._give_back(buffer)
             self._free_slots.append(buffer.slot)
 
     def of(self, rid: str) -> HotBuffer:
@@ -124,9 +155,11 @@ class HotBuffers:
 
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
+        loans = [loan for buffer in self._buffers.values() for loan in buffer.loans]
         return {
             "hot_pages": self.limits.num_pages,
             "hot_pages_available": self.pages.available,
+            "hot_pages_borrowed": sum(len(loan.hot_pages) for loan in loans),
             "hot_buffers": len(self),
             "hot_buffers_resident": self.resident,
         }
@@ -136,16 +169,50 @@ class HotBuffers:
         self.pages.check_integrity(idle=idle)
         slots = sorted([*self._free_slots, *(buffer.slot for buffer in self._buffers.values())])
         assert slots == list(range(self.limits.slots)), f"request slots are {slots}"
+        for buffer in self._buffers.values():
+            held = {*buffer.grant.pages, *(page for loan in buffer.loans for page in loan.hot_pages)}
+            used = [*buffer.pages, *buffer.spare]
+            assert held == set(used), f"the hot buffer of {buffer.rid} has pages {sorted(held)} and uses {used}"
+            assert len(held) == len(used), f"the hot buffer of {buffer.rid} uses a page twice: {used}"
+            first = buffer.pages[: self.limits.buffer_pages]
+            assert buffer.grant.pages[: len(first)] == first, f"first pages of {buffer.rid} are not its own: {first}"
 
-    def _shrink(self, buffer: HotBuffer) -> None:
-        """Take all pages but the first ones."""
-        self.pages.give_back(buffer.grant, len(self._beyond_first(buffer)))
-        buffer.cycles = True
-        self._set_capacity(buffer)
+    def _extend(self, buffer: HotBuffer, count: int) -> bool:
+        """Give a resident `count` pages behind its first ones; False, and nothing has changed, where there are not as
+        many.
+        """
+        missing = count - min(count, len(buffer.spare))
+        free, room = self.pages.available, self._loans.room if self._loans is not None else 0
+        if missing > free + room:
+            return False
+        unneeded = max(0, free - len(self._free_slots) * self.limits.buffer_pages)
+        borrowed = min(max(0, missing - unneeded), room)
+        buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
+        self._take_own(buffer, missing - borrowed)
+        if borrowed:
+            assert self._loans is not None
+            loan = self._loans.borrow(buffer.rid, borrowed)
+            buffer.loans.append(loan)
+            buffer.pages += loan.hot_pages[:borrowed]
+            buffer.spare = loan.hot_pages[: borrowed - 1 : -1]
+        return True
+
+    def _take_own(self, buffer: HotBuffer, count: int) -> None:
+        for _ in range(count):
+            grown = self.pages.grow(buffer.grant)
+            assert grown, "there was room"
+            buffer.pages.append(buffer.grant.pages[-1])
+
+    def _give_back(self, buffer: HotBuffer) -> None:
+        for loan in buffer.loans:
+            assert self._loans is not None
+            self._loans.give_back(loan)
+        buffer.loans, buffer.spare = [], []
 
     def _set_capacity(self, buffer: HotBuffer) -> None:
         rows = 0 if buffer.cycles else len(buffer.pages) * self.limits.page_size
         buffer.capacity = max(self.limits.hot_rows, rows)
 
-    def _beyond_first(self, buffer: HotBuffer) -> list[HotPage]:
-        return buffer.pages[self.limits.buffer_pages :]
+    def _beyond_first(self, buffer: HotBuffer) -> int:
+        """Pages of the hot pool that it would give up."""
+        return max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

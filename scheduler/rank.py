@@ -20,7 +20,7 @@ from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..memory.device import resolve_device
 from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
-from ..memory.ring_memory import RingMemory, ring_bytes
+from ..memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
 from ..models.sharding import Shard
@@ -34,7 +34,7 @@ from ..transfer.part_scatterer import PartScatterer
 from ..transfer.receivers import Receivers
 from ..transfer.staged_links import STAGED_KIND
 from ..transfer.transports import machine_id
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, Settle
 from .executor import PendingStep
 from .rank_builder import RankBuilder
 from .rank_messages import (
@@ -133,6 +133,10 @@ class RankEngine:
         return tuple(self._writer.problems()) if self._writer is not None else ()
 
     @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
     def busy_s(self) -> float:
         """Time spent on steps, less that spent waiting for the stage before. May be read from another thread."""
         return self._stepping_s - self._parallel.waited_s
@@ -149,7 +153,18 @@ class RankEngine:
                 self._carry_out(command)
 
     def transfer(self, command: TransferCommand) -> None:
-        """Carry out a command that concerns KV which is complete. Called from another thread; does not wait."""
+        """Carry out a command that concerns KV which is complete. Called from another thread; does not wait.
+
+        Does not raise: why a transfer failed is in its report, and a rank that cannot do as it is told has failed.
+        """
+        try:
+            self._transfer(command)
+        except Exception as error:
+            name = type(command).__name__
+            log.exception("rank %d: %s", self._rank, name)
+            self._report(RankFailed(self._rank, f"{name} could not be carried out: {type(error).__name__}: {error}"))
+
+    def _transfer(self, command: TransferCommand) -> None:
         if isinstance(command, PartScatter):
             assert self._scatterer is not None, "a rank without a ring gets nothing to scatter"
             self._scatterer.scatter(command)
@@ -183,7 +198,7 @@ class RankEngine:
         match command:
             case RunStep():
                 self._start_step(command)
-            case CopyPage() | SavePages() | LoadPages() | DropPages():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():
                 self._move_pages(command)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
@@ -244,6 +259,8 @@ class RankEngine:
                 cache.load(self._saved.pop(rid), pages)
             case DropPages(rid=rid):
                 del self._saved[rid]
+            case Settle():
+                pass
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._report(OrderDone(self._rank, command.order, time.monotonic() - started))
@@ -298,7 +315,7 @@ class RankEngine:
     def _make_ring(self, config: DecodeConfig) -> None:
         """Room for what prefill stages, where KV has heads. Before peers hear of this rank: it has to be registered."""
         dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
-        if dense is None or config.staging == "off":
+        if dense is None or not may_stage(config, self._source.config.num_kv_heads):
             return
         self._ring = RingMemory(ring_bytes(config, _layout(dense).token_bytes), self._device)
         self._scatterer = PartScatterer(

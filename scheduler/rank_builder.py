@@ -12,6 +12,7 @@ from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
 from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
 from ..memory.kv_pool import KvCache
+from ..memory.lots import Lots
 from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, ring_bytes
 from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
@@ -108,10 +109,14 @@ class RankBuilder:
         )
         num_pages = self._parallel.agree_minimum(size.num_pages)
         hot_pages = self._parallel.agree_minimum(size.hot_pages)
+        lots = Lots.of(num_pages, kv_page_bytes=indexer_bytes, hot_page_bytes=latent_bytes)  # as many tokens in both
         log.info(
-            "HiSparse: %d hot pages of %d rows, %d rows in the buffer of a request",
+            "HiSparse: %d hot pages of %d rows, and up to %d more in lots of %d while pages of keys are free; %d rows "
+            "in the buffer of a request",
             hot_pages,
             config.page_size,
+            lots.count * lots.hot_pages,
+            lots.hot_pages,
             hot_rows,
         )
         return runner.make_hisparse_cache(

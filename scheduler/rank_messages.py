@@ -9,7 +9,7 @@ import msgspec
 from ..memory.index_spaces import KvPage
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, Settle
 from .step import StepResult, StepRow
 
 
@@ -90,7 +90,7 @@ class StopRank(Command, frozen=True):
     """End this rank."""
 
 
-PageCommand = CopyPage | SavePages | LoadPages | DropPages
+PageCommand = CopyPage | SavePages | LoadPages | DropPages | Settle
 InlineCommand = PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Carried out by the thread that computes, in order."""

@@ -1,14 +1,22 @@
 """The memory that requests run in: pages of KV and, with HiSparse, a hot buffer for each that runs."""
 
+from collections.abc import Iterable
+
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
-from .effects import Effect, OpenHot, ResizeHot
+from .effects import Effect, OpenHot, ResizeHot, Settle
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits
 from .lifecycle import State
+from .loans import Loans
 from .orders import Orders
 from .request import Request
+from .reservation import pages_for
 
 _WITH_HOT_BUFFER = (State.READY, State.RUNNING)
+MARGIN_PAGES = 2
+"""Pages for each running request that has to find more than is reserved for it. Two steps may be under way when loans
+are called in, and until those have ended a request takes at most two pages.
+"""
 
 
 class RequestMemory:
@@ -16,6 +24,8 @@ class RequestMemory:
 
     Pages that are taken back rest until the ranks have done all that they were told (orders.py): then a prefill server
     may write them. Hot pages are touched by the ranks alone, in line with what they are told, and change hands at once.
+
+    Hot buffers borrow free pages (loans.py). `call_in` has them back when somebody lacks them.
     """
 
     def __init__(
@@ -23,7 +33,12 @@ class RequestMemory:
     ) -> None:
         self.pages = pages
         self.orders = Orders(pages)
-        self.hot = HotBuffers(hot_limits) if hot_limits is not None else None
+        self._loans: Loans | None = None
+        self.hot: HotBuffers | None = None
+        if hot_limits is not None:
+            lots = hot_limits.lots
+            self._loans = Loans(pages, lots, self.orders) if lots is not None else None
+            self.hot = HotBuffers(hot_limits, self._loans)
         self._page_size = page_size
         self._effects = effects
 
@@ -37,6 +52,8 @@ class RequestMemory:
             return
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
         self._effects += [_resized(other) for other in shrunk]
+        if buffer.loans:
+            self.orders.unnumbered()
         self._effects.append(
             OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), request.kv_tokens, buffer.capacity)
         )
@@ -58,6 +75,40 @@ class RequestMemory:
             self._effects.append(_resized(grown))
         return True
 
+    def call_in(self, running: Iterable[Request]) -> bool:
+        """Have loans back: for those who have asked for pages in vain since the last call and would have enough then,
+        and before those who run lack what is not reserved for them. Whether pages are back already: those under which
+        nothing is under way. The others rest.
+        """
+        loans, hot, pages = self._loans, self.hot, self.pages
+        if loans is None or hot is None:
+            return False
+        shortfalls = pages.take_shortfalls()
+        loans.allowed = not shortfalls
+        if loans.borrowed or pages.lendable(0):
+            loans.margin = sum(self._margin(request) for request in running)
+        else:  # there is nothing to lend: not worth the sum, in every turn
+            loans.margin = MARGIN_PAGES * hot.limits.slots
+        before = pages.available
+        wanted = max((lacking for lacking in shortfalls if lacking <= pages.lent), default=0)
+        wanted = max(wanted, loans.margin - before if loans.borrowed else 0) - loans.coming
+        while wanted > 0 and (buffer := hot.largest_borrower()) is not None:
+            wanted -= buffer.borrowed
+            hot.shrink(buffer)
+            self._effects.append(_resized(buffer))
+        return pages.available > before
+
+    def settle(self) -> None:
+        """Have the ranks report when they are done, if grants wait for that and no order is left that says so."""
+        if self.orders.unsettled and not len(self.orders):
+            self._effects.append(Settle(self.orders.next()))
+
+    def _margin(self, request: Request) -> int:
+        """Free pages to be kept for it."""
+        assert request.grant is not None, f"{request.rid} runs without pages"
+        most = pages_for(request.most_kv_tokens, self._page_size)
+        return max(0, min(MARGIN_PAGES, most - len(request.grant.pages) - request.grant.reserved))
+
     def release(self, request: Request) -> None:
         """Take everything. A request without memory has nothing to give."""
         self.close_hot(request)
@@ -74,6 +125,8 @@ class RequestMemory:
             self.hot.check_integrity(idle=idle)
             running = {rid for rid, request in requests.items() if request.state in _WITH_HOT_BUFFER}
             assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} are not as their states say"
+        if self._loans is not None and not self.orders.resting:
+            assert self._loans.coming == 0, f"{self._loans.coming} pages were given back and are not here"
 
 
 def _resized(buffer: HotBuffer) -> ResizeHot:

@@ -1,7 +1,8 @@
 """Requests that gave up memory so that others can go on: who does, what becomes of its KV, and how it comes back.
 
-out of pages         the youngest of the lowest priority gives up all it has. Its KV is copied to host memory, or
-                     computed anew by prefill where that is cheaper or host memory is used up
+out of pages         hot buffers give back what they have borrowed (HiSparse). Then the youngest of the lowest priority
+                     gives up all it has: its KV is copied to host memory, or computed anew by prefill where that is
+                     cheaper or host memory is used up
 out of hot buffers   (HiSparse) only for somebody of a higher priority, and only the buffer: the KV of the one that
                      is parked stays in its pages, which are in host memory anyway
 """
@@ -66,10 +67,12 @@ class Retractions:
         """A place for the row that the next step writes, if need be at the cost of the request that matters least,
         which may be this one.
 
-        False when there is none and nobody can be retracted before the orders under way are done.
+        False when there is none before the orders under way are done: then loans are back, or somebody is retracted.
         """
         while not self._memory.grow(request):
-            if len(self._memory.orders):
+            if self._memory.call_in(self._runs.running):
+                continue
+            if len(self._memory.orders) or self._memory.orders.unsettled:
                 return False
             victim = self._least()
             assert victim is not None, f"{request.rid} wants to step and nobody runs"

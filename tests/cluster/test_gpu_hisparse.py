@@ -22,16 +22,28 @@ PAGE = 8
 LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
 """Of one token: four layers, rows of 48 + 16 and 32 floats."""
 KV_TOKENS = 8192
+ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
+"""What all need at once. With no page more nothing is lent when all are there."""
+LONG_TOKENS = 2000
+LONG_PAGES = ALL_PAGES + -(-(LENGTHS[0] + LONG_TOKENS - 1) // PAGE)
+"""What they need beside one that goes on for long."""
 
 
 def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = KV_TOKENS, share: float = 1.0) -> tuple[str, ...]:
-    """Flags of a decode server whose hot pool has so many pages; `share` of the layers are in the largest stage."""
+    """Flags of a decode server whose hot pool has so many pages of its own; `share` of the layers are in the largest
+    stage.
+    """
     device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share + PAGE * LATENT_BYTES // 4
     return (
         "--enable-hisparse",
         *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens)),
         *("--kv-memory-gib", str(device_bytes / (1 << 30)), "--host-memory-gib", "0.5"),
     )
+
+
+def even(pages: int) -> int:
+    """So many pages or one more: their index is whole hot pages."""
+    return pages + pages % 2
 
 
 def buffers(hot_rows: int, count: int) -> int:
@@ -41,7 +53,8 @@ def buffers(hot_rows: int, count: int) -> int:
 
 def squeezed(times: int, share: float = 1.0) -> tuple[str, ...]:
     """A hot pool with a buffer for everybody and four pages more: who starts resident shrinks as the others come."""
-    return hisparse(times * TOPK, buffers(times * TOPK, len(LENGTHS)) + 4, share=share)
+    hot_pages = buffers(times * TOPK, len(LENGTHS)) + 4
+    return hisparse(times * TOPK, hot_pages, kv_tokens=even(ALL_PAGES) * PAGE, share=share)
 
 
 DECODES = {
@@ -51,7 +64,11 @@ DECODES = {
     "2k-eager": (*squeezed(2), "--no-cuda-graphs"),
     "2k-tp2": (*squeezed(2), "--tp", "2"),
     "4k-pp2": (*squeezed(4, share=0.75), "--pp", "2"),  # layers that share a selection stay together: three and one
-    "roomy": hisparse(2 * TOPK, 600),
+    "lending": (*hisparse(2 * TOPK, buffers(2 * TOPK, len(LENGTHS))), "--no-prefix-cache"),
+    "pressed": (
+        *hisparse(TOPK, buffers(TOPK, len(LENGTHS) + 1), kv_tokens=even(LONG_PAGES) * PAGE),
+        *("--growth-tokens", str(LONG_TOKENS), "--no-prefix-cache", "--max-running-requests", str(len(LENGTHS) + 1)),
+    ),
     "short": (
         *hisparse(2 * TOPK, buffers(2 * TOPK, 2), kv_tokens=1600),
         *("--growth-tokens", "8", "--no-prefix-cache"),
@@ -149,11 +166,26 @@ def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Se
 
 
 def test_everything_is_resident_while_there_is_room(servers: Servers) -> None:
-    decode = servers.decode("roomy")
+    """The hot pool has six buffers: all other rows are in free pages of keys."""
+    decode = servers.decode("lending")
     assert ask_all(decode, servers.prompts) == servers.expected
     counters = check_pools(decode)
     assert counters["hot_misses"] == 0
     assert counters["hot_write_backs"] > 0
+
+
+def test_a_resident_goes_on_with_its_buffer_when_others_need_what_it_has_borrowed(servers: Servers) -> None:
+    """Keys arrive where its rows were."""
+    decode = servers.decode("pressed")
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(decode.generate, servers.prompts[0], LONG_TOKENS)
+        wait_until(lambda: decode.info()["gauges"]["hot_pages_borrowed"] > 0 or long.done(), 30, "a loan")
+        assert not long.done(), long.result()
+        assert ask_all(decode, servers.prompts) == servers.expected
+        assert long.result(60)[:NEW_TOKENS] == servers.expected[0]
+    counters = check_pools(decode)
+    assert counters["hot_misses"] > 0
+    assert counters["retractions"] == 0
 
 
 def test_too_few_buffers_and_pages_queue_and_retract_but_never_fail(servers: Servers) -> None:
@@ -182,8 +214,8 @@ def test_sixteen_bit_models_with_experts_say_the_same_with_and_without(tmp_path:
         "plain": ("--kv-tokens", "2048"),
         "hisparse": (
             "--enable-hisparse",
-            *("--hot-rows", str(TOPK), "--kv-tokens", "2048", "--max-running-requests", "2"),
-            *("--kv-memory-gib", str((2048 * 4 * 32 * 2 + 5 * PAGE * 4 * 64 * 2) / (1 << 30))),
+            *("--hot-rows", str(TOPK), "--kv-tokens", "560", "--max-running-requests", "2"),  # hardly any to lend
+            *("--kv-memory-gib", str((560 * 4 * 32 * 2 + 6 * PAGE * 4 * 64 * 2) / (1 << 30))),
             *("--host-memory-gib", "0.1"),
         ),
     }

@@ -23,7 +23,8 @@ PAGE = 8
 LAYERS = 4
 LATENT_BYTES, INDEXER_BYTES = LAYERS * 64 * 4, LAYERS * 32 * 4
 """Of one token: rows of 48 + 16 and 32 floats."""
-
+ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
+"""What all need at once. With no page more nothing is lent when all are there."""
 
 PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
@@ -60,7 +61,9 @@ class Source(NamedTuple):
 
 
 def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = 4096, share: float = 1.0) -> list[str]:
-    """Flags of a decode server whose hot pool has so many pages; `share` of the layers are in the largest stage."""
+    """Flags of a decode server whose hot pool has so many pages of its own; `share` of the layers are in the largest
+    stage. The index of an even number of pages is whole hot pages.
+    """
     device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share
     gib = str((device_bytes + PAGE * LATENT_BYTES // 4) / (1 << 30))
     return [
@@ -111,7 +114,8 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     buffers = len(LENGTHS) * (hot_rows // PAGE + 1)
     tp, pp = layout
     share = source.case.largest_stage if pp == 2 else 1.0
-    decode = source.decode(*hisparse(hot_rows, buffers + 4, share=share), "--tp", str(tp), "--pp", str(pp))
+    sizes = hisparse(hot_rows, buffers + 4, kv_tokens=ALL_PAGES * PAGE, share=share)
+    decode = source.decode(*sizes, "--tp", str(tp), "--pp", str(pp))
     assert ask_all(decode, source) == source.expected
     assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
     counters = decode.settled_info()["counters"]
@@ -133,7 +137,8 @@ def check_metrics(found: dict[str, float]) -> None:
     assert 0 < found["pdserve_decode_steps_total"] <= steps
     assert found["pdserve_hot_buffers"] == found["pdserve_hot_buffers_resident"] == 0
     assert found["pdserve_hot_pages_available"] == found["pdserve_hot_pages"] > 0
-    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == 4096 // PAGE
+    assert found["pdserve_hot_pages_borrowed"] == 0
+    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == ALL_PAGES
     assert found["pdserve_kv_pages_held"] == 0
     assert found["pdserve_integrity_errors_total"] == 0
 
@@ -162,6 +167,31 @@ def test_everything_is_resident_while_there_is_room(source: Source) -> None:
     assert counters["hot_misses"] == counters["hot_hits"] == counters["hot_bytes_swapped_in"] == 0
     steps = 2 * len(LENGTHS) * (NEW_TOKENS - 1) + long_tokens - 1
     assert counters["hot_write_backs"] == steps * LAYERS
+    assert decode.stop() == 0
+
+
+def test_free_pages_of_keys_make_residents_until_somebody_needs_them(source: Source) -> None:
+    """The hot pool has a buffer for everybody and nothing else. One that has the server for itself is resident; those
+    who come then need all pages there are, and it goes on with its buffer.
+    """
+    long_tokens, buffers = 500, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
+    pages = ALL_PAGES + -(-(LENGTHS[0] + long_tokens - 1) // PAGE)
+    flags = ("--no-prefix-cache", "--growth-tokens", str(long_tokens), "--max-running-requests", str(len(LENGTHS) + 1))
+    decode = source.decode(*hisparse(2 * TOPK, buffers, kv_tokens=(pages + pages % 2) * PAGE), *flags)
+    assert decode.generate(source.prompts[-1], NEW_TOKENS) == source.expected[-1]
+    assert decode.count("hot_misses") == decode.count("hot_hits") == 0
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(decode.generate, source.prompts[0], long_tokens)
+        wait_until(lambda: metrics(decode)["pdserve_hot_pages_borrowed"] > 0, 30, "a loan")
+        assert ask_all(decode, source) == source.expected
+        assert long.result(60)[:NEW_TOKENS] == source.expected[0]
+    counters = decode.settled_info()["counters"]
+    assert counters["hot_misses"] > 0
+    assert counters["retractions"] == 0
+    decode.check_clean()
+    found = metrics(decode)
+    assert found["pdserve_hot_pages_borrowed"] == 0
+    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == pages + pages % 2
     assert decode.stop() == 0
 
 

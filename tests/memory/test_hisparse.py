@@ -9,23 +9,32 @@ from pdserve.configs.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.hisparse import HiSparseCache, HiSparseError, _runs
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
-from pdserve.memory.kv_pool import KvPool
+from pdserve.memory.kv_pool import KvPool, zeroed
+from pdserve.memory.lots import Lots
 from pdserve.memory.pinned import PinnedMemory
 
-PAGE_SIZE, LAYERS, ROW_SIZE = 4, 3, 6
+PAGE_SIZE, LAYERS, ROW_SIZE, KEY_SIZE = 4, 3, 6, 4
 
 
-def pool(num_pages: int, plane: str = "latent", *, pinned: bool = False, device: str = "cpu") -> KvPool:
+def pool(
+    num_pages: int,
+    plane: str = "latent",
+    *,
+    pinned: bool = False,
+    device: str = "cpu",
+    memory: torch.Tensor | None = None,
+) -> KvPool:
     return KvPool(
         num_pages=num_pages,
         num_layers=LAYERS,
         num_heads=1,
         page_size=PAGE_SIZE,
-        head_dim=ROW_SIZE,
+        head_dim=ROW_SIZE if plane == "latent" else KEY_SIZE,
         dtype=torch.float32,
         device=torch.device(device),
         planes=(plane,),
         pinned=pinned,
+        memory=memory,
     )
 
 
@@ -40,6 +49,22 @@ def make_cache(
         hot_rows=hot_rows,
         max_context=max_context,
         top_k=top_k,
+        groups=[0, 0, 1],
+    )
+
+
+def make_shared_cache(own_pages: int, device: str = "cpu") -> HiSparseCache:
+    """31 pages of keys, under 20 2/3 hot pages, of which 20 are ten lots; all bytes of them NaN."""
+    memory = zeroed((21 + own_pages) * 4 * LAYERS * PAGE_SIZE * ROW_SIZE, torch.device(device))
+    memory.fill_(255)
+    return HiSparseCache(
+        pool(31, pinned=True),
+        pool(31, "indexer", device=device, memory=memory),
+        pool(21 + own_pages, device=device, memory=memory),
+        slots=3,
+        hot_rows=8,
+        max_context=64,
+        top_k=4,
         groups=[0, 0, 1],
     )
 
@@ -110,6 +135,42 @@ def test_a_buffer_needs_its_pages() -> None:
         open_buffer(cache, 0, [1, 2], range(10), tokens=9, capacity=12)
     with pytest.raises(AssertionError, match=r"hot pages are \[1, 2, 20\]"):
         open_buffer(cache, 0, [1, 2, 20], range(10), tokens=9, capacity=12)
+
+
+def test_keys_and_hot_rows_lie_in_one_allocation() -> None:
+    cache = make_shared_cache(own_pages=9)
+    _, keys = cache.pools
+    assert cache.own_hot_pages == range(21, 30)
+    assert keys.base_address == cache.hot.base_address
+    assert cache.device_bytes == cache.hot.size_bytes + cache.tables.size_bytes
+    assert keys.size_bytes < 21 * cache.hot.page_bytes
+    with pytest.raises(StartupError, match="the hot pool has 2 pages of 4 rows: one buffer"):
+        make_shared_cache(own_pages=2)
+
+
+def test_a_lot_is_keys_or_hot_rows_and_nothing_else_changes() -> None:
+    """The same lot as hot pages, as pages of keys and as hot pages again, between two others that stay."""
+    cache = make_shared_cache(own_pages=9)
+    cache.host.data.copy_(torch.rand(cache.host.data.shape))
+    _, keys = cache.pools
+    lots = Lots.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=cache.hot.page_bytes)
+    assert (lots.kv_pages, lots.hot_pages, lots.count, lots.covered) == (3, 2, 10, 21)
+    pages = [KvPage(page) for page in (12, 13, 14)]
+    borrowed = lots.hot_pages_under(pages)
+    around = [page for page in range(keys.num_pages) if page not in pages]
+    own = cache.own_hot_pages
+    for number in range(3):
+        before = keys.data[around].clone(), cache.hot.data[own.start + 3 :].clone()
+        open_buffer(cache, 0, [*own[:3], *borrowed], range(5), tokens=20, capacity=20)
+        assert cache.hot.data[borrowed].equal(cache.host.data[3:5])
+        cache.resize(RequestSlot(0), [HotPage(page) for page in own[:3]], 8)
+        arrived = torch.rand(keys.data[pages].shape)
+        keys.load(arrived, pages)
+        assert keys.data[pages].equal(arrived)
+        assert not cache.hot.data[borrowed].equal(cache.host.data[3:5])
+        for was, now in zip(before, (keys.data[around], cache.hot.data[own.start + 3 :]), strict=True):
+            assert was.view(torch.uint8).equal(now.view(torch.uint8)), f"round {number}"
+    cache.check_integrity()
 
 
 def repeat_slot(cache: HiSparseCache) -> None:

@@ -28,14 +28,31 @@ def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> H
 def test_the_host_decides_and_the_index_is_taken_from_the_device_budget() -> None:
     found = size(kv_memory_gib=30, host_memory_gib=50, max_running_requests=8)
     assert found.num_pages == 50 * GIB // (64 * LATENT)
-    budget = 30 * GIB - found.num_pages * 64 * INDEXER
-    assert found.hot_pages == budget // (64 * LATENT)
+    assert found.hot_pages == 30 * GIB // (64 * LATENT) - index_pages(found)
+
+
+def index_pages(found: HiSparseSize) -> int:
+    """Hot pages that the index reaches into."""
+    return -(-found.num_pages * INDEXER // LATENT)
 
 
 def test_the_index_leaves_half_of_the_budget_to_hot_pages() -> None:
     found = size(host_gib=1000, kv_memory_gib=10, host_memory_gib=900, max_running_requests=128)
-    assert found.num_pages == 5 * GIB // (64 * INDEXER)
-    assert found.hot_pages == (10 * GIB - found.num_pages * 64 * INDEXER) // (64 * LATENT)
+    assert abs(found.num_pages * 64 * INDEXER - 5 * GIB) < 64 * LATENT
+    assert found.hot_pages == 10 * GIB // (64 * LATENT) - index_pages(found)
+
+
+@pytest.mark.parametrize("budget_gib", [9.5, 10, 10.001, 10.002])
+def test_the_index_leaves_every_request_its_buffer(budget_gib: float) -> None:
+    """To the page: the index takes whole hot pages."""
+    found = size(host_gib=1000, kv_memory_gib=budget_gib, host_memory_gib=900, max_running_requests=13)
+    assert found.hot_pages == 13 * 65
+
+
+def test_no_more_pages_than_those_that_run_and_two_that_arrive_can_have() -> None:
+    found = size(host_gib=1000, device_gib=60, kv_memory_gib=50, host_memory_gib=900, max_running_requests=3)
+    assert found.num_pages == 5 * 131072 // 64
+    assert found.hot_pages == 50 * GIB // (64 * LATENT) - index_pages(found)
 
 
 def test_no_more_hot_pages_than_could_be_of_use() -> None:

@@ -14,11 +14,13 @@ from pdserve.kernels.slot_tables import SlotTables
 from pdserve.kernels.write_back import write_back
 from pdserve.memory.hisparse import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+from pdserve.memory.lots import Lots
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.models.batch import ForwardBatch
 from pdserve.models.latent_rows import new_token_rows
 from pdserve.scheduler.effects import CopyPage, OpenHot, ResizeHot
 from pdserve.scheduler.hot_buffers import HotBuffer, HotBuffers
+from pdserve.scheduler.loans import Loan
 from pdserve.scheduler.orders import Orders
 from pdserve.scheduler.request import Request
 
@@ -37,6 +39,14 @@ def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders,
     hot.pages.grant("a", 1, shared=request.pages)  # no
     prefixes.insert((1, 2), buffer.pages)  # no
     request.pages.append(7)  # no
+
+
+def lender(buffer: HotBuffer, loan: Loan, lots: Lots, orders: Orders, hot: HotBuffers) -> None:
+    buffer.pages += lots.hot_pages_under(loan.grant.pages)
+    buffer.pages += loan.grant.pages  # no
+    lots.hot_pages_under(loan.hot_pages)  # no
+    orders.release(loan.grant)
+    hot.pages.release(loan.grant)  # no
 
 
 def rank(cache: HiSparseCache, slot: RequestSlot, hot_pages: list[HotPage], pages: list[KvPage]) -> None:

@@ -16,15 +16,18 @@ class PoolMachine(RuleBasedStateMachine):
     """Requests with few different tokens come, share what is cached, grow and go.
 
     The model: `content` says which tokens each held page was filled with. Whatever the cache returns must have exactly
-    that content, and pages that somebody holds must not change hands.
+    that content, and pages that somebody holds must not change hands. Lots of three pages are lent: the memory of each
+    is something else until it is released.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.size = 13
         self.pages = PageAllocator[KvPage](self.size)
+        self.pages.divide(3)
         self.cache = PrefixCache(self.pages, PAGE_SIZE)
         self.requests: dict[PageGrant[KvPage], list[int]] = {}
+        self.loans: list[PageGrant[KvPage]] = []
         self.content: dict[int, tuple[int, ...]] = {}
         """The whole prefix up to the end of each page, by page."""
 
@@ -36,13 +39,16 @@ class PoolMachine(RuleBasedStateMachine):
         wanted = -(-len(tokens) // PAGE_SIZE) - len(shared)
         woken = sum(1 for page in shared if all(page not in grant.pages for grant in self.requests))
         fits = wanted + reserve + woken <= self.pages.available
+        lacking = wanted + reserve + woken - self.pages.available
         grant = self.pages.grant("x", wanted, reserve, shared)
         assert (grant is not None) == fits
+        assert self.pages.take_shortfalls() == ([] if fits else [lacking])
         if grant is None:
             return
         assert grant.pages[: len(shared)] == shared
         for index, page in list(enumerate(grant.pages))[len(shared) :]:
-            assert all(page not in other.pages for other in self.requests), "a new page had a holder"
+            others = [*self.requests, *self.loans]
+            assert all(page not in other.pages for other in others), "a new page had a holder"
             self.content[page] = tuple(tokens[: (index + 1) * PAGE_SIZE])
         self.requests[grant] = tokens
         self.cache.insert(tokens, grant.pages)
@@ -55,6 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         if len(tokens) == len(grant.pages) * PAGE_SIZE:
             reserved, available = grant.reserved, self.pages.available
             grown = self.pages.grow(grant)
+            assert self.pages.take_shortfalls() == ([] if grown else [1])
             assert grown == (reserved > 0 or available > 0)
             assert self.pages.available == available - (grown and not reserved), "what was reserved costs nobody else"
             if not grown:
@@ -71,6 +78,26 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache.insert(tokens, grant.pages)
         self.pages.release(grant)
 
+    @rule(lots=st.integers(1, 3), keep=st.integers(0, 3))
+    def lend(self, lots: int, keep: int) -> None:
+        taken = {page for grant in [*self.requests, *self.loans] for page in grant.pages}
+        free = {page for page in range(self.size) if page not in taken} - set(self.pages._idle)
+        whole = [lot for lot in range(self.size // 3) if {*range(3 * lot, 3 * lot + 3)} <= free]
+        reserved = sum(grant.reserved for grant in self.requests)
+        most = max(0, min(len(whole), (len(free) - reserved - keep) // 3))
+        assert self.pages.lendable(keep) == most
+        if lots <= most:
+            loan = self.pages.lend("y", lots)
+            assert loan.pages == [page for lot in whole[-lots:] for page in range(3 * lot, 3 * lot + 3)]
+            self.loans.append(loan)
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        loan = data.draw(st.sampled_from(self.loans))
+        self.loans.remove(loan)
+        self.pages.release(loan)
+
     @rule()
     def flush(self) -> None:
         self.cache.flush()
@@ -79,14 +106,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts(self) -> None:
-        self.pages.check_integrity(idle=not self.requests)
+        self.pages.check_integrity(idle=not self.requests and not self.loans)
         held = {page for grant in self.requests for page in grant.pages}
+        lent = {page for loan in self.loans for page in loan.pages}
         reserved = sum(grant.reserved for grant in self.requests)
+        assert not held & lent
         assert self.pages.held == len(held)
-        assert self.pages.available == self.size - len(held) - reserved
+        assert self.pages.lent == len(lent)
+        assert self.pages.available == self.size - len(held) - len(lent) - reserved
 
     def teardown(self) -> None:
-        for grant in self.requests:
+        for grant in [*self.requests, *self.loans]:
             self.pages.release(grant)
         everything = self.pages.grant("all", self.size)
         assert everything is not None, "cached pages are as good as free ones"
@@ -101,6 +131,40 @@ def test_fresh_pool_gives_adjacent_pages() -> None:
     grant = PageAllocator[KvPage](8).grant("a", 3)
     assert grant is not None
     assert grant.pages == [0, 1, 2]
+
+
+def test_pages_are_those_from_the_first_on_and_the_lowest_come_first() -> None:
+    pages = PageAllocator[KvPage](4, first=7)
+    grants = [pages.grant("a", 2), pages.grant("b", 2)]
+    first, second = grants
+    assert first is not None
+    assert second is not None
+    assert (first.pages, second.pages) == ([7, 8], [9, 10])
+    pages.release(second)
+    pages.release(first)
+    again = pages.grant("c", 3)
+    assert again is not None
+    assert again.pages == [7, 8, 9]
+    pages.check_integrity()
+
+
+def test_a_pool_without_lots_lends_nothing_and_notes_nothing() -> None:
+    pages = PageAllocator[KvPage](4)
+    assert pages.lendable(0) == 0
+    assert pages.grant("a", 5) is None
+    assert pages.take_shortfalls() == []
+
+
+def test_lots_that_come_and_go_leave_nothing_behind() -> None:
+    """What is handed out as part of a lot stays in the queue of free pages, once."""
+    pages = PageAllocator[KvPage](12)
+    pages.divide(4)
+    for _ in range(10):
+        pages.release(pages.lend("a", 2))
+    assert len(pages._free._queue) == 12
+    everything = pages.grant("all", 12)
+    assert everything is not None
+    assert everything.pages == list(range(12))
 
 
 def test_least_recently_used_prefix_goes_first() -> None:

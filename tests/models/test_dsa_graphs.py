@@ -69,7 +69,8 @@ def test_a_step_takes_the_resident_kind_exactly_while_all_are_within_their_capac
     cache = decoder.make_hisparse_cache(32, PAGE_SIZE, hot_pages=24, slots=2, hot_rows=16, max_context=64)
     step = DsaStep(decoder, cache, max_batch=2, max_pages=16)
     pages = [[KvPage(page) for page in range(first, first + 11)] for first in (0, 11)]
-    hot_pages = [[HotPage(page) for page in range(first, first + 10)] for first in (0, 10)]
+    own = [HotPage(page) for page in cache.own_hot_pages]
+    hot_pages = [own[:10], own[10:20]]
     for slot in (0, 1):
         cache.open(RequestSlot(slot), hot_pages[slot], pages[slot], 20, 40)
 

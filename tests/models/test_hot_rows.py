@@ -13,6 +13,7 @@ from pdserve.kernels.swap_in import copy_misses
 from pdserve.kernels.write_back import write_back
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
+from pdserve.memory.lots import Lots
 from pdserve.models import hot_rows
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.catalog import locate_model
@@ -59,7 +60,7 @@ class Twin:
         for pool in (*self.plain.pools, *self.cache.pools, self.cache.hot):
             poison(pool.data)
         self.free = [KvPage(page) for page in random.Random(1).sample(range(NUM_PAGES), NUM_PAGES)]
-        self.free_hot = [HotPage(page) for page in random.Random(2).sample(range(hot_pages), hot_pages)]
+        self.free_hot = [HotPage(page) for page in random.Random(2).sample(self.cache.own_hot_pages, hot_pages)]
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, list[KvPage]] = {}
         self.hot: dict[int, list[HotPage]] = {}
@@ -122,6 +123,24 @@ class Twin:
         for slot, row in zip(slots, found.argmax(-1).tolist(), strict=True):
             self.tokens[slot].append(row)
         return found
+
+    def lend(self, hot_pages: int) -> list[KvPage]:
+        """Free pages of keys, in whole lots, whose hot pages are held when there are no others."""
+        _, keys = self.cache.pools
+        lots = Lots.of(NUM_PAGES, kv_page_bytes=keys.page_bytes, hot_page_bytes=self.cache.hot.page_bytes)
+        lent: list[KvPage] = []
+        for number in random.Random(3).sample(range(lots.count), lots.count):
+            lot = [KvPage(page) for page in range(number * lots.kv_pages, (number + 1) * lots.kv_pages)]
+            if set(lot) <= set(self.free) and len(lent) * lots.hot_pages < hot_pages * lots.kv_pages:
+                lent += lot
+                self.free_hot = lots.hot_pages_under(lot) + self.free_hot
+        self.free = [page for page in self.free if page not in lent]
+        return lent
+
+    def take_back(self, lent: list[KvPage]) -> None:
+        """They are pages again, and the next to be taken."""
+        self.free_hot = [page for page in self.free_hot if page in self.cache.own_hot_pages]
+        self.free += lent
 
     def forward(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         logits = self.runner.forward(cache, slices)
@@ -288,6 +307,30 @@ def test_requests_come_and_go_in_mixed_batches(glm: ModelRunner) -> None:
     assert twin.cache.counters()["misses"] > 0
 
 
+def lend_and_take_back(twin: Twin) -> None:
+    """One has the buffer that is there, and its other rows in pages that are free; who comes then gets those pages."""
+    for seed in range(3):
+        lent = twin.lend(hot_pages=9)
+        twin.start(0, prompt(seed, 60), capacity=80)
+        assert set(twin.hot[0]) - set(twin.cache.own_hot_pages)
+        for _ in range(6):
+            twin.step([0])
+        twin.resize(0, TOP_K)
+        twin.take_back(lent)
+        twin.start(1, prompt(seed + 10, 53))
+        assert set(twin.pages[1]) <= set(lent), "keys arrive where rows were"
+        for _ in range(12):  # and grow into pages of which the rest is rows
+            twin.step([0, 1])
+        twin.close(1)
+        twin.close(0)
+
+
+def test_free_pages_of_keys_hold_hot_rows_and_then_keys_again(glm: ModelRunner) -> None:
+    twin = Twin(glm, hot_rows=TOP_K, hot_pages=6)
+    lend_and_take_back(twin)
+    assert twin.cache.counters()["misses"] > 0
+
+
 def test_pages_are_copied_saved_and_loaded_with_their_newest_rows(glm: ModelRunner) -> None:
     """What n > 1 and retraction do, between steps: the copy decodes like the original."""
     twin = Twin(glm, hot_rows=TOP_K)
@@ -319,6 +362,7 @@ def test_packed_rows_are_moved_as_they_are(glm: ModelRunner) -> None:
     for _ in range(8):
         twin.step([1, 0])
     assert twin.cache.counters()["misses"] > 0
+    lend_and_take_back(Twin(packed, hot_rows=TOP_K, hot_pages=6))
 
 
 def test_several_tokens_of_a_sequence_are_refused(glm: ModelRunner) -> None:
@@ -383,6 +427,13 @@ def test_the_gpu_decodes_as_with_a_plain_cache(on_gpu: ModelRunner, times: int) 
     twin.cache.counters()
     twin.cache.wait()
     assert twin.cache.counters()["misses"] > 0
+    twin.cache.close()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_free_pages_of_keys_hold_hot_rows_and_then_keys_again(on_gpu: ModelRunner) -> None:
+    twin = Twin(on_gpu, hot_rows=TOP_K, hot_pages=6)
+    lend_and_take_back(twin)
     twin.cache.close()
 
 

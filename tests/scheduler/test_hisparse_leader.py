@@ -16,6 +16,7 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.slot_tables import buffer_pages
 from pdserve.memory.hisparse import HiSparseCache
+from pdserve.memory.lots import Lots
 from pdserve.memory.sizing import GIB
 from pdserve.scheduler import front_link
 from pdserve.scheduler import leader as leader_module
@@ -32,7 +33,7 @@ PAGE_SIZE, HOT_ROWS, HOST_PAGES, SLOTS = 8, 16, 8, 3
 LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
 """Of one token: four layers, rows of 48 + 16 and 32 floats."""
 DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATENT_BYTES
-"""For the index, and for ten hot pages."""
+"""For the index, which is as large as four hot pages, and for ten."""
 
 
 def receive(front: "zmq.Socket[bytes]") -> ToFront:
@@ -119,7 +120,8 @@ def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
     hot, cache = engine.scheduler.hot, engine.cache
     assert hot is not None
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
-    assert (hot.limits.num_pages, cache.hot.num_pages) == (10, 10)
+    assert hot.limits.lots == Lots(kv_pages=2, hot_pages=1, count=4, covered=4)
+    assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
     assert (hot.limits.slots, cache.tables.requests) == (SLOTS, SLOTS)
     assert (hot.limits.hot_rows, cache.tables.hot_rows) == (HOT_ROWS, HOT_ROWS)
     assert hot.limits.buffer_pages == buffer_pages(HOT_ROWS, PAGE_SIZE)
@@ -128,7 +130,9 @@ def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
 def test_what_is_on_the_device_is_what_was_planned(engine: Engine) -> None:
     latent, indexer = engine.cache.pools
     assert latent.size_bytes == HOST_PAGES * PAGE_SIZE * LATENT_BYTES
-    on_device = indexer.size_bytes + engine.cache.hot.size_bytes
+    on_device = engine.cache.hot.size_bytes
+    assert on_device == indexer.size_bytes + 10 * PAGE_SIZE * LATENT_BYTES
+    assert engine.cache.device_bytes == on_device + engine.cache.tables.size_bytes
     assert on_device <= DEVICE_BYTES < on_device + PAGE_SIZE * LATENT_BYTES, "one more hot page would have fitted"
 
 
@@ -138,10 +142,22 @@ def test_prefill_hears_which_pool_is_in_host_memory(engine: Engine) -> None:
     assert pools == {"latent": ("host", latent.base_address), "indexer": ("device", indexer.base_address)}
 
 
+def test_the_rank_says_when_it_has_done_what_has_no_number(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    loan = scheduler.pages.lend("hot buffer of one that has ended", 1)
+    scheduler.orders.unnumbered()
+    scheduler.orders.release(loan)
+    ends_at = time.monotonic() + 10
+    while scheduler.pages.lent and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    assert scheduler.pages.lent == 0
+    assert scheduler.idle
+
+
 def lose_page(engine: Engine) -> Callable[[], None]:
     """A page of the sequences: of host memory, and of its index on the device."""
     page = engine.scheduler.pages._free.pop()
-    return lambda: engine.scheduler.pages._free.append(page)
+    return lambda: engine.scheduler.pages._free.add(page)
 
 
 def hold_page(engine: Engine) -> Callable[[], None]:
@@ -154,7 +170,13 @@ def lose_hot_page(engine: Engine) -> Callable[[], None]:
     assert engine.scheduler.hot is not None
     pages = engine.scheduler.hot.pages
     page = pages._free.pop()
-    return lambda: pages._free.append(page)
+    return lambda: pages._free.add(page)
+
+
+def keep_loan(engine: Engine) -> Callable[[], None]:
+    """Pages of keys that no hot buffer has, nor anybody else."""
+    loan = engine.scheduler.pages.lend("hot buffer of nobody", 1)
+    return lambda: engine.scheduler.pages.release(loan)
 
 
 def lose_request_slot(engine: Engine) -> Callable[[], None]:
@@ -189,6 +211,7 @@ def break_table(engine: Engine) -> Callable[[], None]:
         (lose_page, "7 free + 0 idle + 0 held pages are not the 8 of the pool"),
         (hold_page, "idle, but pages are held by nobody"),
         (lose_hot_page, "free + 0 idle + 0 held pages are not the"),
+        (keep_loan, "idle, but pages are held by hot buffer of nobody"),
         (lose_request_slot, "request slots are [1, 2]"),
         (keep_hot_buffer, "idle, but pages are held by somebody"),
         (break_table, "rank 0: index group 1, request slot 2: the eviction order is not all slots"),

@@ -1,10 +1,16 @@
 """Hot buffers: what is reserved, who is resident, who shrinks, over random lives and in the cases that matter."""
 
+import dataclasses
 import random
 
 import pytest
 
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.lots import Lots
+from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.hot_buffers import HotBuffers, HotLimits
+from pdserve.scheduler.loans import Loans
+from pdserve.scheduler.orders import Orders
 
 PAGE = 4
 LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
@@ -61,11 +67,31 @@ def test_no_slot_or_no_room_means_waiting() -> None:
     hot.check_integrity(idle=False)
 
 
+@pytest.mark.parametrize("lends", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int) -> None:
+def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends: bool) -> None:
+    """With loans, prompts come and go in the same memory, and take back what is lent."""
     draw, hot = random.Random(seed), HotBuffers(LIMITS)
+    pages = PageAllocator[KvPage](30)
+    orders = Orders(pages)
+    prompts: list[PageGrant[KvPage]] = []
+    if lends:
+        lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
+        hot = HotBuffers(dataclasses.replace(LIMITS, lots=lots), Loans(pages, lots, orders))
     tokens: dict[str, int] = {}
     for step in range(300):
+        if draw.random() < 0.3:
+            orders.done(orders.next())
+        if draw.random() < 0.2:
+            wanted = draw.randint(1, 20)
+            while pages.available < wanted and (buffer := hot.largest_borrower()) is not None:
+                hot.shrink(buffer)
+            prompt = pages.grant("prompt", wanted)
+            prompts += [prompt] if prompt is not None else []
+        if prompts and draw.random() < 0.2:
+            pages.release(prompts.pop())
+        if draw.random() < 0.5:
+            orders.next()
         if draw.random() < 0.2 and hot.can_open():
             tokens[f"r{step}"] = draw.randint(1, 40)
             hot.open(f"r{step}", tokens[f"r{step}"])
@@ -80,9 +106,12 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int) -> No
             assert len(buffer.pages) * PAGE >= needed
             assert buffer.capacity >= LIMITS.hot_rows
             assert buffer.cycles == (length > buffer.capacity)
-        pages = [page for rid in tokens for page in hot.of(rid).pages]
-        assert len(pages) == len(set(pages))
+        used = [page for rid in tokens for page in hot.of(rid).pages]
+        assert len(used) == len(set(used))
         hot.check_integrity(idle=False)
+        pages.check_integrity()
     for rid in tokens:
         hot.close(rid)
     hot.check_integrity(idle=True)
+    orders.done(orders.next())
+    assert pages.available == 30 - sum(len(prompt.pages) for prompt in prompts)

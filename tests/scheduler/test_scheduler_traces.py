@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,18 +11,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.scheduler.world import ENDPOINTS, World
 
 WHICH = st.integers(0, 7)
-MODES: tuple[tuple[int, bool, int | None], ...] = (
-    (1, False, None),
-    (1, True, None),
-    (2, False, None),
-    (3, False, None),
-    (1, True, 7),
-    (2, False, 9),
-    (1, False, 3),
+
+
+class Mode(NamedTuple):
+    """A kind of decode server: what `World` takes."""
+
+    stages: int = 1
+    look_ahead: bool = False
+    hot_pages: int | None = None
+    lends: bool = False
+    prefix_cache: bool = True
+
+    def world(self) -> World:
+        return World(**self._asdict())
+
+
+MODES = (
+    Mode(),
+    Mode(look_ahead=True),
+    Mode(stages=2),
+    Mode(stages=3),
+    Mode(look_ahead=True, hot_pages=7),
+    Mode(stages=2, hot_pages=9),
+    Mode(hot_pages=3),
+    Mode(look_ahead=True, hot_pages=9, lends=True, prefix_cache=False),
+    Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
+    Mode(hot_pages=3, lends=True),
 )
-"""Pipeline stages, whether steps are given ahead, and pages of the hot pool (HiSparse): too few for three residents,
-enough for two, for exactly three and for exactly one buffer.
-"""
+"""Hot pages are too few for three residents: enough for two buffers, for exactly three, for exactly one."""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -31,9 +48,8 @@ class PairMachine(RuleBasedStateMachine):
         self.world = World()
 
     @initialize(mode=st.sampled_from(MODES))
-    def begin(self, mode: tuple[int, bool, int | None]) -> None:
-        stages, look_ahead, hot_pages = mode
-        self.world = World(stages=stages, look_ahead=look_ahead, hot_pages=hot_pages)
+    def begin(self, mode: Mode) -> None:
+        self.world = mode.world()
 
     @rule(
         length=st.integers(1, 22),
@@ -112,8 +128,7 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def live(seed: int, steps: int) -> World:
     """A long life: mostly work, now and then a disaster."""
     draw = random.Random(seed)
-    stages, look_ahead, hot_pages = MODES[seed % len(MODES)]
-    world = World(stages=stages, look_ahead=look_ahead, hot_pages=hot_pages)
+    world = MODES[seed % len(MODES)].world()
     actions = {
         "submit": 12,
         "decode_turn": 25,
@@ -195,5 +210,7 @@ def test_long_lives_go_everywhere() -> None:
         "cycled",
         "waited",
         "parked",
+        "lent",
+        "called in",
     ):
         assert seen[event] >= 10, f"{event} happened {seen[event]} times"

@@ -2,9 +2,10 @@
 
 The network is a pair of queues per server, a write is an entry in a list, the ranks are a queue of orders that are
 carried out some time later, and memory is a dictionary that says of which prefix each row holds the KV. With HiSparse
-that is host memory, and hot memory is another. Whatever happens, three things must hold, and `check()` and `finish()`
-see to it: every step finds the KV of all its tokens where it looks, pages under a write that may still land are never
-free, and in the end every pool is full and every client has exactly one answer.
+that is host memory, and hot memory is another; where free pages are lent, hot memory lies over the keys, and what is
+written to one is gone from the other. Whatever happens, three things must hold, and `check()` and `finish()` see to it:
+every step finds the KV of all its tokens where it looks, pages under a write that may still land are never free, and in
+the end every pool is full and every client has exactly one answer.
 """
 
 import collections
@@ -13,6 +14,7 @@ import itertools
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.lots import Lots
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
 from pdserve.scheduler.effects import (
@@ -27,6 +29,7 @@ from pdserve.scheduler.effects import (
     SavePages,
     SendToFront,
     SendToPeer,
+    Settle,
 )
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.hot_buffers import HotLimits
@@ -57,11 +60,16 @@ PAGES = 12
 PAGE_SIZE = 4
 PREFILL_PAGES = 13
 HOT_ROWS = 8
+LENDING_PAGES = 32
+KEY_BYTES, HOT_BYTES = 2, 3
+"""Of a page where pages are lent: a lot is three pages, or two hot ones; the last two pages are not whole lots."""
 
 Row = tuple[int, int]
 """Page and place in it, of decode's pool or of its hot pool."""
 Prefix = tuple[int, ...]
 """KV of a token depends on all tokens before it, so a row is known by the whole prefix."""
+LOST: Prefix = (-1,)
+"""What a row holds when something else was written there."""
 
 
 @dataclasses.dataclass
@@ -92,8 +100,19 @@ class Server:
 class World:
     """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
 
-    def __init__(self, *, stages: int = 1, look_ahead: bool = False, hot_pages: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stages: int = 1,
+        look_ahead: bool = False,
+        hot_pages: int | None = None,
+        lends: bool = False,
+        prefix_cache: bool = True,
+    ) -> None:
+        """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well."""
         self.now = 0.0
+        self.pages = LENDING_PAGES if lends else PAGES
+        lots = Lots.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
         self.names = itertools.count()
         limits = DecodeLimits(
             page_size=PAGE_SIZE,
@@ -106,11 +125,13 @@ class World:
             prefill_timeout_s=40,
             request_timeout_s=200,
             quarantine_s=QUARANTINE_S,
+            prefix_cache=prefix_cache,
             stages=stages,
             look_ahead=look_ahead,
         )
-        hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3) if hot_pages is not None else None
-        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](PAGES), [EOS], hot_limits)
+        hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, lots=lots) if hot_pages is not None else None
+        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits)
+        self.lends = lends
         self.hot: dict[int, ResizeHot] = {}
         """Pages and capacity of each request slot, as the ranks know them."""
         self.hot_memory: dict[Row, Prefix] = {}
@@ -166,6 +187,10 @@ class World:
         requests = self.decode.requests.values()
         self.hot_seen["parked"] += any(request.grant for request in requests if request.state is State.RETRACTED)
         self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
+        loans = self.decode.memory._loans
+        if loans is not None:
+            self.hot_seen["lent"] += loans.borrowed > 0
+            self.hot_seen["called in"] += loans.coming > 0
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.orders.append(step)
@@ -202,9 +227,9 @@ class World:
         for position in range(opened.tokens):
             source = opened.pages[position // PAGE_SIZE], position % PAGE_SIZE
             if resident:
-                self.hot_memory[_hot_place(buffer, position)] = self.memory.get(source, ())
+                self._write_hot(_hot_place(buffer, position), self.memory.get(source, ()))
             elif position <= HOT_ROWS:
-                self.hot_memory[_hot_place(buffer, position)] = ()
+                self._write_hot(_hot_place(buffer, position), ())
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
         """Rows stay where they are, so the pages that stay must be the first, in their order."""
@@ -228,10 +253,28 @@ class World:
                 cycled = not resident and found == ()
                 assert cycled or found == tokens[: position + 1], f"{row.request.rid} reads a wrong hot row {position}"
         if resident:
-            self.hot_memory[_hot_place(buffer, count - 1)] = tokens
+            self._write_hot(_hot_place(buffer, count - 1), tokens)
         else:
             self.hot_seen["cycled"] += 1
-            self.hot_memory.update({_hot_place(buffer, slot): () for slot in range(HOT_ROWS + 1)})
+            for slot in range(HOT_ROWS + 1):
+                self._write_hot(_hot_place(buffer, slot), ())
+
+    def _write_hot(self, row: Row, prefix: Prefix) -> None:
+        """And the keys that were there are gone."""
+        self.hot_memory[row] = prefix
+        for page in self._keys_under(row[0]):
+            self.memory.update({(page, slot): LOST for slot in range(PAGE_SIZE)})
+
+    def _write(self, row: Row, prefix: Prefix) -> None:
+        """And the hot rows that were there are gone."""
+        self.memory[row] = prefix
+        if self.lends:
+            first, end = _pages_over(row[0], KEY_BYTES, HOT_BYTES)
+            self.hot_memory.update({(page, slot): LOST for page in range(first, end) for slot in range(PAGE_SIZE)})
+
+    def _keys_under(self, hot_page: int) -> range:
+        first, end = _pages_over(hot_page, HOT_BYTES, KEY_BYTES)
+        return range(first, min(end, self.pages)) if self.lends else range(0)
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:
         drawn: list[int] = []
@@ -258,7 +301,7 @@ class World:
             if self.decode.hot is not None:
                 self._use_hot(row, tokens, alive=alive)
             if row.pages:
-                self.memory[row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE] = tokens
+                self._write((row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE), tokens)
             self.known[rid] = tokens
             drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
             self.last_conversation = (*tokens, drawn[-1])
@@ -276,6 +319,8 @@ class World:
                     self._put_page(page, rows)
             case DropPages(rid=rid):
                 del self.saved[rid]
+            case Settle():
+                self.hot_seen["settled"] += 1
 
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -309,7 +354,7 @@ class World:
         )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
         scheduler = PrefillScheduler(limits, PageAllocator[KvPage](PREFILL_PAGES))
-        scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
+        scheduler.peer_up(DECODE, PageSpace(self.pages, PAGE_SIZE))
         self.servers[instance] = Server(endpoint, instance, scheduler)
         self.decode.peer_up(instance, endpoint, capacity=2 * PREFILL_PAGES)
 
@@ -359,8 +404,28 @@ class World:
         for write in [*self.ghosts, *(write for server in self.servers.values() for write in server.writes)]:
             assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes pages that were given back"
         self.decode.check_integrity()
+        self._check_loans()
         for server in self.servers.values():
             server.scheduler.check_integrity()
+
+    def _check_loans(self) -> None:
+        """Whatever hot page the ranks may still touch, its keys are nobody else's."""
+        buffers, touched = dict(self.hot), set[int]()
+        for order in self.orders:
+            match order:
+                case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity):
+                    buffers[slot] = ResizeHot(slot, hot_pages, capacity)
+                    touched.update(hot_pages)
+                case ResizeHot(slot=slot):
+                    buffers[slot] = order
+                case DecodeStep(rows=rows):
+                    touched.update(
+                        page for row in rows if row.hot_slot is not None for page in buffers[row.hot_slot].hot_pages
+                    )
+        if self.decode.hot is not None:
+            touched.update(page for buffer in self.decode.hot._buffers.values() for page in buffer.pages)
+        lent = {page for loan in self.decode.pages._loans for page in loan.pages}
+        assert {key for page in touched for key in self._keys_under(page)} <= lent, "a hot page lies over keys in use"
 
     def finish(self) -> None:
         """Heal the world, let it run, and look for what is left."""
@@ -384,7 +449,7 @@ class World:
                 self.rank_turn(eos=True)
             self.check()
         assert self.decode.idle, self.decode.state_counts()
-        assert self.decode.pages.available == PAGES
+        assert self.decode.pages.available == self.pages
         if self.decode.hot is not None:
             assert self.decode.hot.pages.available == self.decode.hot.limits.num_pages
         for server in self.servers.values():
@@ -423,7 +488,7 @@ class World:
                         self.servers[instance].to_prefill.append(effect)
                 case SendToFront():
                     self._answer(effect)
-                case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
+                case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle() | OpenHot() | ResizeHot():
                     self.orders.append(effect)
         for server in self.servers.values():
             if not server.hung:
@@ -435,8 +500,12 @@ class World:
                 case SendToPeer(message=message):
                     server.to_decode.append(message)
                 case ChunkWrite(instance=instance, key=key):
-                    prompt = tuple(server.scheduler.transfers[instance, key].prompt)
-                    server.writes.append(Write(effect, prompt, self._grant_of(key)))
+                    transfer = server.scheduler.transfers[instance, key]
+                    assert transfer.grant is not None
+                    page_size = server.scheduler.limits.page_size
+                    pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
+                    assert effect.source_pages == transfer.grant.pages[pages]
+                    server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
                 case CancelChunks(key=key):
                     for write in server.writes:
                         write.cancelled |= write.chunk.key == key
@@ -498,8 +567,8 @@ class World:
         """The bytes of a write arrive in decode's memory, or garbage does."""
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[(position - chunk.prefix_tokens) // PAGE_SIZE]
-            self.memory[page, position % PAGE_SIZE] = write.prompt[: position + 1] if intact else ()
+            page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
+            self._write((page, position % PAGE_SIZE), write.prompt[: position + 1] if intact else ())
 
     def _deliver_down(self, server: Server) -> None:
         effect = server.to_prefill.popleft()
@@ -531,7 +600,7 @@ class World:
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)
-        server.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE))
+        server.scheduler.peer_up(DECODE, PageSpace(self.pages, PAGE_SIZE))
         self.act()
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
@@ -546,7 +615,12 @@ class World:
 
     def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
         for slot in range(PAGE_SIZE):
-            self.memory[page, slot] = rows.get(slot, ())
+            self._write((page, slot), rows.get(slot, ()))
+
+
+def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:
+    """The first page of the other pool, and the end of those, that this page shares bytes with."""
+    return page * page_bytes // other_bytes, -(-(page + 1) * page_bytes // other_bytes)
 
 
 def _hot_place(buffer: ResizeHot, slot: int) -> Row:

@@ -85,9 +85,7 @@ class PageAllocator(Generic[PageT]):
 
         New pages are ascending, and adjacent where the pool allows it: neighbours travel as one write.
         """
-        woken = sum(1 for page in shared if not self._holders[page])
-        if pages + reserve + woken > self.available:
-            self._note_shortfall(pages + reserve + woken - self.available)
+        if not self.can_grant(pages + reserve, shared):
             return None
         for page in shared:
             self._hold(page)
@@ -95,6 +93,13 @@ class PageAllocator(Generic[PageT]):
         self._reserved += reserve
         self._grants.add(grant)
         return grant
+
+    def can_grant(self, pages: int, shared: Sequence[PageT] = ()) -> bool:
+        """Whether so many pages, to hold or to reserve, can be had beside `shared`, which may be idle so far."""
+        lacking = pages + sum(1 for page in shared if not self._holders[page]) - self.available
+        if lacking > 0:
+            self._note_shortfall(lacking)
+        return lacking <= 0
 
     def grow(self, grant: PageGrant[PageT]) -> bool:
         """Give `grant` one more page, from its reservation or, when that is used up, from what is available."""

@@ -13,7 +13,7 @@ from ..memory.hisparse import HiSparseCache
 from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
 from ..memory.kv_pool import KvCache
 from ..memory.lots import Lots
-from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, ring_bytes
+from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
 from ..models.parallel import Parallel
@@ -145,7 +145,7 @@ class RankBuilder:
         Nothing where KV has no heads to share out.
         """
         config, token_bytes = self._config, runner.kv_token_bytes
-        if config.staging == "off" or self._source.config.dsa is not None:
+        if self._source.config.dsa is not None or not may_stage(config, self._source.config.num_kv_heads):
             return 0
         if isinstance(config, DecodeConfig):
             return ring_bytes(config, token_bytes)

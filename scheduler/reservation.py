@@ -37,19 +37,21 @@ def reserve(
     The first member goes on in the prompt's own last page; the others will get a copy of it.
     """
     prefix = cache.match(prompt.token_ids, prompt.tokens)
-    count = pages_for(prompt.tokens, page_size)
-    grant = pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix)
-    if grant is None:
+    count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
+    most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
+    growth = [max(0, pages_for(tokens, page_size) - count) for tokens in most_tokens]
+    copies = (count - full) * max(0, len(prompt.waiting) - 1)
+    # all of it is counted before anything is taken: a grant evicts cached pages, and would have done so for nothing
+    if not pages.can_grant(count - len(prefix) + copies + sum(growth), prefix):
         return None
+    grant = _taken(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
     members: list[PageGrant[KvPage]] = []
-    for request in prompt.waiting:
-        shared = grant.pages if not members else grant.pages[: prompt.tokens // page_size]
-        most_tokens = min(request.most_kv_tokens, prompt.tokens + growth_tokens)
-        growth = max(0, pages_for(most_tokens, page_size) - count)
-        own = pages.grant(request.rid, count - len(shared), growth, shared)
-        if own is None:
-            for taken in [*members, grant]:
-                pages.release(taken)
-            return None
-        members.append(own)
+    for request, more in zip(prompt.waiting, growth, strict=True):
+        shared = grant.pages if not members else grant.pages[:full]
+        members.append(_taken(pages.grant(request.rid, count - len(shared), more, shared)))
     return Reservation(grant, members, len(prefix) * page_size)
+
+
+def _taken(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:
+    assert grant is not None, "it was counted"
+    return grant

@@ -1,0 +1,60 @@
+"""Pages of a prompt and its samples: all of them or none, and none taken from the prefix cache in vain."""
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.scheduler.request import Prompt, Request
+from pdserve.scheduler.reservation import Reservation, pages_needed, reserve
+
+PAGE = 4
+CACHED = tuple(range(100, 108))  # two pages, of another prompt
+
+
+def ask(
+    pages: PageAllocator[KvPage], cache: PrefixCache, tokens: tuple[int, ...], samples: int, new_tokens: int
+) -> Reservation | None:
+    prompt = Prompt(1, tokens)
+    sampling = SamplingParams(max_new_tokens=new_tokens)
+    prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
+    return reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=new_tokens)
+
+
+@pytest.mark.parametrize(("tokens", "samples", "new_tokens"), [(10, 1, 1), (10, 3, 1), (10, 3, 9), (8, 2, 6)])
+def test_all_or_none_and_the_cache_is_left_alone(tokens: int, samples: int, new_tokens: int) -> None:
+    """With one page too few nothing changes; with as many as are needed all are taken, cached ones too."""
+    needed = pages_needed(tokens, samples, tokens + new_tokens - 1, PAGE)
+    for num_pages in (needed - 1, needed):
+        pages = PageAllocator[KvPage](max(num_pages, 2))
+        cache = PrefixCache(pages, PAGE)
+        before = pages.grant("before", 2)
+        assert before is not None
+        cache.insert(CACHED, before.pages)
+        pages.release(before)
+        found = ask(pages, cache, tuple(range(tokens)), samples, new_tokens)
+        if num_pages < needed:
+            assert found is None
+            assert (pages.idle, pages.available, len(cache)) == (2, num_pages, 2)
+        else:
+            assert found is not None
+            assert pages.available == 0
+            assert len(found.members) == samples
+            for grant in [*found.members, found.prompt]:
+                pages.release(grant)
+        pages.check_integrity(idle=True)
+
+
+def test_a_cached_prefix_that_nobody_holds_counts_as_taken() -> None:
+    pages = PageAllocator[KvPage](3)
+    cache = PrefixCache(pages, PAGE)
+    before = pages.grant("before", 2)
+    assert before is not None
+    cache.insert(CACHED, before.pages)
+    pages.release(before)
+    assert ask(pages, cache, (*CACHED, 1, 2), samples=2, new_tokens=1) is None  # two shared, one each
+    assert (pages.idle, pages.available) == (2, 3)
+    found = ask(pages, cache, (*CACHED, 1, 2), samples=1, new_tokens=1)
+    assert found is not None
+    assert (found.prefix_tokens, pages.available) == (8, 0)

@@ -47,6 +47,8 @@ class PageAllocator(Generic[PageT]):
         self.num_pages = num_pages
         self.on_evict: Callable[[PageT], None] | None = None
         """Told when an idle page is taken from the cache."""
+        self.chances = 0
+        """Counts what may make room for a grant that was refused: pages let go, and pages kept, which can be shared."""
         self._range = range(first, first + num_pages)
         self._free = FreePages[PageT](self._range)
         self._holders = [0] * (first + num_pages)
@@ -96,10 +98,14 @@ class PageAllocator(Generic[PageT]):
 
     def can_grant(self, pages: int, shared: Sequence[PageT] = ()) -> bool:
         """Whether so many pages, to hold or to reserve, can be had beside `shared`, which may be idle so far."""
-        lacking = pages + sum(1 for page in shared if not self._holders[page]) - self.available
+        lacking = pages + self.idle_among(shared) - self.available
         if lacking > 0:
             self._note_shortfall(lacking)
         return lacking <= 0
+
+    def idle_among(self, pages: Sequence[PageT]) -> int:
+        """How many of these, which the prefix cache keeps, nobody holds."""
+        return sum(1 for page in pages if not self._holders[page])
 
     def grow(self, grant: PageGrant[PageT]) -> bool:
         """Give `grant` one more page, from its reservation or, when that is used up, from what is available."""
@@ -170,6 +176,7 @@ class PageAllocator(Generic[PageT]):
         """The prefix cache wants this page, which somebody holds, to stay when it is released."""
         assert self._holders[page], f"page {page} is held by nobody"
         self._kept.add(page)
+        self.chances += 1
 
     def forget(self, page: PageT) -> None:
         """The prefix cache has no more use for this page."""
@@ -206,6 +213,7 @@ class PageAllocator(Generic[PageT]):
 
     def _let_go(self, page: PageT) -> None:
         self._holders[page] -= 1
+        self.chances += 1
         if self._holders[page]:
             return
         if page in self._kept:

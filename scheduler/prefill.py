@@ -70,8 +70,8 @@ class PrefillScheduler:
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
         self._accepting = True
-        self._no_room: tuple[TransferRef, tuple[int, int]] | None = None
-        """The transfer that did not fit, and the memory there was: to look for its prefix every turn takes long."""
+        self._no_room: tuple[TransferRef, int] | None = None
+        """The transfer that did not fit, and `pages.chances` then: to look for its prefix every turn takes long."""
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class PrefillScheduler:
 
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
-        if (transfer.ref, self._memory) == self._no_room:
+        if (transfer.ref, self.pages.chances) == self._no_room:
             return False
         most = transfer.prompt_tokens - 1
         wanted = transfer.destination.logprobs
@@ -298,7 +298,7 @@ class PrefillScheduler:
         pages = self._pages_for(transfer.prompt_tokens)
         grant = self.pages.grant(transfer.destination.rid, pages - len(prefix), shared=prefix)
         if grant is None:
-            self._no_room = transfer.ref, self._memory
+            self._no_room = transfer.ref, self.pages.chances
             return False
         transfer.grant = grant
         transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
@@ -420,11 +420,6 @@ class PrefillScheduler:
 
     def _answer(self, messages: list[ToFront]) -> None:
         self._effects += [SendToFront(message) for message in messages]
-
-    @property
-    def _memory(self) -> tuple[int, int]:
-        """Changes when there may be room for what had none."""
-        return self.pages.available, len(self.cache)
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self.limits.page_size)

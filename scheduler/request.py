@@ -5,6 +5,7 @@ transfer for them: the `Prompt` goes through the queue and to prefill, its membe
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from ..configs.sampling import LogprobParams, SamplingParams
 from ..memory.index_spaces import KvPage
@@ -35,6 +36,14 @@ class Attempt:
         return end
 
 
+class Refusal(NamedTuple):
+    """There were not as many `pages` for so many `samples`, when `PageAllocator.chances` was this."""
+
+    pages: int
+    samples: int
+    chances: int
+
+
 class Prompt:
     """The tokens to prefill for its members, and the attempts to do so. Owned by the scheduler."""
 
@@ -63,6 +72,8 @@ class Prompt:
         self.attempts = 0
         self.fences = 0
         """Grants of earlier attempts that a remote writer may still write."""
+        self.refusal: Refusal | None = None
+        """Of the last try to find memory for it."""
         self.overtaken = 0
         """How many later ones were let in while this one waited for memory."""
         self.last_problem: str | None = None

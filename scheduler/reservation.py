@@ -5,7 +5,7 @@ import dataclasses
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator, PageGrant
 from ..memory.prefix_cache import PrefixCache
-from .request import Prompt
+from .request import Prompt, Refusal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,15 +34,21 @@ def reserve(
 ) -> Reservation | None:
     """Take pages for the prompt, and for each waiting member its own last page and some growth; None if there are none.
 
-    The first member goes on in the prompt's own last page; the others will get a copy of it.
+    The first member goes on in the prompt's own last page; the others will get a copy of it. A prompt that was refused
+    is not looked for in the cache again, which takes milliseconds for a long one, before there is a chance.
     """
+    samples, last = len(prompt.waiting), prompt.refusal
+    if last is not None and last[1:] == (samples, pages.chances) and not pages.can_grant(last.pages):
+        return None
     prefix = cache.match(prompt.token_ids, prompt.tokens)
     count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
     most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
     growth = [max(0, pages_for(tokens, page_size) - count) for tokens in most_tokens]
-    copies = (count - full) * max(0, len(prompt.waiting) - 1)
+    copies = (count - full) * (samples - 1)
     # all of it is counted before anything is taken: a grant evicts cached pages, and would have done so for nothing
-    if not pages.can_grant(count - len(prefix) + copies + sum(growth), prefix):
+    wanted = count - len(prefix) + copies + sum(growth)
+    if not pages.can_grant(wanted, prefix):
+        prompt.refusal = Refusal(wanted + pages.idle_among(prefix), samples, pages.chances)
         return None
     grant = _taken(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
     members: list[PageGrant[KvPage]] = []

@@ -1,5 +1,7 @@
 """Pages of a prompt and its samples: all of them or none, and none taken from the prefix cache in vain."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
@@ -58,3 +60,35 @@ def test_a_cached_prefix_that_nobody_holds_counts_as_taken() -> None:
     found = ask(pages, cache, (*CACHED, 1, 2), samples=1, new_tokens=1)
     assert found is not None
     assert (found.prefix_tokens, pages.available) == (8, 0)
+
+
+def test_one_that_was_refused_is_not_looked_for_again_before_there_is_a_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then it is: after pages were let go, after some were kept that it can share, with fewer samples."""
+    pages = PageAllocator[KvPage](6)
+    cache = PrefixCache(pages, PAGE)
+    prompt = Prompt(1, (*CACHED, 1, 2))
+    sampling = SamplingParams(max_new_tokens=1)
+    prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(2)]
+    search = Mock(wraps=cache.match)
+    monkeypatch.setattr(cache, "match", search)
+
+    def tries() -> tuple[bool, int]:
+        search.reset_mock()
+        found = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1)
+        if found is not None:
+            for grant in [*found.members, found.prompt]:
+                pages.release(grant)
+        return found is not None, search.call_count
+
+    other, holder = pages.grant("other", 2), pages.grant("holder", 3)
+    assert other is not None
+    assert holder is not None
+    assert [tries(), tries()] == [(False, 1), (False, 0)]  # four are needed, one is free
+    cache.insert(CACHED, holder.pages)
+    assert [tries(), tries()] == [(False, 1), (False, 0)]  # two are needed
+    prompt.members.pop()
+    assert tries() == (True, 1)
+    prompt.members.append(Request("r1", prompt, sampling, deadline=9, now=0, sample=1))
+    assert tries() == (False, 1)
+    pages.release(other)
+    assert tries() == (True, 1)

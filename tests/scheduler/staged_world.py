@@ -12,19 +12,8 @@ import math
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
-from pdserve.scheduler.effects import (
-    CancelChunks,
-    ConnectPeer,
-    CopyPage,
-    DropPages,
-    LoadPages,
-    OpenHot,
-    ResizeHot,
-    SavePages,
-    SendToFront,
-    SendToPeer,
-)
-from pdserve.transfer.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
+from pdserve.scheduler.effects import CancelChunks, Effect
+from pdserve.transfer.chunks import PartScatter, PartWrite, PartWritten
 from pdserve.transfer.links import Link
 from pdserve.transfer.messages import (
     InstanceId,
@@ -152,53 +141,26 @@ class StagedWorld(World):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def act(self) -> None:
-        for effect in self.decode.take_effects():
-            match effect:
-                case SendToPeer(instance=instance):
-                    if instance in self.servers:
-                        self.servers[instance].to_prefill.append(effect)
-                case SendToFront():
-                    self._answer(effect)
-                case PartScatter(part=part):
-                    prompt = self.decode.prompt_of(part.key)
-                    assert prompt is not None, f"{part} is scattered for nobody"
-                    assert prompt.grant is not None
-                    self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
-                case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
-                    self.orders.append(effect)
-                case ConnectPeer():
-                    pass
-                case other:
-                    raise AssertionError(other)
-        for server in self.servers.values():
-            if not server.hung:
-                self._act_server(server)
+    def _of_decode(self, effect: Effect) -> None:
+        match effect:
+            case PartScatter(part=part):
+                prompt = self.decode.prompt_of(part.key)
+                assert prompt is not None, f"{part} is scattered for nobody"
+                assert prompt.grant is not None
+                self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
+            case other:
+                super()._of_decode(other)
 
-    def _act_server(self, server: Server) -> None:
-        for effect in server.scheduler.take_effects():
-            match effect:
-                case SendToPeer(message=message):
-                    server.to_decode.append(message)
-                case ChunkWrite(instance=instance, key=key):
-                    transfer = server.scheduler.transfers[instance, key]
-                    assert transfer.grant is not None
-                    page_size = server.scheduler.limits.page_size
-                    pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
-                    assert effect.source_pages == transfer.grant.pages[pages]
-                    server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
-                case PartWrite(instance=instance, part=part):
-                    prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
-                    self.parts[server.instance].append(PartOnTheWay(effect, prompt))
-                case CancelChunks(key=key):
-                    for write in server.writes:
-                        write.cancelled |= write.chunk.key == key
-                    for way in self.parts[server.instance]:
-                        way.cancelled |= way.order.part.key == key
-                case SendToFront():
-                    pass
-                case other:
-                    raise AssertionError(other)
+    def _of_prefill(self, server: Server, effect: Effect) -> None:
+        match effect:
+            case PartWrite(instance=instance, part=part):
+                prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
+                self.parts[server.instance].append(PartOnTheWay(effect, prompt))
+            case other:
+                super()._of_prefill(server, other)
+        if isinstance(effect, CancelChunks):
+            for way in self.parts[server.instance]:
+                way.cancelled |= way.order.part.key == effect.key
 
     def _turn(self, server: Server) -> None:
         given = server.scheduler.next_step

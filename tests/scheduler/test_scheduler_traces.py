@@ -1,13 +1,13 @@
 """Random lives in the simulated world: short ones that hypothesis can shrink, and long ones that get everywhere."""
 
 import collections
-import random
 from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.scheduler.lives import ACTIONS, live
 from tests.scheduler.world import ENDPOINTS, World
 
 WHICH = st.integers(0, 7)
@@ -125,70 +125,12 @@ TestPair = PairMachine.TestCase
 TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
-def live(seed: int, steps: int) -> World:
-    """A long life: mostly work, now and then a disaster."""
-    draw = random.Random(seed)
-    world = MODES[seed % len(MODES)].world()
-    actions = {
-        "submit": 12,
-        "decode_turn": 25,
-        "rank_turn": 30,
-        "prefill_turn": 25,
-        "end_write": 25,
-        "deliver": 50,
-        "cancel": 4,
-        "flush": 0.3,
-        "kill": 0.4,
-        "start": 2,
-        "hang": 0.4,
-        "wake": 2,
-        "prefill_alone_loses_decode": 0.4,
-        "pass_time": 6,
-    }
-    for _ in range(steps):
-        (action,) = draw.choices(list(actions), list(actions.values()))
-        which = draw.randrange(8)
-        match action:
-            case "submit":
-                pinned = draw.choice([None, None, None, *ENDPOINTS])
-                samples = draw.choice([1, 1, 1, 2, 3])
-                world.submit(draw.randint(1, 22), draw.randrange(3), draw.randint(1, 24), samples, pinned, which % 2)
-            case "decode_turn":
-                world.decode_turn()
-            case "rank_turn":
-                world.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
-            case "prefill_turn":
-                world.prefill_turn(which)
-            case "end_write":
-                world.end_write(which, ok=draw.random() < 0.95, late=draw.random() < 0.5)
-            case "deliver":
-                world.deliver(which, up=draw.random() < 0.6)
-            case "cancel":
-                world.cancel(which, stopped=draw.random() < 0.5)
-            case "flush":
-                world.flush()
-            case "kill":
-                world.kill(which)
-            case "start":
-                world.start(draw.choice(ENDPOINTS))
-            case "hang":
-                world.hang(which)
-            case "wake":
-                world.wake(which, lost_us=draw.random() < 0.5)
-            case "prefill_alone_loses_decode":
-                world.prefill_alone_loses_decode(which)
-            case "pass_time":
-                world.pass_time(draw.choice([0.1, 0.1, 1.0, 4.0]))
-        world.check()
-    world.finish()
-    return world
-
-
 def test_long_lives_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(120):
-        world = live(seed, steps=400)
+        world = MODES[seed % len(MODES)].world()
+        live(world, ACTIONS, seed, steps=400)
         seen.update(world.decode.counters)
         seen.update(world.hot_seen)
     for event in (

@@ -19,8 +19,10 @@ from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode import DecodeScheduler
 from pdserve.scheduler.effects import (
     CancelChunks,
+    ConnectPeer,
     CopyPage,
     DropPages,
+    Effect,
     HotEffect,
     LoadPages,
     OpenHot,
@@ -482,33 +484,44 @@ class World:
     def act(self) -> None:
         """Carry out the effects of everybody."""
         for effect in self.decode.take_effects():
-            match effect:
-                case SendToPeer(instance=instance):
-                    if instance in self.servers:
-                        self.servers[instance].to_prefill.append(effect)
-                case SendToFront():
-                    self._answer(effect)
-                case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle() | OpenHot() | ResizeHot():
-                    self.orders.append(effect)
+            self._of_decode(effect)
         for server in self.servers.values():
             if not server.hung:
-                self._act_server(server)
+                for effect in server.scheduler.take_effects():
+                    self._of_prefill(server, effect)
 
-    def _act_server(self, server: Server) -> None:
-        for effect in server.scheduler.take_effects():
-            match effect:
-                case SendToPeer(message=message):
-                    server.to_decode.append(message)
-                case ChunkWrite(instance=instance, key=key):
-                    transfer = server.scheduler.transfers[instance, key]
-                    assert transfer.grant is not None
-                    page_size = server.scheduler.limits.page_size
-                    pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
-                    assert effect.source_pages == transfer.grant.pages[pages]
-                    server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
-                case CancelChunks(key=key):
-                    for write in server.writes:
-                        write.cancelled |= write.chunk.key == key
+    def _of_decode(self, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(instance=instance):
+                if instance in self.servers:
+                    self.servers[instance].to_prefill.append(effect)
+            case SendToFront():
+                self._answer(effect)
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle() | OpenHot() | ResizeHot():
+                self.orders.append(effect)
+            case ConnectPeer():
+                pass
+            case other:
+                raise AssertionError(other)
+
+    def _of_prefill(self, server: Server, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(message=message):
+                server.to_decode.append(message)
+            case ChunkWrite(instance=instance, key=key):
+                transfer = server.scheduler.transfers[instance, key]
+                assert transfer.grant is not None
+                page_size = server.scheduler.limits.page_size
+                pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
+                assert effect.source_pages == transfer.grant.pages[pages]
+                server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
+            case CancelChunks(key=key):
+                for write in server.writes:
+                    write.cancelled |= write.chunk.key == key
+            case SendToFront():
+                pass  # who asked prefill itself is of no interest here
+            case other:
+                raise AssertionError(other)
 
     def _answer(self, effect: SendToFront) -> None:
         match effect.message:

@@ -149,7 +149,7 @@ class Engine:
         hot_rows, each = self.cache.tables.hot_rows, buffer_pages(self.cache.tables.hot_rows, self.cache.page_size)
         for piece in slices:
             assert piece.hot_slot is not None
-            hot_pages = [HotPage(piece.hot_slot * each + page) for page in range(each)]
+            hot_pages = [HotPage(page) for page in self.cache.own_hot_pages[piece.hot_slot * each :][:each]]
             pages = [KvPage(page) for page in piece.pages]
             self.cache.open(RequestSlot(piece.hot_slot), hot_pages, pages, piece.start, hot_rows)
 

@@ -1,9 +1,12 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
-A program of `_index_scores` has one token and every n-th block of the keys it sees, so long and short sequences of a
-batch both spread over the GPU without anybody on the host knowing their lengths. Keys are the rows and heads the
-columns of the matrix products: the sum over heads stays within a few threads. The buffer, 4 bytes for every key of 256,
-mostly stays in the L2 cache between the two kernels.
+Long and short sequences of a batch spread over the GPU without anybody on the host knowing their lengths. Where tokens
+are many, a program has one of them and every n-th block of the keys it sees (`_index_scores`). In a decode step blocks
+are counted through the batch, and every program has an equal share, of one token or a few neighbours
+(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, 42 of it to read them (H200).
+
+Keys are the rows and heads the columns of the matrix products: the sum over heads stays within a few threads. The
+buffer, 4 bytes for every key of 256, mostly stays in the L2 cache between the two kernels.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -21,6 +24,8 @@ from .page_rows_triton import load_page_rows
 
 _KEYS_AT_ONCE = 128
 _PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of different lengths
+_FEW_TOKENS = 64
+_PROGRAMS_PER_SM_OF_FEW = 2
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
 _SELECT_THREADS = 1024
@@ -69,10 +74,74 @@ def _index_scores(
     scores = scores_ptr + token * scores_stride
     for first in range(tl.program_id(1) * BLOCK, visible, tl.num_programs(1) * BLOCK):
         key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
-        product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-        score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
-        position = first + tl.arange(0, BLOCK)
-        tl.store(scores + position, score, mask=position < visible)
+        _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _index_scores_of_few(
+    query_ptr,
+    weights_ptr,
+    key_ptr,
+    table_ptr,
+    sequence_ptr,
+    visible_ptr,
+    scores_ptr,
+    query_stride,
+    weights_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    scores_stride,
+    k,
+    tokens,
+    BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    number = tl.arange(0, BLOCK_T)
+    seen = tl.load(visible_ptr + number, mask=number < tokens, other=0)
+    seen = tl.where(seen > k, seen, 0)  # of the others all are chosen, whatever their scores
+    ends = tl.cumsum((seen + BLOCK - 1) // BLOCK, 0)  # of each token's blocks, counted through the batch
+    blocks = tl.max(ends, 0)
+    share = (blocks + tl.num_programs(0) - 1) // tl.num_programs(0)
+    at = tl.program_id(0) * share
+    end = tl.minimum(at + share, blocks)
+    head = tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    inside = (head < HEADS)[:, None] & (column < D)[None, :]
+    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+        wait_for_previous()
+    while at < end:
+        token = tl.sum((ends <= at).to(tl.int32), 0).to(tl.int64)
+        start = tl.max(tl.where(ends <= at, ends, 0), 0)
+        until = tl.minimum(tl.min(tl.where(ends > at, ends, blocks), 0), end)
+        visible = tl.load(visible_ptr + token)
+        pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
+        query = tl.load(query_ptr + token * query_stride + head[:, None] * D + column[None, :], mask=inside, other=0.0)
+        weight = tl.load(weights_ptr + token * weights_stride + head, mask=head < HEADS, other=0.0)
+        scores = scores_ptr + token * scores_stride
+        for block in range(at - start, until - start):
+            first = block * BLOCK
+            key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
+            _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+        at = until
+
+
+@triton.jit
+def _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION):
+    """Of one block of keys, from position `first` on."""
+    product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+    position = first + tl.arange(0, BLOCK)
+    tl.store(scores + position, score, mask=position < visible)
 
 
 @triton.jit
@@ -130,8 +199,13 @@ def _launch_scores(
     device = query.device
     page_stride, _, token_stride, _ = key_pages.stride()
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    programs = min(-(-_PROGRAMS_PER_SM * sms // tokens), scores.shape[1] // _KEYS_AT_ONCE)
-    _index_scores[(tokens, programs)](
+    few_tokens = {}
+    if tokens <= _FEW_TOKENS:
+        launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
+        few_tokens = {"tokens": tokens, "BLOCK_T": triton.next_power_of_2(tokens)}
+    else:
+        launch = _index_scores[(tokens, min(-(-_PROGRAMS_PER_SM * sms // tokens), scores.shape[1] // _KEYS_AT_ONCE))]
+    launch(
         query,
         weights,
         key_pages,
@@ -146,6 +220,7 @@ def _launch_scores(
         token_stride,
         scores.stride(0),
         k,
+        **few_tokens,
         HEADS=heads,
         BLOCK_H=max(triton.next_power_of_2(heads), 16),
         D=dim,

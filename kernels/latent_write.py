@@ -46,7 +46,7 @@ def rotate_pairs_reference(
     pairs in the first half: another order than it found, the same for queries and keys.
     """
     if interleaved:
-        x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        x = x.view(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
     return rotate_reference(x, cos, signed_sin)
 
 

@@ -23,7 +23,7 @@ from .dsa_parameters import DsaParameters
 from .hot_rows import HotLatentRows, all_resident
 from .indexer import IndexerParameters, index_weights
 from .latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
-from .mla import compress, expand_queries, project_output
+from .mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
 from .moe import MlpParameters, MoeParameters, mixture, mlp
 from .parallel import ALONE, Parallel
 from .rope import Rotary, score_factor
@@ -169,13 +169,19 @@ class DsaDecoder:
             (key_pages,) = index_pool.layer(index)
             key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
-            query, index_query = expand_queries(compressed, layer.attention, dsa, *cos_sin)
-            if layer.indexer is None or index_query is None:
-                selected = rows.reselect(index)
+            to_expand = compressed, layer.attention, dsa, *cos_sin
+            if layer.indexer is None:
+                query = expand_head_queries(*to_expand)
             else:
                 weights = index_weights(normed, layer.indexer)
-                selected = rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
-            attended = attend(query, *selected, scale=self._scale, value_dim=dsa.kv_rank)
+                if rows.fetches:  # attention's queries are made while rows are on their way
+                    index_query = expand_index_queries(*to_expand)
+                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+                    query = expand_head_queries(*to_expand)
+                else:
+                    query, index_query = expand_queries(*to_expand)
+                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+            attended = attend(query, *rows.selected(index), scale=self._scale, value_dim=dsa.kv_rank)
             attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             if isinstance(layer.mlp, MlpParameters):

@@ -1,18 +1,20 @@
 """Latent rows of a decode step over a HiSparse cache: hot rows on the GPU, the others fetched from host memory.
 
     place      the step's new rows go straight into the hot buffer
-    select     the first layer of an index group decides what is fetched, evicted and reused, and fetches its own rows;
-               those of the group's other layers are on their way from then on, beside the layers in between
-    reselect   such a layer waits for its rows
+    select     the first layer of an index group decides what is fetched, evicted and reused. Its rows, and those of the
+               group's other layers, are on their way from then on
+    selected   a layer waits for its rows
     finish     the new rows are in host memory
 
-Write-back starts when the last layer has placed its rows, and runs beside that layer. All of it has joined the stream
-of the step by its end, so whatever comes after a step finds the rows of all its tokens in host memory: the next step,
-which may evict them or fetch them again, as well as whoever frees the pages. Nothing is enqueued that depends on values
-only the host knows, and all memory stays in place, so that a CUDA graph captures a step.
+Rows come in on a side stream, beside what the step computes meanwhile: the queries of the layer, or whole layers.
+Write-back is there too, and starts when the last layer has placed its rows. All of it has joined the stream of the step
+by its end, so whatever comes after a step finds the rows of all its tokens in host memory: the next step, which may
+evict them or fetch them again, as well as whoever frees the pages. Nothing is enqueued that depends on values only the
+host knows, and all memory stays in place, so that a CUDA graph captures a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -54,71 +56,69 @@ class HotLatentRows:
             self._residents = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
         self._selection = self._swaps.rows
         self._hot_rows = cache.tables.newest_rows(hot_slots, plan.visible)  # [groups, T]
+        self.fetches = not all_resident and cache.side_stream is not None
         self._fetched: dict[int, torch.cuda.Event] = {}
+        self._being_read: torch.Tensor | None = None
+        """By the side stream. Memory that is given back is at once the next tensor's on the stream of the step."""
         self._last_layer = len(cache.groups) - 1
 
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages(layer), self._hot_rows[self._cache.groups[layer]])
 
-    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
-        cache = self._cache
+    def select(self, layer: int, positions: torch.Tensor, /) -> None:
         if self._residents is not None:
             self._selection = HotRows(position_rows(positions, self._residents))
-            return self._selected(layer)
-        swap_in(
-            self._swaps,
-            positions,
-            self._requests,
-            self._plan.visible,
-            cache.group_tables[cache.groups[layer]],
-            self._plan.page_table,
-            cache.host_bytes[:, layer],
-            cache.hot_bytes[:, layer],
-        )
-        self._fetch_followers(layer)
-        return self._selected(layer)
+            return
+        cache = self._cache
+        self._being_read = positions
+        with self._beside():
+            swap_in(
+                self._swaps,
+                positions,
+                self._requests,
+                self._plan.visible,
+                cache.group_tables[cache.groups[layer]],
+                self._plan.page_table,
+                cache.host_bytes[:, layer],
+                cache.hot_bytes[:, layer],
+            )
+            self._note_fetched(layer)
+            # the plan stays as it is until all layers of the group have their rows
+            for follower, group in enumerate(cache.groups):
+                if follower > layer and group == cache.groups[layer]:
+                    copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
+                    self._note_fetched(follower)
 
-    def reselect(self, layer: int) -> RowPlaces:
+    def selected(self, layer: int) -> RowPlaces:
         if layer in self._fetched:
             torch.cuda.current_stream(self._cache.device).wait_event(self._fetched[layer])
-        return self._selected(layer)
+        if layer == self._last_layer:
+            with self._beside():
+                self._write_back()
+        return RowPlaces(self._pages(layer), self._selection)
 
     def finish(self) -> None:
         if self._cache.side_stream is not None:
             torch.cuda.current_stream(self._cache.device).wait_stream(self._cache.side_stream)
 
-    def _fetch_followers(self, layer: int) -> None:
-        """Fetch for the layers that will reselect. The plan stays as it is until all of them have."""
-        cache, side = self._cache, self._cache.side_stream
-        followers = [at for at, group in enumerate(cache.groups) if group == cache.groups[layer] and at > layer]
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is enqueued within comes after all that the step has enqueued, and runs beside what it enqueues next."""
+        side = self._cache.side_stream
         if side is None:
-            for follower in followers:
-                copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
+            yield
             return
-        if not followers:
-            return
-        side.wait_stream(torch.cuda.current_stream(cache.device))
+        side.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(side):
-            for follower in followers:
-                copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
-                self._fetched[follower] = side.record_event()
+            yield
 
-    def _selected(self, layer: int) -> RowPlaces:
-        if layer == self._last_layer:
-            self._start_write_back()
-        return RowPlaces(self._pages(layer), self._selection)
-
-    def _start_write_back(self) -> None:
-        """Rows of a step's new tokens are not evicted in that step, so nothing else touches them meanwhile."""
-        cache, side = self._cache, self._cache.side_stream
-        if side is None:
-            self._write_back()
-            return
-        side.wait_stream(torch.cuda.current_stream(cache.device))
-        with torch.cuda.stream(side):
-            self._write_back()
+    def _note_fetched(self, layer: int) -> None:
+        """The rows of this layer are there when what the side stream has so far is done."""
+        if self._cache.side_stream is not None:
+            self._fetched[layer] = self._cache.side_stream.record_event()
 
     def _write_back(self) -> None:
+        """Rows of a step's new tokens are not evicted in that step, so nothing else touches them meanwhile."""
         cache = self._cache
         hot_rows = HotRows(self._hot_rows[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)

@@ -36,21 +36,23 @@ def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor 
 class LatentRows(Protocol):
     """The latent rows of one batch's sequences; `layer` counts those of this rank.
 
-    Of each layer in turn: `place`, then `select` or `reselect`. Rows that were placed count as written by then. After
-    the last layer: `finish`.
+    Of each layer in turn: `place`; `select`, if it selects; `selected`. Rows that were placed count as written by then.
+    After the last layer: `finish`. What is computed between `select` and `selected` runs beside what brings rows in.
     """
+
+    fetches: bool
+    """Whether rows are brought in beside what is computed meanwhile."""
 
     def place(self, layer: int) -> RowPlaces:
         """Where the new tokens' rows [T] are to be written."""
 
-    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
-        """Where to find the tokens at `positions` [T, K] (int32, -1 for none) of each token's sequence, rows [T, K].
-
-        Valid until the next call.
+    def select(self, layer: int, positions: torch.Tensor, /) -> None:
+        """The tokens at `positions` [T, K] (int32, -1 for none) of each token's sequence are read in this layer, and in
+        those after it that do not select.
         """
 
-    def reselect(self, layer: int) -> RowPlaces:
-        """The tokens of the last `select`, in another layer."""
+    def selected(self, layer: int) -> RowPlaces:
+        """Where those are in this layer, rows [T, K]; valid until the next `select`."""
 
     def finish(self) -> None:
         """New rows are where later batches will look for them."""
@@ -58,6 +60,8 @@ class LatentRows(Protocol):
 
 class PagedLatentRows:
     """All rows are in the pages of a pool: a look-up in the page table is all it takes."""
+
+    fetches = False
 
     def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows) -> None:
         self._pool = pool
@@ -68,11 +72,10 @@ class PagedLatentRows:
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages(layer), self._new_rows)
 
-    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
+    def select(self, _layer: int, positions: torch.Tensor, /) -> None:
         self._selected = position_rows(positions, self._plan)
-        return RowPlaces(self._pages(layer), self._selected)
 
-    def reselect(self, layer: int) -> RowPlaces:
+    def selected(self, layer: int) -> RowPlaces:
         assert self._selected is not None, "a stage starts with a layer that selects"
         return RowPlaces(self._pages(layer), self._selected)
 

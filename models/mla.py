@@ -65,16 +65,48 @@ def compress(
 
 def expand_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of the following, in one pass."""
+    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin)
+    assert index_query is not None, "the layer has an indexer"
+    return query, index_query
+
+
+def expand_head_queries(
+    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> torch.Tensor:
+    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones."""
+    rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
+    query, _ = _expand(compressed, parameters.expand[:rows], parameters.kv_b, config, cos, signed_sin)
+    return query
+
+
+def expand_index_queries(
+    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> torch.Tensor:
+    """[T, index_heads, index_dim]: the queries of the layer's indexer."""
+    rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
+    _, index_query = _expand(compressed, parameters.expand[rows:], parameters.kv_b[:0], config, cos, signed_sin)
+    assert index_query is not None, "the layer has an indexer"
+    return index_query
+
+
+def _expand(
+    compressed: torch.Tensor,
+    expand: torch.Tensor,
+    kv_b: torch.Tensor,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones. And those of the
-    indexer, where there is one: [T, index_heads, index_dim].
-    """
-    tokens, heads, head_dim = len(compressed), len(parameters.kv_b), config.nope_dim + config.rope_dim
-    expanded = linear(compressed, parameters.expand)
-    plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
+    """The queries of the heads of `kv_b`, which come first in `expand`, and those of an indexer, if rows are left."""
+    tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
+    expanded = linear(compressed, expand)
     query = compressed.new_empty(tokens, heads, config.latent_dim)
-    absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
-    torch.bmm(plain.transpose(0, 1), parameters.kv_b[:, : config.nope_dim], out=absorbed)
+    if heads:
+        plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
+        absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
+        torch.bmm(plain.transpose(0, 1), kv_b[:, : config.nope_dim], out=absorbed)
     index_query = rotate_queries(
         expanded,
         cos,

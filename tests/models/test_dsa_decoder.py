@@ -218,6 +218,8 @@ class ElsewhereRows:
     Row r of the cache is row `order[r]` here.
     """
 
+    fetches = True
+
     def __init__(
         self, layers: int, row_size: int, plan: IndexPlan, new_rows: torch.Tensor, order: torch.Tensor
     ) -> None:
@@ -228,12 +230,11 @@ class ElsewhereRows:
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages[layer], self._order[self._new_rows.long()].int())
 
-    def select(self, layer: int, positions: torch.Tensor) -> RowPlaces:
+    def select(self, _layer: int, positions: torch.Tensor, /) -> None:
         rows = position_rows(positions, self._plan)
         self._selected = torch.where(rows < 0, rows, self._order[rows.clamp(min=0).long()].int())
-        return self.reselect(layer)
 
-    def reselect(self, layer: int) -> RowPlaces:
+    def selected(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages[layer], self._selected)
 
     def finish(self) -> None:

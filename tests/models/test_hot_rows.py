@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.swap_in import copy_misses
+from pdserve.kernels.swap_in import copy_misses, swap_in
 from pdserve.kernels.write_back import write_back
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
@@ -397,10 +397,14 @@ class Late:
         self._operation(*args)
 
 
-@pytest.fixture(params=["write_back", "copy_misses"])
+@pytest.fixture(params=["write_back", "copy_misses", "swap_in"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """What runs beside the layers, each in turn."""
-    operations: dict[str, Callable[..., None]] = {"write_back": write_back, "copy_misses": copy_misses}
+    operations: dict[str, Callable[..., None]] = {
+        "write_back": write_back,
+        "copy_misses": copy_misses,
+        "swap_in": swap_in,
+    }
     operation = Late(operations[request.param])
     monkeypatch.setattr(hot_rows, request.param, operation)
     yield operation

@@ -462,6 +462,8 @@ def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late
     """What the executor waits for before it reports a step: its pages may be freed, sent or saved then."""
     twin = Twin(on_gpu, hot_rows=TOP_K)
     mixed_requests(twin)
+    twin.step([0, 1, 2])  # compiles: after that no operation keeps the host for as long as the write-back is late
+    late.streams.clear()
     pieces = [
         SequenceSlice(twin.tokens[slot][-1:], len(twin.tokens[slot]) - 1, [*twin.pages[slot], twin.free.pop()], slot)
         for slot in (0, 1, 2)

@@ -6,7 +6,7 @@
 // through a ring of three stages in shared memory, which the adders fill again as soon as they have used one. The last
 // tile of a row is no value; the weights take its place once there are scores.
 //
-// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums, and the weights take 450 clocks
+// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums, and the weights take some 900
 // without them. So that they are not idle then, weights are handed over late: when the scorer is half through the next
 // rows. The adders multiply while it turns to the next weights.
 //

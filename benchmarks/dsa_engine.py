@@ -34,6 +34,7 @@ from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.dsa_config import DsaConfig, MoeConfig
 from pdserve.models.dsa_decoder import DsaDecoder
 from pdserve.models.dsa_parameters import DsaParameters
+from pdserve.models.dummy_weights import fill_with_noise
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.runner import ModelRunner
 
@@ -89,19 +90,6 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
     )
 
 
-def random_parameters(config: ModelConfig) -> DsaParameters:
-    """Weights N(0, 1 / fan_in), embeddings N(0, 1), norms around 1: activations stay of order 1."""
-    parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for name, slot in parameters.slots().items():
-        tensor = slot.target
-        if tensor.ndim == 1:
-            tensor.normal_(1.0, 0.1, generator=generator)
-        else:
-            tensor.normal_(0.0, 1.0 if "embed" in name else tensor.shape[-1] ** -0.5, generator=generator)
-    return parameters
-
-
 class Engine:
     """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
     on the GPU, or with `hot_rows` in host memory.
@@ -110,7 +98,8 @@ class Engine:
     def __init__(self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None) -> None:
         assert config.dsa is not None
         self.config, self.dsa = config, config.dsa
-        self.parameters = random_parameters(config)
+        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        fill_with_noise(self.parameters.slots())
         self.decoder = DsaDecoder(self.parameters)
         num_pages = sequences * -(-config.context_length // page_size)
         self.cache: KvCache
@@ -126,7 +115,7 @@ class Engine:
                 max_context=config.context_length,
             )
         for pool in self.cache.pools:
-            fill_with_noise(pool)
+            fill_pool(pool)
         self._runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
         self._random = random.Random(2)
 
@@ -176,8 +165,8 @@ class Engine:
         return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
 
 
-def fill_with_noise(pool: KvPool) -> None:
-    """From the GPU, wherever the pool is: that is the faster source of random numbers."""
+def fill_pool(pool: KvPool) -> None:
+    """With noise; from the GPU, wherever the pool is: that is the faster source of random numbers."""
     for start in range(0, pool.num_pages, pool.pages_per_chunk):
         for page in pool.data[start : start + pool.pages_per_chunk].split(64):
             page.copy_(torch.randn(page.shape, dtype=page.dtype, device=DEVICE))

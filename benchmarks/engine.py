@@ -28,6 +28,7 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.models.batch import SequenceSlice
 from pdserve.models.config import ModelConfig, RopeConfig
 from pdserve.models.decoder import Decoder
+from pdserve.models.dummy_weights import fill_with_noise
 from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.parameters import DecoderParameters
 from pdserve.models.runner import ModelRunner
@@ -60,25 +61,13 @@ VLLM_DECODE_MS = {1: 5.20, 8: 5.76, 32: 6.87, 128: 12.58}
 VLLM_PREFILL_8192_MS = 213.0
 
 
-def random_parameters(config: ModelConfig) -> DecoderParameters:
-    """Weights N(0, 1 / fan_in), embeddings N(0, 1), norms around 1: activations stay of order 1."""
-    parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for name, slot in parameters.slots().items():
-        tensor = slot.target
-        if tensor.ndim == 1:
-            tensor.normal_(1.0, 0.1, generator=generator)
-        else:
-            tensor.normal_(0.0, 1.0 if "embed" in name else tensor.shape[-1] ** -0.5, generator=generator)
-    return parameters
-
-
 class Engine:
     """A random model and a pool of randomly scattered pages."""
 
     def __init__(self, config: ModelConfig, *, kv_tokens: int, page_size: int) -> None:
         self.config = config
-        self.parameters = random_parameters(config)
+        self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        fill_with_noise(self.parameters.slots())
         self.decoder = Decoder(self.parameters)
         self.cache = self.decoder.make_cache(-(-kv_tokens // page_size), page_size)
         (self.pool,) = self.cache.pools

@@ -3,7 +3,7 @@
     float_linear(x)  =  x.float() @ weight.T
 
 Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For what decides instead of
-computing: an indexer's weights, a router. With few rows and outputs it is launches that cost: a conversion, a product
+computing: the weights of an indexer. With few rows and outputs it is launches that cost: a conversion, a product
 in parts and their sum are three with cuBLAS; here it is one, which starts while the kernel before it ends.
 """
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..configs.errors import StartupError
 from ..configs.progress import ProgressLog
+from ..memory.sizing import GIB
 from .catalog import ModelSource, safetensors_files
 from .config import ModelConfig
 from .dsa_checkpoint import DsaCheckpoint
@@ -18,8 +19,6 @@ from .gguf_file import GgufFile
 from .parameters import Slot
 
 log = logging.getLogger(__name__)
-
-_GIB = 1 << 30
 
 
 class Checkpoint(Protocol):
@@ -57,10 +56,10 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
     total_bytes = sum(slot.target.nbytes for slot in slots.values())
-    progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / _GIB)
+    progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
     for name, slot in slots.items():
         checkpoint.read_into(name, slot)
-        progress.add(slot.target.nbytes / _GIB)
+        progress.add(slot.target.nbytes / GIB)
 
 
 # Derived from the configuration; old checkpoints saved it.

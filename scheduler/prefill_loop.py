@@ -170,8 +170,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
 
 def step_row(row: PrefillRow) -> StepRow:
-    """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of
-    the message.
+    """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of the message.
 
     Of the ids decode sent, the last `output_tokens` are output already: they count as such for penalties.
     """

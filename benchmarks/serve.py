@@ -10,7 +10,6 @@ code as `pdserve bench`; `--output FILE` keeps the full results, one JSON docume
 import argparse
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.servers import free_port
 from pdserve.configs.errors import PdserveError, StartupError
 from pdserve.configs.flags import add_flags, given_flags
 from pdserve.server.bench import measure
@@ -83,14 +83,8 @@ def _numbers(text: str) -> list[int]:
 
 def pair_on_free_ports(flags: dict[str, str | bool]) -> PairConfig:
     """The pair on free ports, where the flags name none."""
-    ports = {name: str(_free_port()) for name in ("port", "prefill_port", "bootstrap_port")}
+    ports = {name: str(free_port()) for name in ("port", "prefill_port", "bootstrap_port")}
     return load_pair_config(None, {**ports, **flags}, os.environ)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _table(results: list[BenchResult], options: argparse.Namespace) -> Table:

@@ -22,6 +22,8 @@ from pdserve.server.up import NotReadyError, base_url, probe, server_command, se
 
 POLL_S = 0.2
 
+_given_ports: set[int] = set()
+
 
 def write_model(directory: Path, config: Mapping[str, Any]) -> None:
     """What a server needs of a model but its weights. The tokenizer has a short word for each id."""
@@ -38,9 +40,13 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe_socket:
-        port: int = probe_socket.getsockname()[1]
-        return port
+    """A port that nobody listens on, another one each time."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe_socket:
+            port: int = probe_socket.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 @contextmanager

@@ -182,6 +182,12 @@ class PrefillConfig(ServerConfig):
         return self
 
     @model_validator(mode="after")
+    def _ports_differ(self) -> "PrefillConfig":
+        if self.port == self.bootstrap_port:
+            raise ValueError(f"HTTP port and bootstrap_port of prefill are both {self.port}: choose different ports")
+        return self
+
+    @model_validator(mode="after")
     def _chunk_holds_pages(self) -> "PrefillConfig":
         if self.chunk_size % self.page_size:
             raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")

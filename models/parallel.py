@@ -64,10 +64,12 @@ class Parallel:
         backend: Backend,
         device: torch.device,
         timeout_s: float,
+        listener: socket.socket | None = None,
     ) -> "Parallel":
-        """Meet the other ranks at `store_host`:`store_port`, where rank 0 listens; raises StartupError when they do not
-        all come within `timeout_s`, which is also how long a collective waits for them later. A process can be one rank
-        at a time.
+        """Meet the other ranks at `store_host`:`store_port`, where rank 0 listens, on `listener` if it has it already.
+
+        Raises StartupError when they do not all come within `timeout_s`, which is also how long a collective waits for
+        them later. A process can be one rank at a time.
         """
         parallel = cls(shard, device=device, backend=backend)
         if shard.world_size == 1:
@@ -80,7 +82,7 @@ class Parallel:
                 _choose_gloo_interface(store_host, store_port)
             dist.init_process_group(
                 backend,
-                store=_open_store(shard, store_host, store_port, timeout),
+                store=_open_store(shard, store_host, store_port, listener, timeout),
                 rank=shard.rank,
                 world_size=shard.world_size,
                 timeout=timeout,
@@ -179,24 +181,25 @@ ALONE = Parallel(WHOLE)
 """The only rank of a server that has one."""
 
 
-def _open_store(shard: Shard, host: str, port: int, timeout: timedelta) -> TCPStore:
+def listen(host: str, port: int) -> socket.socket:
+    """What rank 0 takes the others' connections on. 0: a free port. Raises OSError."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
+
+
+def _open_store(shard: Shard, host: str, port: int, listener: socket.socket | None, timeout: timedelta) -> TCPStore:
     """Rank 0's listens on `host` alone: left to itself it would on every interface, without any authentication."""
     if shard.rank != 0:
         return TCPStore(host, port, shard.world_size, is_master=False, timeout=timeout)
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-        return TCPStore(
-            host,
-            port,
-            shard.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    return TCPStore(
+        host,
+        port,
+        shard.world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=(listener or listen(host, port)).detach(),
+    )
 
 
 def _choose_gloo_interface(store_host: str, store_port: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import socket
 import time
 from collections.abc import Callable
 
@@ -82,8 +83,11 @@ class RankEngine:
         *,
         meet_at: tuple[str, int] | None,
         report: Callable[[RankReport], None],
+        listener: socket.socket | None = None,
     ) -> None:
-        """`meet_at` is where the ranks of this server find each other; None for the only one. Raises StartupError."""
+        """`meet_at` is where the ranks of this server find each other, None for the only one; `listener` is what rank 0
+        listens on there. Raises StartupError.
+        """
         self._config = config
         self._source = source
         self._report = report
@@ -96,7 +100,7 @@ class RankEngine:
         self._device = resolve_device(config.device, local, len(config.local_ranks))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._parallel = _meet(config, rank, self._device, meet_at)
+        self._parallel = _meet(config, rank, self._device, meet_at, listener)
         self._executor = RankBuilder(config, source, self._parallel, self._device).build()
         self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
@@ -400,7 +404,13 @@ def _layout(pool: KvPool) -> KvLayout:
     )
 
 
-def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
+def _meet(
+    config: AnyServerConfig,
+    rank: int,
+    device: torch.device,
+    meet_at: tuple[str, int] | None,
+    listener: socket.socket | None,
+) -> Parallel:
     shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
     if meet_at is None:
         return Parallel(shard, device=device)
@@ -409,5 +419,11 @@ def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tup
     log.info("rank %d of %d meets the others at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
     host, port = meet_at
     return Parallel.connect(
-        shard, store_host=host, store_port=port, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S
+        shard,
+        store_host=host,
+        store_port=port,
+        backend=backend,
+        device=device,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        listener=listener,
     )

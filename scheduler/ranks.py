@@ -17,6 +17,7 @@ import zmq
 from ..configs.errors import PdserveError, StartupError
 from ..configs.schema import AnyServerConfig
 from ..models.catalog import ModelSource
+from ..models.parallel import listen
 from ..transfer.chunks import PartScatter, PartWrite
 from ..transfer.curve import ClientGate, ClusterKeys
 from ..transfer.wakeup import Wakeup
@@ -73,12 +74,13 @@ class Ranks:
         self._local: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
         self._engine: RankEngine | None = None
         self._meet_at: tuple[str, int] | None = None
+        self._listener: socket.socket | None = None
         self._processes: list[RankProcess] = []
         self._hub: _Hub | None = None
         self._closing = False
         self._lost = False
         if config.world_size > 1:
-            self._meet_at = _meeting_point(config)
+            self._meet_at, self._listener = _open_meeting_point(config)
             self._hub = _Hub(config, self._meet_at, keys, self._report)
             for rank in config.local_ranks:
                 if rank != 0:
@@ -133,7 +135,9 @@ class Ranks:
 
     def _run_local(self) -> None:
         try:
-            engine = RankEngine(self._config, self._source, 0, meet_at=self._meet_at, report=self._report)
+            engine = RankEngine(
+                self._config, self._source, 0, meet_at=self._meet_at, report=self._report, listener=self._listener
+            )
             self._engine = engine
             engine.announce()
             engine.serve(self._local)
@@ -311,9 +315,11 @@ def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
             return None
 
 
-def _meeting_point(config: AnyServerConfig) -> tuple[str, int]:
-    if config.dist_init_addr is not None:
-        return meeting_point(config)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
+def _open_meeting_point(config: AnyServerConfig) -> tuple[tuple[str, int], socket.socket]:
+    """Where the other ranks find rank 0, and the socket that already listens there: nobody else can take the port."""
+    host, port = meeting_point(config) if config.dist_init_addr is not None else ("127.0.0.1", 0)
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise StartupError(f"dist_init_addr: cannot listen on {host}:{port} for the ranks: {error}") from None
+    return (host, listener.getsockname()[1]), listener

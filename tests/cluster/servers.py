@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -24,13 +25,6 @@ HTTP = httpx.Client(
 def python_path() -> str:
     """Run from the checkout, installed or not."""
     return os.pathsep.join([str(REPOSITORY / ".dev"), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

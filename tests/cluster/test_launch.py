@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.cluster.servers import python_path
+from tests.ports import free_port
 
 
 def launch(*arguments: str) -> tuple[int, str]:
@@ -43,21 +44,15 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
 
 
 def test_busy_http_port(llama: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         check_refused(["decode", "--model", str(llama), "--port", port], port, "--port")
 
 
 def test_busy_bootstrap_port(llama: Path) -> None:
-    with socket.socket() as holder, socket.socket() as probe:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        probe.bind(("127.0.0.1", 0))
-        http, port = str(probe.getsockname()[1]), str(holder.getsockname()[1])
-        probe.close()
-        arguments = ["prefill", "--model", str(llama), "--port", http, "--bootstrap-port", port]
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        arguments = ["prefill", "--model", str(llama), "--port", str(free_port()), "--bootstrap-port", port]
         check_refused(arguments, port, "--bootstrap-port")
 
 
@@ -70,10 +65,7 @@ def test_busy_bootstrap_port(llama: Path) -> None:
     ],
 )
 def test_resources_that_are_not_there(llama: Path, flags: list[str], words: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    check_refused(["decode", "--model", str(llama), "--port", port, *flags], *words)
+    check_refused(["decode", "--model", str(llama), "--port", str(free_port()), *flags], *words)
 
 
 def test_open_control_port_needs_a_key() -> None:

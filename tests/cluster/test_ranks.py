@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster, free_port, wait_until
+from tests.cluster.servers import Cluster, Server, cluster, wait_until
+from tests.ports import free_port
 
 NEW_TOKENS = 10
 LENGTHS = (1, 17, 48, 131)

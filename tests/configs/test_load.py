@@ -89,6 +89,7 @@ def test_a_secret_may_be_in_a_file_that_the_environment_names(tmp_path: Path) ->
         ("decode", "prefill: [a:1, b]", {}, ["prefill[1]: not of the expected form", "HOST:PORT", "got 'b' in {file}"]),
         ("decode", "kv_tokens: 9\nkv_memory_gib: 1", {}, ["kv_tokens and kv_memory_gib both size the KV pool"]),
         ("prefill", "host: 0.0.0.0", {}, ["host 0.0.0.0 exposes the control port", "PDSERVE_CLUSTER_KEY"]),
+        ("prefill", "port: 8998", {}, ["HTTP port and bootstrap_port of prefill are both 8998: choose"]),
         ("decode", "- a\n- b", {}, ["{file}: must hold settings as 'name: value' lines, found list"]),
         ("decode", "port: [", {}, ["{file}: not valid YAML: while parsing"]),
     ],

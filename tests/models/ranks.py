@@ -4,7 +4,6 @@ They import no transformers, which would be most of the time that they take to s
 """
 
 import multiprocessing
-import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pdserve.models.catalog import locate_model
 from pdserve.models.parallel import Parallel
 from pdserve.models.runner import ModelRunner
 from pdserve.models.sharding import Shard
+from tests.ports import free_port
 
 NUM_PAGES, PAGE_SIZE = 16, 4
 TIMEOUT_S = 60.0
@@ -110,12 +110,6 @@ class RankProcesses:
             process.join(10)
             process.kill()
             process.join()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:

@@ -18,7 +18,8 @@ from pdserve.models.runner import ModelRunner
 from pdserve.models.sharding import Shard
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
-from tests.models.ranks import NUM_PAGES, Pass, RankProcesses, free_port, run_passes
+from tests.models.ranks import NUM_PAGES, Pass, RankProcesses, run_passes
+from tests.ports import free_port
 
 CPU = torch.device("cpu")
 TOLERANCE = 3e-5  # as in test_decoder.py

@@ -14,7 +14,8 @@ from pdserve.scheduler.rank_messages import RankAlive, RankFailed, RankReport, S
 from pdserve.scheduler.rank_process import RankProcess
 from pdserve.scheduler.step import StepRow
 from tests.checkpoints import make_checkpoint
-from tests.cluster.servers import free_port, python_path
+from tests.cluster.servers import python_path
+from tests.ports import free_port
 
 
 class LeaderSocket:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
 
@@ -38,12 +39,6 @@ sys.exit(code)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_model(tmp_path_factory.mktemp("bytes"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class RunningFront:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
 
@@ -56,17 +58,9 @@ sys.exit(up.run_up(load_pair_config(None, ports, {})))
 """
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
-
-
 @pytest.fixture
 def ports() -> list[int]:
-    return free_ports(3)
+    return [free_port() for _ in range(3)]
 
 
 @pytest.fixture

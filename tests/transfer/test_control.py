@@ -64,6 +64,7 @@ from pdserve.transfer.pairing import check_pair
 from pdserve.transfer.prefill_control import PrefillControl
 from pdserve.transfer.session import Timing
 from pdserve.transfer.wire import Envelope, decode, encode
+from tests.ports import free_port
 
 T = TypeVar("T")
 FAST = Timing(
@@ -218,12 +219,6 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(stack)
-
-
-def free_port() -> int:
-    with sockets.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def only_peer(side: Control) -> PeerSnapshot:
@@ -931,7 +926,7 @@ class OtherProcess:
         root = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             [sys.executable, __file__, role, str(port), instance],
-            env={**os.environ, "PYTHONPATH": str(root / ".dev")},
+            env={**os.environ, "PYTHONPATH": f"{root / '.dev'}{os.pathsep}{root}"},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -6,23 +6,21 @@ import torch
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.float_linear import float_linear
 from pdserve.kernels.linear import FEW_ROWS
-from tests.kernels.conftest import PLACES
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import PLACES, each_of
 from tests.kernels.poison import poisoned
 
-ON_THE_CPU = pytest.param(
-    ("triton", "cpu"), id="triton-interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton")
-)
+where = each_of(*PLACES, ("triton", "cpu"))
 
 
-@pytest.mark.parametrize("place", [*PLACES, ON_THE_CPU])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "out_size", "in_size"),
     [(1, 5, 7168), (5, 3, 7168), (20, 4, 7168), (FEW_ROWS, 3, 200), (7, 2, 1025), (0, 4, 16), (200, 8, 128)],
 )
-def test_equals_float64(rows: int, out_size: int, in_size: int, dtype: torch.dtype, place: tuple[Impl, str]) -> None:
-    impl, device = place
+def test_equals_float64(
+    rows: int, out_size: int, in_size: int, dtype: torch.dtype, where: tuple[Impl, torch.device]
+) -> None:
+    impl, device = where
     if impl == "triton":
         rows = min(rows, FEW_ROWS)
     generator = torch.Generator().manual_seed(out_size + in_size)

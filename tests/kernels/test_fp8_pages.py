@@ -14,29 +14,19 @@ from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.kv_write import kv_write
 from pdserve.kernels.paged_attention import paged_attention, plan_attention
 from pdserve.kernels.rope_kv_write import rope_kv_write
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 
 FP8 = torch.float8_e4m3fn
 Where = tuple[Impl, torch.device]
 
 PAGES, LAYERS, PAGE_SIZE, TOKENS, HEADS, KV_HEADS, DIM = 40, 3, 5, 9, 6, 2, 24
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("reference", "cpu"), id="reference-cpu"),
-        pytest.param(
-            ("triton", "cpu"),
-            id="interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("reference", "cpu"),
+    ("triton", "cpu"),
+    ("reference", "cuda"),
+    ("triton", "cuda"),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device = request.param
-    return impl, torch.device(device)
 
 
 def fp8_values() -> torch.Tensor:

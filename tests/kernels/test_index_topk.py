@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.index_topk import IndexPlan, index_topk, position_rows, select_top_reference
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
 LAYERS, LAYER = 3, 1
@@ -17,24 +17,14 @@ Where = tuple[Impl, torch.device, torch.dtype]
 # Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("auto", "cpu", torch.float32), id="auto-cpu"),
-        pytest.param(("auto", "cpu", torch.bfloat16), id="auto-cpu-bf16"),
-        pytest.param(
-            ("triton", "cpu", torch.float32),
-            id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("reference", "cuda", torch.bfloat16), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("auto", "cpu", torch.float32),
+    ("auto", "cpu", torch.bfloat16),
+    ("triton", "cpu", torch.float32),
+    ("reference", "cuda", torch.bfloat16),
+    ("triton", "cuda", torch.float32),
+    ("triton", "cuda", torch.bfloat16),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device, dtype = request.param
-    return impl, torch.device(device), dtype
 
 
 class Case:

@@ -8,26 +8,16 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter, warm_up_kv_stage
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 
 Where = tuple[Impl, torch.device]
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("auto", "cpu"), id="auto-cpu"),
-        pytest.param(
-            ("triton", "cpu"),
-            id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("auto", "cpu"),
+    ("triton", "cpu"),
+    ("reference", "cuda"),
+    ("triton", "cuda"),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device = request.param
-    return impl, torch.device(device)
 
 
 def noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -6,28 +6,18 @@ import torch
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.latent_write import KeyWrite, latent_write
 from pdserve.kernels.rotate_queries import rotate_queries
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 
 PAGES, LAYERS, LAYER, EPS = 8, 3, 1, 1e-3
 Where = tuple[Impl, torch.device, torch.dtype]
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("auto", "cpu", torch.float32), id="auto-cpu"),
-        pytest.param(("reference", "cpu", torch.bfloat16), id="reference-cpu-bf16"),
-        pytest.param(
-            ("triton", "cpu", torch.float32),
-            id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("auto", "cpu", torch.float32),
+    ("reference", "cpu", torch.bfloat16),
+    ("triton", "cpu", torch.float32),
+    ("triton", "cuda", torch.float32),
+    ("triton", "cuda", torch.bfloat16),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device, dtype = request.param
-    return impl, torch.device(device), dtype
 
 
 class Draw:

@@ -7,26 +7,16 @@ import torch
 
 from pdserve.kernels.dispatch import Impl
 from pdserve.kernels.slot_tables import SlotTables
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 
 REQUESTS, HOT_ROWS, PAGE, MAX_CONTEXT = 9, 24, 8, 80
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("auto", "cpu"), id="auto-cpu"),
-        pytest.param(
-            ("triton", "cpu"),
-            id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("auto", "cpu"),
+    ("triton", "cpu"),
+    ("reference", "cuda"),
+    ("triton", "cuda"),
 )
-def where(request: pytest.FixtureRequest) -> tuple[Impl, torch.device]:
-    impl, device = request.param
-    return impl, torch.device(device)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

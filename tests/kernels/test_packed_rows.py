@@ -15,7 +15,7 @@ from pdserve.kernels.packed_rows import (
     unpack_rows_reference,
 )
 from pdserve.kernels.sparse_mla import sparse_mla
-from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.places import each_of
 
 GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
@@ -24,22 +24,12 @@ Where = tuple[Impl, torch.device, torch.dtype]
 # Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("auto", "cpu", torch.float32), id="auto-cpu"),
-        pytest.param(
-            ("triton", "cpu", torch.float32),
-            id="triton-interpreted",
-            marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton"),
-        ),
-        pytest.param(("triton", "cuda", torch.float32), id="triton-cuda-fp32", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda", torch.bfloat16), id="triton-cuda-bf16", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("auto", "cpu", torch.float32),
+    ("triton", "cpu", torch.float32),
+    ("triton", "cuda", torch.float32),
+    ("triton", "cuda", torch.bfloat16),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device, dtype = request.param
-    return impl, torch.device(device), dtype
 
 
 def e4m3(byte: int) -> float:

@@ -6,23 +6,18 @@ import torch
 from pdserve.kernels.nvrtc import CudaImpl
 from pdserve.kernels.slot_tables import HotRows, KvRows
 from pdserve.kernels.write_back import write_back
+from tests.kernels.places import each_of
 
 LAYERS, HOT_PAGES, PAGES, PAGE_SIZE = 3, 2, 4, 5
 
 Where = tuple[CudaImpl, torch.device]
 
-
-@pytest.fixture(
-    params=[
-        pytest.param(("reference", "cpu"), id="reference-cpu"),
-        pytest.param(("auto", "cpu"), id="auto-cpu"),
-        pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
-    ]
+where = each_of(
+    ("reference", "cpu"),
+    ("auto", "cpu"),
+    ("reference", "cuda"),
+    ("cuda", "cuda"),
 )
-def where(request: pytest.FixtureRequest) -> Where:
-    impl, device = request.param
-    return impl, torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
 @pytest.mark.parametrize("padding", [[], [2, 3], [1], [0, 1, 2, 3]])

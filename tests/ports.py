@@ -6,14 +6,15 @@ import random
 import socket
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_candidates = list(range(12_000 + _WORKER, 32_000, 16))
+_candidates = list(range(18_000 + _WORKER, 32_000, 16))
 random.SystemRandom().shuffle(_candidates)
 
 
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on and that no other test of this run gets.
 
-    It lies below those that the kernel gives to connections (32768 and up): none of them can take it in the meantime.
+    It lies below those that the kernel gives to connections (32768 and up) and above those that Mooncake takes by itself
+    (15000 to 17000): neither can take it in the meantime.
     """
     while True:
         port = _candidates.pop()

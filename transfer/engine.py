@@ -9,6 +9,7 @@ published address and its registrations are the pools: it lives as long as the p
 Engines do not survive fork: create them in the process that uses them.
 """
 
+import contextlib
 import enum
 import logging
 import threading
@@ -24,6 +25,7 @@ from .mooncake_sockets import (
     confine_to_loopback,
     cut_connections,
     describe_engine,
+    drop_unsent,
     wake_listener,
 )
 
@@ -34,6 +36,7 @@ WriteId = NewType("WriteId", int)
 
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
+CUT_AGAIN_S: Final = 0.2
 
 
 class WriteState(enum.Enum):
@@ -116,6 +119,7 @@ class SendEngine:
                 f"decode {session} has not registered the pool it announced ({size_bytes} bytes at {address:#x}): "
                 "it is probably a new process at an old address"
             )
+        self._data_port = description.tcp_data_port
         rdma = transport == "rdma"
         self._engine: MooncakeEngine | None = create_engine(
             host if rdma else "127.0.0.1", transport, devices=devices, gid_index=gid_index
@@ -146,13 +150,13 @@ class SendEngine:
             write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
         else:
             # The first write shakes hands, and would wait 60 s for a peer that hung just after the pre-flight.
-            guard = threading.Timer(FIRST_WRITE_TIMEOUT_S, cut_connections, (self.session,))
-            guard.daemon = True
-            guard.start()
+            submitted = threading.Event()
+            guard = (submitted, self.session)
+            threading.Thread(target=_cut_late_handshake, args=guard, name=f"guard-{self.session}", daemon=True).start()
             try:
                 write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
             finally:
-                guard.cancel()
+                submitted.set()
             self._connected = True
         if write == 0:
             return None
@@ -170,14 +174,28 @@ class SendEngine:
         return WriteState.DONE if status == 1 else WriteState.FAILED
 
     def destroy(self) -> None:
-        """End all writes. Afterwards no source memory is read any more; what the kernel holds may still arrive.
+        """End all writes. Afterwards no source memory is read any more, and nothing more leaves this machine; what has
+        left it, or is in the peer's kernel, may still arrive.
 
         Takes milliseconds, also with writes in flight to a hung peer. May be called twice.
         """
         if self._engine is not None:
+            if self._data_port:
+                drop_unsent(self._data_port)
             wake_listener(self._port)
             self._engine = None
             self._in_flight.clear()
+
+
+def _cut_late_handshake(submitted: threading.Event, session: str) -> None:
+    """End a handshake whose time is up. Again until it has ended: if this process was stopped or starved meanwhile, it
+    has yet to connect when the time is up first.
+    """
+    wait_s = FIRST_WRITE_TIMEOUT_S
+    while not submitted.wait(wait_s):
+        with contextlib.suppress(OSError):  # the name of the host cannot be resolved just now
+            cut_connections(session)
+        wait_s = CUT_AGAIN_S
 
 
 def _register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:

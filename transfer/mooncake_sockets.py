@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,8 @@ from ..configs.errors import PdserveError
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER: on, for 0 s. Closing then resets the connection."""
 
 
 class PeerUnreachableError(PdserveError):
@@ -124,6 +126,20 @@ def cut_connections(session: str) -> int:
             except OSError:
                 continue  # not connected, or not any more
     return count
+
+
+def drop_unsent(data_port: int) -> None:
+    """Have the kernel forget what it has not delivered when this process closes its connections to `data_port`.
+
+    Otherwise it goes on trying: what was written into a network that is down arrives when it is up again, a minute
+    later, in memory that has another owner by then. The host is not looked at: its name may not resolve while the
+    network is down, and what else has this port number is a connection of an engine to another host.
+    """
+    with _own_sockets() as sockets:
+        for sock in sockets:
+            with suppress(OSError):  # not connected, or not any more
+                if sock.getpeername()[1] == data_port:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ one peer go strictly one after the other, whatever transfer they belong to: the 
 
 When are source pages free again? After the results of all jobs of a transfer. A failed write does not mean that
 Mooncake has stopped reading, so on any failure the engine is destroyed before the result is reported; the next job gets
-a new one. Bytes that were in the kernel's buffers by then may still land at the peer: `late_writes` says so, and the
-peer must not reuse those destination pages for a while.
+a new one. With it goes what our kernel has not delivered yet. Bytes that are on their way by then, or in the peer's
+kernel, may still land: `late_writes` says so, and the peer must not reuse those destination pages for a while.
 """
 
 import atexit
@@ -38,6 +38,8 @@ SLOWEST_SHARE: Final = 0.2
 """A link slower than this share of the expected rate counts as stalled."""
 NAP_MIN_S: Final = 0.0002
 NAP_MAX_S: Final = 0.002
+ABSENCE_S: Final = 0.25
+"""Between two looks at the writes in flight. When there is more this process was stopped or starved, not the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ class PeerSender:
         left = len(pieces)
         in_flight = pending.in_flight
         nap_s = NAP_MIN_S
-        moved_at = time.monotonic()
+        moved_at = looked_at = time.monotonic()
         while left or in_flight:
             if pending.cancelled:
                 left = 0
@@ -289,10 +291,13 @@ class PeerSender:
                 in_flight[write] = size_bytes
                 pending.writes += 1
                 left -= 1
-            if self._collect(pending, engine, started):
-                self._progress_at = moved_at = time.monotonic()
+            moved = self._collect(pending, engine, started)
+            absent_s, looked_at = time.monotonic() - looked_at - ABSENCE_S, time.monotonic()
+            if moved:
+                self._progress_at = moved_at = looked_at
                 nap_s = NAP_MIN_S
             else:
+                moved_at += max(0.0, absent_s)
                 self._check_deadlines(pending, started, moved_at)
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, NAP_MAX_S)

@@ -5,6 +5,7 @@ In and out are lines of hexadecimal msgpack: first a Setup, then a ChunkWrite pe
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,13 @@ class WriterProcess:
     def report(self) -> ChunkWritten:
         assert self._process.stdout is not None
         return msgspec.msgpack.decode(bytes.fromhex(self._process.stdout.readline()), type=ChunkWritten)
+
+    def stop(self) -> None:
+        """Freeze the process."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> int:
         """Let the process end by itself; its exit code."""

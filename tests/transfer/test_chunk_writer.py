@@ -20,6 +20,7 @@ from pdserve.transfer.layout import KvLayout
 from pdserve.transfer.local_pool import LocalPool
 from pdserve.transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from pdserve.transfer.pairing import check_pair
+from pdserve.transfer.sender import STALL_BASE_S
 from tests.transfer.kv_cells import empty_pool, filled_pool, kv_of, layout, put, view_of
 from tests.transfer.kv_receiver import Receiver
 from tests.transfer.kv_writer import Setup, WriterProcess
@@ -130,6 +131,36 @@ def test_two_prefill_ranks_fill_one_decode_rank(start_receiver: Callable[[int], 
     assert add_sums(report.checksums[0] for report in reports) == block_sum(
         received.read_tokens(to_pages, 0, tokens), whole
     )
+
+
+def test_a_prefill_rank_that_was_stopped_goes_on_with_its_chunk(start_receiver: Callable[[int], Receiver]) -> None:
+    """The time in which it did not run itself is no stall of the decode rank."""
+    tokens, pages, to_pages = 64, [5, 2, 3, 0], [1, 2, 6, 4]
+    whole = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=8)
+    receiver = start_receiver(whole.size_bytes)
+    hello, welcome = hello_of((receiver, whole)), welcome_of(whole)
+    writer = WriterProcess(Setup(0, hello, welcome, (LAYERS, HEADS, tokens), 7, pages))
+    chunk = order(0, tokens, pages, to_pages)
+    writer.submit(chunk)
+    assert writer.report().ok, "it has connected"
+    receiver.pool[:] = POISON
+    receiver.stop()
+    writer.submit(chunk)
+    time.sleep(0.1)
+    writer.stop()
+    time.sleep(STALL_BASE_S + 0.5)
+    assert (receiver.pool == POISON).all(), "nothing has arrived yet"
+    writer.resume()
+    time.sleep(0.1)  # it looks, and nothing has moved
+    receiver.resume()
+    report = writer.report()
+    assert (report.ok, report.reason, report.late_writes) == (True, "", False)
+    assert writer.close() == 0
+    received = view_of(receiver.pool, whole)
+    expected = empty_pool(whole)
+    expected.data.view(torch.uint8).fill_(POISON)
+    put(expected, whole, kv_of(LAYERS, HEADS, tokens, seed=7), to_pages, 0, tokens)
+    assert torch.equal(received.data.view(torch.int32), expected.data.view(torch.int32))
 
 
 def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_pages(

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,7 @@ from pdserve.transfer.prefill_control import PrefillControl
 from pdserve.transfer.session import Timing
 from pdserve.transfer.wire import Envelope, decode, encode
 from tests.ports import free_port
+from tests.transfer.tcp_proxy import TcpProxy
 
 T = TypeVar("T")
 FAST = Timing(
@@ -287,7 +288,7 @@ def test_many_to_many(cluster: Cluster) -> None:
 
 def test_two_names_of_one_server_are_one_pair(cluster: Cluster) -> None:
     server, above = cluster.prefill()
-    with Proxy(server.port) as proxy:
+    with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
         below.wait(PeerUp)
         client.connect(f"localhost:{server.port}")
@@ -490,69 +491,10 @@ def test_the_hello_of_a_closed_connection_is_no_peer(cluster: Cluster) -> None:
     eventually(lambda: [peer.instance for peer in server.peers()] == ["d1"])
 
 
-class Proxy:
-    """TCP between decode and prefill that a test can cut or hold up."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = sockets.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.flows = threading.Event()
-        self.flows.set()
-        self.both_ends = True
-        self._near: list[sockets.socket] = []
-        self._far: list[sockets.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def __enter__(self) -> "Proxy":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.both_ends = True
-        self.flows.set()
-        self._listener.shutdown(sockets.SHUT_RDWR)
-        self.cut()
-        for thread in self._threads:
-            thread.join(5)
-        for end in (self._listener, *self._near, *self._far):
-            end.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = sockets.create_connection(("127.0.0.1", self._target))
-                self._near.append(near)
-                self._far.append(far)
-                for source, sink in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._copy, args=(source, sink)))
-                    self._threads[-1].start()
-
-    def _copy(self, source: sockets.socket, sink: sockets.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.flows.wait()
-                sink.sendall(data)
-        if self.both_ends:
-            with suppress(OSError):
-                sink.shutdown(sockets.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Close all connections; with `both_ends` unset, prefill does not notice."""
-        for end in [*self._near, *(self._far if self.both_ends else ())]:
-            with suppress(OSError):
-                end.shutdown(sockets.SHUT_RDWR)
-
-    @property
-    def connections(self) -> int:
-        return len(self._far)
-
-
 @pytest.mark.parametrize("both_ends", [True, False], ids=["noticed by both", "noticed by decode only"])
 def test_a_cut_connection_ends_the_pair_and_a_new_one_starts_afresh(cluster: Cluster, both_ends: bool) -> None:
     server, above = cluster.prefill()
-    with Proxy(server.port) as proxy:
+    with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
         above.wait(PeerUp)
         for index in range(3):
@@ -575,7 +517,7 @@ def test_a_cut_connection_ends_the_pair_and_a_new_one_starts_afresh(cluster: Clu
 
 def test_a_network_that_holds_everything_up_loses_both_and_nothing_else(cluster: Cluster) -> None:
     server, above = cluster.prefill()
-    with Proxy(server.port) as proxy:
+    with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
         above.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(0), "r"))

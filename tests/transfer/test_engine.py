@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
-from pdserve.transfer.mooncake_sockets import PeerUnreachableError, describe_engine
+from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine
 from tests.transfer.kv_receiver import REPOSITORY, Receiver
 
 POOL_BYTES = 32 << 20
@@ -143,6 +144,27 @@ def test_a_peer_that_hangs_after_the_preflight_is_given_up(receiver: Receiver) -
     engine.destroy()
 
 
+def test_a_first_write_that_connects_after_its_time_is_given_up_too(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was stopped just before: when it runs again the time is up, and there is no connection to cut yet."""
+    found: list[int] = []
+
+    def cut(session: str) -> int:
+        found.append(cut_connections(session) if found else 0)
+        return found[-1]
+
+    monkeypatch.setattr("pdserve.transfer.engine.cut_connections", cut)
+    source = np.ones(4096, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    receiver.stop()
+    started = time.monotonic()
+    assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
+    assert time.monotonic() - started < 3.0  # 60 s with a single attempt
+    assert found == [0, 1]
+    engine.destroy()
+
+
 def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver: Receiver) -> None:
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
@@ -154,6 +176,24 @@ def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver
     started = time.monotonic()
     engine.destroy()
     assert time.monotonic() - started < 0.5  # up to 1 s without waking the listener
+
+
+def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) -> None:
+    """What waits for a network that is down, or for room at a hung peer, would arrive when its pages are another's."""
+    source = np.ones(16 << 20, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    data_port = describe_engine(receiver.session, 1).tcp_data_port
+    assert data_port
+    assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
+    receiver.stop()
+    for _ in range(4):
+        assert engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) is not None
+    deadline = time.monotonic() + 5
+    while not any(unsent_bytes(data_port)):
+        assert time.monotonic() < deadline, "the peer takes everything"
+        time.sleep(0.01)
+    engine.destroy()
+    assert unsent_bytes(data_port) == []
 
 
 def test_mooncake_is_silent_even_when_everything_fails() -> None:
@@ -223,3 +263,14 @@ def listening_devices(ports: set[int]) -> dict[int, str]:
                 device = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
                 devices[sock.getsockname()[1]] = device.rstrip(b"\0").decode()
     return devices
+
+
+def unsent_bytes(port: int) -> list[int]:
+    """For each connection of this machine to `port`, also of a process that is gone: what it has yet to deliver."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, _, remote, _, queues, *_ = line.split()
+            if int(remote.rpartition(":")[2], 16) == port:
+                found.append(int(queues.partition(":")[0], 16))
+    return found

@@ -1,0 +1,236 @@
+"""Storms: servers are stopped, killed and cut off at random while clients ask, leave and lose patience.
+
+Every request has exactly one answer in bounded time, every 200 has transformers' tokens, and afterwards everything is
+as before: pages free, threads gone, peers paired. A storm follows from its seed, up to how soon processes get to run.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
+from tests.transfer.tcp_proxy import TcpProxy
+
+STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
+"""How many storms; each even one is over a dense model, each odd one over sparse attention with KV in host memory."""
+FAULTS = 12
+CLIENTS = 12
+NEW_TOKENS = 24
+LENGTHS = (1, 16, 33, 64, 100, 150, 230, 400)
+ANSWERED_S = 60.0
+"""Longer than every timeout of the servers below, with room for two busy cores."""
+PATIENCE = {"--request-timeout-s": "30", "--queue-timeout-s": "12", "--prefill-timeout-s": "15"}
+PREFILL = ("--kv-tokens", "4096", "--chunk-size", "32", "--max-queued-requests", "32")
+DECODE = ("--page-size", "8", "--growth-tokens", "8", "--max-queued-requests", "32")
+DENSE = (*DECODE, "--kv-tokens", "1600", "--staging-ring-mib", "0.05")
+HISPARSE = (*DECODE, "--kv-tokens", "1600", "--enable-hisparse", "--hot-rows", "32", "--kv-memory-gib", "0.00125")
+REFUSALS = {429, 499, 503, 504}
+"""Too many, aborted, no prefill server, too late."""
+
+
+class Storm(NamedTuple):
+    """Two prefill servers, each behind a proxy; the second has two ranks and, of a dense model, stages its KV."""
+
+    seed: int
+    prefills: list[Server]
+    proxies: list[TcpProxy]
+    decode: Server
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(params=range(STORMS), ids=lambda seed: f"seed{seed}")
+def storm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storm]:
+    seed: int = request.param
+    flags: tuple[str, ...]
+    if seed % 2:
+        model = make_dsa_checkpoint(tmp_path / "model", "glm_moe_dsa", index_topk=16, index_topk_pattern="FSSF")
+        second, flags = ("--pp", "2"), HISPARSE
+    else:
+        model = make_checkpoint(tmp_path / "model", "qwen3", num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+        second, flags = ("--tp", "2"), DENSE
+    with cluster(tmp_path) as servers, ExitStack() as stack:
+        prefills = [servers.add("prefill", model, *PREFILL, *extra) for extra in ((), second)]
+        proxies = [stack.enter_context(TcpProxy(server.bootstrap_port)) for server in prefills]
+        decode = start_decode(servers, model, proxies, flags)
+        draw = random.Random(seed)
+        shared = draw.choices(range(256), k=max(LENGTHS))
+        prompts = [(shared if draw.random() < 0.5 else draw.choices(range(256), k=n))[:n] for n in LENGTHS]
+        reference = load_reference(model)
+        expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+        decode.wait_ready(peers=2)
+        yield Storm(seed, prefills, proxies, decode, prompts, expected)
+
+
+def start_decode(servers: Cluster, model: Path, proxies: list[TcpProxy], flags: tuple[str, ...]) -> Server:
+    endpoints = ",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies)
+    patience = [word for setting in PATIENCE.items() for word in setting]
+    return servers.add("decode", model, "--prefill", endpoints, *flags, *patience)
+
+
+class Client:
+    """Asks one thing after another until told to leave; remembers what it was told, and what was wrong with it."""
+
+    def __init__(self, storm: Storm, number: int, leaving: threading.Event) -> None:
+        self._storm = storm
+        self._number = number
+        self._leaving = leaving
+        self._draw = random.Random(f"{storm.seed}-{number}")
+        self.answers: list[str] = []
+        self.wrong: list[str] = []
+
+    def run(self) -> "Client":
+        while not self._leaving.is_set():
+            started = time.monotonic()
+            try:
+                self.answers.append(self._ask(f"{self._storm.seed}-{self._number}-{len(self.answers)}"))
+            except httpx.TransportError as error:
+                self.wrong.append(f"no answer: {error!r}")
+            if time.monotonic() - started > ANSWERED_S:
+                self.wrong.append(f"an answer after {time.monotonic() - started:.1f} s")
+        return self
+
+    def _ask(self, rid: str) -> str:
+        draw = self._draw
+        case, tokens = draw.randrange(len(LENGTHS)), draw.randint(1, NEW_TOKENS)
+        expected = self._storm.expected[case][:tokens]
+        ask = body(self._storm.prompts[case], tokens, rid=rid, stream=draw.random() < 0.5, priority=draw.randint(-1, 1))
+        patience_s = draw.choice([0.005, 0.05, 0.3, 1.0])
+        ending = draw.choice(["read", "read", "read", "leave", "deadline", "abort"])
+        if ending == "deadline":
+            ask["timeout_s"] = patience_s
+        if ending == "abort":
+            threading.Timer(patience_s, self._abort, (rid,)).start()
+        try:
+            answer = HTTP.post(
+                f"{self._storm.decode.url}/generate",
+                json=ask,
+                timeout=patience_s if ending == "leave" else 2 * ANSWERED_S,
+            )
+        except httpx.TimeoutException:
+            if ending == "leave":
+                return "left"
+            raise
+        if answer.status_code == 200:
+            return self._check_stream(rid, answer.text, expected) if ask["stream"] else self._check(answer, expected)
+        if answer.status_code not in REFUSALS:
+            self.wrong.append(f"{rid}: {answer.status_code} {answer.text}")
+        return str(answer.status_code)
+
+    def _check(self, answer: httpx.Response, expected: list[int]) -> str:
+        if answer.json()["output_ids"] != expected:
+            self.wrong.append(f"{answer.json()} is not {expected}")
+        return "200"
+
+    def _check_stream(self, rid: str, text: str, expected: list[int]) -> str:
+        """One event per step, the last of them complete or an error, then the end."""
+        events = re.findall(r"^data: (.*)$", text, re.MULTILINE)
+        parts = [json.loads(event) for event in events[:-1]]
+        if not parts or events[-1] != "[DONE]":
+            self.wrong.append(f"{rid} is cut short: {events[-2:]}")
+        elif any(part["output_ids"] != expected[: len(part["output_ids"])] for part in parts):
+            self.wrong.append(f"{rid}: {parts[-1]} is not {expected}")
+        elif "error" in parts[-1]:
+            return str(parts[-1]["error"]["code"])
+        elif parts[-1]["output_ids"] != expected:
+            self.wrong.append(f"{rid} ends too soon: {parts[-1]}")
+        return "200"
+
+    def _abort(self, rid: str) -> None:
+        with suppress(httpx.TransportError):
+            HTTP.post(f"{self._storm.decode.url}/abort_request", json={"rid": rid}, timeout=ANSWERED_S)
+
+
+def strike(storm: Storm, draw: random.Random) -> None:
+    """One fault, from beginning to end. The second prefill server is only cut off: its ranks watch each other."""
+    number = draw.randrange(2)
+    proxy = storm.proxies[number]
+    duration_s = draw.choice([0.1, 0.5, 1.0, 2.5])
+    match draw.choice(["stop", "stop", "kill", "cut", "cut unnoticed", "half-close", "hold", "delay", "chop"]):
+        case "stop":
+            stopped = draw.choice([storm.prefills[0], storm.decode])
+            stopped.signal_all(signal.SIGSTOP)
+            time.sleep(duration_s)
+            stopped.signal_all(signal.SIGCONT)
+        case "kill":
+            storm.prefills[0].kill()
+            time.sleep(duration_s)
+            storm.prefills[0].start().wait_ready()
+        case "cut":
+            proxy.cut()
+        case "cut unnoticed":
+            proxy.both_ends = False
+            proxy.cut()
+            time.sleep(duration_s)
+            proxy.both_ends = True
+            proxy.cut()
+        case "half-close":
+            proxy.half_close()
+        case "hold":
+            proxy.flows.clear()
+            time.sleep(duration_s)
+            proxy.flows.set()
+        case "delay":
+            proxy.delay_s = 0.1
+            time.sleep(duration_s)
+            proxy.delay_s = 0.0
+        case "chop":
+            proxy.piece_bytes = 7
+            time.sleep(duration_s)
+            proxy.piece_bytes = 65536
+    time.sleep(draw.uniform(0.2, 1.5))
+
+
+def thread_count(server: Server) -> int:
+    found = re.search(r"Threads:\s+(\d+)", Path(f"/proc/{server.leader_pid()}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def ask_all(storm: Storm) -> None:
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda prompt: storm.decode.generate(prompt, NEW_TOKENS), storm.prompts)) == storm.expected
+
+
+def test_storms_pass(storm: Storm) -> None:
+    ask_all(storm)
+    lasting = [storm.prefills[1], storm.decode]
+    before = [thread_count(server) for server in lasting]
+    draw = random.Random(storm.seed)
+    leaving = threading.Event()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(Client(storm, number, leaving).run) for number in range(CLIENTS)]
+        try:
+            for _ in range(FAULTS):
+                strike(storm, draw)
+        finally:
+            leaving.set()
+        asked = [client.result(2 * ANSWERED_S) for client in clients]
+    assert [sentence for client in asked for sentence in client.wrong] == []
+    answers = [answer for client in asked for answer in client.answers]
+    assert answers.count("200") > FAULTS
+    assert len(answers) - answers.count("200") > FAULTS
+    assert storm.decode.count("control_peers_lost") > 0
+    storm.decode.wait_ready(peers=2)
+    ask_all(storm)
+    for server in (*storm.prefills, storm.decode):
+        server.check_clean()
+    assert storm.decode.count("checksum_errors") == 0
+    wait_until(
+        lambda: all(thread_count(server) <= threads for server, threads in zip(lasting, before, strict=True)),
+        10,
+        "threads ended",
+    )

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from ..configs.errors import StartupError
+from .cgroup import cgroup_free_bytes
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
@@ -34,9 +35,14 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on `device`."""
+    """Memory that can still be allocated on `device`; of the host, by this process with the limits of its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    limited = cgroup_free_bytes()
+    return _machine_free_bytes() if limited is None else min(limited, _machine_free_bytes())
+
+
+def _machine_free_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

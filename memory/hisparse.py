@@ -17,7 +17,7 @@ import torch
 from ..configs.errors import StartupError
 from ..kernels.slot_tables import SlotTables, buffer_pages, check_geometry
 from ..kernels.swap_in import SwapPlan
-from .index_spaces import HotPage, KvPage, RequestSlot
+from .index_spaces import HotPage, HotPlace, KvPage, RequestSlot
 from .kv_pool import KvCache, KvPool
 from .lots import Lots
 
@@ -30,7 +30,7 @@ class HiSparseCache(KvCache):
     """Owns the three pools and the tables. Up to `slots` requests run at a time, each under a number of its own.
 
     Which pages of keys are lent, and so which hot pages exist beside those that are the hot pool's own, is decided
-    elsewhere: the same bytes are never both.
+    elsewhere: the same bytes are never both. HotPages are those of `lots`, on which all ranks have agreed.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class HiSparseCache(KvCache):
         max_context: int,
         top_k: int,
         groups: Sequence[int],
+        lots: Lots | None = None,
     ) -> None:
         """`groups[i]` is the index group of local layer i: layers of one group are neighbours and select the same
-        tokens. Raises StartupError for sizes that do not go together.
+        tokens. `lots` are by default those of this rank alone. Raises StartupError for sizes that do not go together.
         """
         super().__init__(host, indexer)
         assert len(groups) == hot.num_layers == host.num_layers, "every layer has an index group"
@@ -54,9 +55,11 @@ class HiSparseCache(KvCache):
         device, page_size = hot.data.device, hot.page_size
         if hot_rows % page_size:
             raise StartupError(f"hot_rows = {hot_rows} must be a multiple of page_size = {page_size}")
-        lots = Lots.of(indexer.num_pages, kv_page_bytes=indexer.page_bytes, hot_page_bytes=hot.page_bytes)
+        here = Lots.of(indexer.num_pages, kv_page_bytes=indexer.page_bytes, hot_page_bytes=hot.page_bytes)
+        self.lots, self._lots_here = lots or here, here
         self._shared = hot.base_address == indexer.base_address
-        self.own_hot_pages = range(lots.covered if self._shared else 0, hot.num_pages)
+        first_own, covered = (self.lots.covered, here.covered) if self._shared else (0, 0)
+        self.own_hot_pages = range(first_own, first_own + hot.num_pages - covered)
         """Hot pages that are no keys at any time."""
         if len(self.own_hot_pages) < buffer_pages(hot_rows, page_size):
             raise StartupError(
@@ -132,14 +135,15 @@ class HiSparseCache(KvCache):
         `capacity` it starts resident: its rows are copied, page by page. Otherwise its buffer starts empty. Opening a
         slot again is how a request whose buffer cycles becomes resident again.
         """
-        self._check(hot_pages, tokens + 1, capacity)
+        places = self._lots_here.places(hot_pages, self.lots)
+        self._check(places, tokens + 1, capacity)
         self._capacities[slot] = capacity
         resident = tokens <= capacity
         self.tables.admit(slot, resident=resident)
-        self.tables.set_pages(slot, hot_pages, capacity)
+        self.tables.set_pages(slot, places, capacity)
         if resident:
             used = -(-tokens // self.page_size)
-            for source, target, count in _runs(pages[:used], hot_pages[:used], self.host.pages_per_chunk):
+            for source, target, count in _runs(pages[:used], places[:used], self.host.pages_per_chunk):
                 self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
     def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:
@@ -148,18 +152,19 @@ class HiSparseCache(KvCache):
         A capacity may be lowered to the size of the buffer at any time, and raised while the sequence is within the
         old one.
         """
-        self._check(hot_pages, 1, capacity)
+        places = self._lots_here.places(hot_pages, self.lots)
+        self._check(places, 1, capacity)
         self._capacities[slot] = capacity
-        self.tables.set_pages(slot, hot_pages, capacity)
+        self.tables.set_pages(slot, places, capacity)
 
     def is_resident(self, slot: int, tokens: int) -> bool:
         """Whether a sequence of so many tokens has them all in its buffer, in a step that is given now."""
         return tokens <= self._capacities[slot]
 
-    def _check(self, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
-        rows, needed = len(hot_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
-        assert rows >= needed, f"{len(hot_pages)} hot pages of {self.page_size} rows do not hold {needed}"
-        assert all(0 <= page < self.hot.num_pages for page in hot_pages), f"hot pages are {hot_pages}"
+    def _check(self, places: Sequence[HotPlace], tokens: int, capacity: int) -> None:
+        rows, needed = len(places) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
+        assert rows >= needed, f"{len(places)} hot pages of {self.page_size} rows do not hold {needed}"
+        assert all(0 <= place < self.hot.num_pages for place in places), f"hot pages are {places}"
 
     # -- pages -------------------------------------------------------------------------------------------------
 
@@ -234,11 +239,11 @@ def _as_bytes(pool: KvPool) -> torch.Tensor:
     return pool.data.view(torch.uint8)[:, :, 0, 0]
 
 
-def _runs(sources: Sequence[KvPage], targets: Sequence[HotPage], chunk: int) -> list[tuple[KvPage, HotPage, int]]:
+def _runs(sources: Sequence[KvPage], targets: Sequence[HotPlace], chunk: int) -> list[tuple[KvPage, HotPlace, int]]:
     """(first source, first target, length) of the stretches in which both count up by one, none of which has sources
     on both sides of a multiple of `chunk`.
     """
-    runs: list[tuple[KvPage, HotPage, int]] = []
+    runs: list[tuple[KvPage, HotPlace, int]] = []
     for source, target in zip(sources, targets, strict=True):
         first_source, first_target, length = runs[-1] if runs else (source, target, 0)
         follows = (source, target) == (first_source + length, first_target + length)

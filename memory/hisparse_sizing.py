@@ -55,7 +55,9 @@ def hisparse_size(
     host_bytes: int,
     device_bytes: int,
 ) -> HiSparseSize:
-    """Sizes for what is free; token bytes are of all layers. Raises StartupError naming field, limit and value."""
+    """Sizes for what is free; bytes of a token and groups are those of this rank, whose layers may share indexers.
+    Raises StartupError naming field, limit and value.
+    """
     page_size = config.page_size
     device_bytes -= table_bytes(
         groups=index_groups,

@@ -26,7 +26,8 @@ class KvPool:
 
     `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
     ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
-    strided: what kernels read and write. `layers` and `heads` are those of the model that this rank holds.
+    strided: what kernels read and write. `layers` and `heads` are those of the model that this rank holds; of indexers,
+    which not every layer may have, `layers` counts those that there are.
     """
 
     def __init__(

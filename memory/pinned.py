@@ -39,7 +39,13 @@ class PinnedMemory:
             raise StartupError(
                 f"KV in host memory asks for {size_bytes / GIB:.2f} GiB, {available / GIB:.2f} GiB are available"
             )
-        self._memory = _LockedMemory(max(size_bytes, 1))
+        try:
+            self._memory = _LockedMemory(max(size_bytes, 1))
+        except OSError as error:
+            raise StartupError(
+                f"cannot map {size_bytes / GIB:.2f} GiB of host memory for KV: {error.strerror}; the limit on address "
+                "space (ulimit -v) and the kernel's on promises (vm.overcommit_memory) must allow it"
+            ) from error
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)[:size_bytes]
         whole = math.lcm(unit_bytes, mmap.PAGESIZE)
         self.chunk_bytes = max(CHUNK_BYTES // whole, 1) * whole
@@ -88,5 +94,6 @@ class _LockedMemory(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.locked_chunks.pop())  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the driver cleans up after a process
+        mapped = hasattr(self, "locked_chunks")
+        if mapped and not sys.is_finalizing():  # the driver cleans up after a process
             self.unlock()

@@ -78,6 +78,13 @@ class DsaConfig:
         cuts.append(num_layers)
         return range(cuts[shard.stage], cuts[shard.stage + 1])
 
+    def stage_indexers(self, shard: Shard) -> range:
+        """The indexers of a stage, at least one. They are counted over the whole model, so that a number means the same
+        in every split.
+        """
+        layers = self.stage_layers(shard)
+        return range(sum(self.indexed[: layers.start]), sum(self.indexed[: layers.stop]))
+
 
 def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, glm: bool) -> DsaConfig:
     """The fields of a `deepseek_v32` or `glm_moe_dsa` config.json; raises StartupError."""

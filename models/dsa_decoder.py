@@ -5,6 +5,7 @@ rows that are selected. Prompts, chunks of them and single tokens are the same t
 among the tokens up to itself.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -27,14 +28,15 @@ from .mla import compress, expand_head_queries, expand_index_queries, expand_que
 from .moe import MlpParameters, MoeParameters, mixture, mlp
 from .parallel import ALONE, Parallel
 from .rope import Rotary, score_factor
+from .sharding import Shard
 from .vocabulary import Vocabulary
 
 
 class DsaDecoder:
     """Weights and the arithmetic over them; holds no state of any sequence.
 
-    A cache has two pools, the same on every tensor-parallel rank: "latent" rows, and the "indexer" keys. Both have all
-    layers of the stage, so that a layer has the same number in either; layers without an indexer leave theirs unused.
+    A cache has two pools, the same on every tensor-parallel rank: the "latent" rows of the stage's layers, and the keys
+    of its indexers. A layer and those after it that share its selection are an index group, and have one set of keys.
     """
 
     def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
@@ -55,14 +57,14 @@ class DsaDecoder:
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
         )
         self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._groups = [at - 1 for at in accumulate(layer.indexer is not None for layer in parameters.layers)]
+        """The index group of each layer of this rank."""
         self._scale = (self._dsa.nope_dim + self._dsa.rope_dim) ** -0.5 * score_factor(self.config.rope)
 
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of both pools that one token takes on this rank."""
-        return len(self.parameters.layers) * sum(
-            size * dtype.itemsize for size, dtype in (self._row("latent"), self._row("indexer"))
-        )
+        return sum(self._token_bytes(plane, self.parameters.shard) for plane in ("latent", "indexer"))
 
     @property
     def capturable(self) -> bool:
@@ -83,20 +85,21 @@ class DsaDecoder:
         of `max_context` tokens, `hot_rows` rows each, and as many more as lie over the keys (memory/lots.py). Raises
         StartupError for sizes that do not go together.
         """
+        shard = self.parameters.shard
+        of_stages = [self._lots(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
+        all_hot_pages = of_stages[shard.stage].covered + hot_pages
         host = self._pool("latent", num_pages, page_size, in_host_memory=True)
-        row_size, dtype = self._row("indexer")
-        key_page_bytes = host.num_layers * page_size * row_size * dtype.itemsize
-        lots = Lots.of(num_pages, kv_page_bytes=key_page_bytes, hot_page_bytes=host.page_bytes)
-        memory = zeroed((lots.covered + hot_pages) * host.page_bytes, self.parameters.device)
+        memory = zeroed(all_hot_pages * host.page_bytes, self.parameters.device)
         return HiSparseCache(
             host,
             self._pool("indexer", num_pages, page_size, memory=memory),
-            self._pool("latent", lots.covered + hot_pages, page_size, memory=memory),
+            self._pool("latent", all_hot_pages, page_size, memory=memory),
             slots=slots,
             hot_rows=hot_rows,
             max_context=max_context,
             top_k=self._dsa.index_topk,
-            groups=[at - 1 for at in accumulate(layer.indexer is not None for layer in self.parameters.layers)],
+            groups=self._groups,
+            lots=Lots.agreed(of_stages),
         )
 
     def _pool(
@@ -108,7 +111,7 @@ class DsaDecoder:
         in_host_memory: bool = False,
         memory: torch.Tensor | None = None,
     ) -> KvPool:
-        layers = self.config.stage_layers(self.parameters.shard)
+        layers = self._layers(plane, self.parameters.shard)
         row_size, dtype = self._row(plane)
         return KvPool(
             num_pages=num_pages,
@@ -123,6 +126,22 @@ class DsaDecoder:
             pinned=in_host_memory and self.parameters.device.type == "cuda",
             memory=memory,
         )
+
+    def _lots(self, num_pages: int, shard: Shard) -> Lots:
+        """How pages of keys and hot pages, of as many tokens each, overlap on a rank of this server."""
+        return Lots.of(
+            num_pages,
+            kv_page_bytes=self._token_bytes("indexer", shard),
+            hot_page_bytes=self._token_bytes("latent", shard),
+        )
+
+    def _token_bytes(self, plane: str, shard: Shard) -> int:
+        row_size, dtype = self._row(plane)
+        return len(self._layers(plane, shard)) * row_size * dtype.itemsize
+
+    def _layers(self, plane: str, shard: Shard) -> range:
+        """What a rank holds of a plane: layers of the model, or indexers."""
+        return self._dsa.stage_indexers(shard) if plane == "indexer" else self._dsa.stage_layers(shard)
 
     def _row(self, plane: str) -> tuple[int, torch.dtype]:
         """Elements of a token's row in one layer, and their dtype."""
@@ -165,8 +184,8 @@ class DsaDecoder:
         attend = sparse_mla_packed if self._packed else sparse_mla
         sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):  # as in the pools, `index` counts the layers of this rank
-            (key_pages,) = index_pool.layer(index)
+        for index, layer in enumerate(layers):  # as in the latent pool, `index` counts the layers of this rank
+            (key_pages,) = index_pool.layer(self._groups[index])
             key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
             to_expand = compressed, layer.attention, dsa, *cos_sin

@@ -12,7 +12,6 @@ from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
 from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
 from ..memory.kv_pool import KvCache
-from ..memory.lots import Lots
 from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ..models.catalog import ModelSource
@@ -42,6 +41,11 @@ class RankBuilder:
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
+        if isinstance(config, DecodeConfig) and config.enable_hisparse and source.config.dsa is None:
+            raise StartupError(
+                "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
+                f"{source.name} is {source.config.architecture}"
+            )
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
@@ -90,36 +94,22 @@ class RankBuilder:
 
     def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
         dsa = self._source.config.dsa
-        if dsa is None:
-            raise StartupError(
-                "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
-                f"{self._source.name} is {self._source.config.architecture}"
-            )
-        latent_bytes, indexer_bytes = (pool.size_bytes for pool in runner.make_cache(1, 1).pools)
+        assert dsa is not None, "build() has looked"
+        latent, keys = runner.make_cache(1, 1).pools
         hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
         size = hisparse_size(
             config,
-            latent_token_bytes=latent_bytes,
-            indexer_token_bytes=indexer_bytes,
+            latent_token_bytes=latent.size_bytes,
+            indexer_token_bytes=keys.size_bytes,
             hot_rows=hot_rows,
-            index_groups=sum(dsa.indexed),
+            index_groups=keys.num_layers,
             context_length=context,
             host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
             device_bytes=self._free_bytes() - step_bytes,
         )
         num_pages = self._parallel.agree_minimum(size.num_pages)
         hot_pages = self._parallel.agree_minimum(size.hot_pages)
-        lots = Lots.of(num_pages, kv_page_bytes=indexer_bytes, hot_page_bytes=latent_bytes)  # as many tokens in both
-        log.info(
-            "HiSparse: %d hot pages of %d rows, and up to %d more in lots of %d while pages of keys are free; %d rows "
-            "in the buffer of a request",
-            hot_pages,
-            config.page_size,
-            lots.count * lots.hot_pages,
-            lots.hot_pages,
-            hot_rows,
-        )
-        return runner.make_hisparse_cache(
+        cache = runner.make_hisparse_cache(
             num_pages,
             config.page_size,
             hot_pages=hot_pages,
@@ -127,6 +117,16 @@ class RankBuilder:
             hot_rows=hot_rows,
             max_context=min(context, num_pages * config.page_size),
         )
+        log.info(
+            "HiSparse: %d hot pages of %d rows, and up to %d more in lots of %d while pages of keys are free; %d rows "
+            "in the buffer of a request",
+            hot_pages,
+            config.page_size,
+            cache.lots.count * cache.lots.hot_pages,
+            cache.lots.hot_pages,
+            hot_rows,
+        )
+        return cache
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
         """As many on every rank: a page id means the same everywhere."""

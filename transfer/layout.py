@@ -3,6 +3,7 @@
 Pools are page-major: `[page][layer][plane][head][token][bytes]`. A page therefore is one contiguous range whatever the
 number of layers, a layer range of a page is one range, and a head slice is one range per (layer, plane). A plane is
 `k`, `v`, or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head.
+Where only some layers have an indexer, its "layers" are those alone, counted over the model.
 """
 
 import msgspec

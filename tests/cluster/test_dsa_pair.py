@@ -78,8 +78,12 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    """Its layers share selections where an even cut into two stages would part them."""
-    with serving(tmp_path_factory, "glm_moe_dsa", [(1, 2), (1, 1)], index_topk_pattern="FSSF") as pairs:
+    """Its layers share selections where an even cut into two stages would part them. The first stage of two has one
+    indexer for four layers, the second two for two; a third stage would have one of these.
+    """
+    pattern = "FSSSFF"
+    shape = {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
+    with serving(tmp_path_factory, "glm_moe_dsa", [(1, 2), (1, 1)], **shape) as pairs:
         yield pairs
 
 
@@ -88,8 +92,32 @@ def test_tokens_of_deepseek_equal_transformers(deepseek: Pairs, layout: Layout, 
     check_tokens(deepseek, layout, page_size)
 
 
-def test_tokens_of_glm_equal_transformers(glm: Pairs) -> None:
-    check_tokens(glm, (2, 1), page_size=5)
+@pytest.mark.parametrize(("layout", "page_size"), [((2, 1), 5), ((1, 3), 16)], ids=["two ranks", "three stages"])
+def test_tokens_of_glm_equal_transformers(glm: Pairs, layout: Layout, page_size: int) -> None:
+    check_tokens(glm, layout, page_size)
+
+
+def test_stages_with_different_shares_of_indexers_lend_what_all_have_free(glm: Pairs) -> None:
+    """HiSparse in two stages: under a hot page are eight pages of keys on the first and two on the second. Beside them
+    are buffers for two requests: the one that has the server for itself is resident by what it borrows.
+    """
+    page_size, hot_rows, pages = 8, 2 * TOPK, 200
+    hot_pages = 2 * (hot_rows // page_size + 1)
+    second_stage_bytes = (pages // 2 + hot_pages) * page_size * 2 * 64 * 4
+    decode = glm.decode(
+        (1, 2),
+        *("--page-size", str(page_size), "--kv-tokens", str(pages * page_size), "--max-running-requests", "2"),
+        *("--enable-hisparse", "--hot-rows", str(hot_rows), "--host-memory-gib", "0.1"),
+        *("--kv-memory-gib", str((second_stage_bytes + 100) / (1 << 30))),
+    )
+    assert "HiSparse: 10 hot pages of 8 rows, and up to 25 more in lots of 1 " in decode.log.read_text()
+    assert decode.generate(glm.prompts[-1], NEW_TOKENS) == glm.expected[-1]
+    assert decode.count("hot_misses") == decode.count("hot_hits") == 0
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), glm.prompts)) == glm.expected
+    assert decode.count("chunks_verified") > 0
+    decode.check_clean()
+    assert decode.stop() == 0
 
 
 def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:

@@ -19,8 +19,8 @@ NEW_TOKENS = 48
 LENGTHS = (3, 15, 30, 60, 300, 1500)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
-LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
-"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
+"""Of one token: 48 + 16 floats in each layer, and 32 for each indexer."""
 KV_TOKENS = 8192
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """What all need at once. With no page more nothing is lent when all are there."""
@@ -29,21 +29,20 @@ LONG_PAGES = ALL_PAGES + -(-(LENGTHS[0] + LONG_TOKENS - 1) // PAGE)
 """What they need beside one that goes on for long."""
 
 
-def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = KV_TOKENS, share: float = 1.0) -> tuple[str, ...]:
-    """Flags of a decode server whose hot pool has so many pages of its own; `share` of the layers are in the largest
-    stage.
+def hisparse(
+    hot_rows: int, hot_pages: int, kv_tokens: int = KV_TOKENS, largest_stage: tuple[int, int] = (4, 2)
+) -> tuple[str, ...]:
+    """Flags of a decode server whose hot pool has so many pages of its own; the largest stage has so many layers and
+    indexers.
     """
-    device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share + PAGE * LATENT_BYTES // 4
+    layers, indexers = largest_stage
+    page_bytes = PAGE * layers * ROW_BYTES
+    covered = -(-kv_tokens * indexers * KEY_BYTES // page_bytes)
     return (
         "--enable-hisparse",
-        *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens)),
-        *("--kv-memory-gib", str(device_bytes / (1 << 30)), "--host-memory-gib", "0.5"),
+        *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens), "--host-memory-gib", "0.5"),
+        *("--kv-memory-gib", str((covered + hot_pages + 0.25) * page_bytes / (1 << 30))),
     )
-
-
-def even(pages: int) -> int:
-    """So many pages or one more: their index is whole hot pages."""
-    return pages + pages % 2
 
 
 def buffers(hot_rows: int, count: int) -> int:
@@ -51,10 +50,10 @@ def buffers(hot_rows: int, count: int) -> int:
     return count * (hot_rows // PAGE + 1)
 
 
-def squeezed(times: int, share: float = 1.0) -> tuple[str, ...]:
+def squeezed(times: int, largest_stage: tuple[int, int] = (4, 2)) -> tuple[str, ...]:
     """A hot pool with a buffer for everybody and four pages more: who starts resident shrinks as the others come."""
     hot_pages = buffers(times * TOPK, len(LENGTHS)) + 4
-    return hisparse(times * TOPK, hot_pages, kv_tokens=even(ALL_PAGES) * PAGE, share=share)
+    return hisparse(times * TOPK, hot_pages, kv_tokens=ALL_PAGES * PAGE, largest_stage=largest_stage)
 
 
 DECODES = {
@@ -63,10 +62,13 @@ DECODES = {
     "4k-graphs": squeezed(4),
     "2k-eager": (*squeezed(2), "--no-cuda-graphs"),
     "2k-tp2": (*squeezed(2), "--tp", "2"),
-    "4k-pp2": (*squeezed(4, share=0.75), "--pp", "2"),  # layers that share a selection stay together: three and one
-    "lending": (*hisparse(2 * TOPK, buffers(2 * TOPK, len(LENGTHS))), "--no-prefix-cache"),
+    "4k-pp2": (*squeezed(4, (3, 1)), "--pp", "2"),  # layers that share a selection stay together: three and one
+    "lending": (
+        *hisparse(2 * TOPK, buffers(2 * TOPK, len(LENGTHS)), kv_tokens=2 * KV_TOKENS),
+        "--no-prefix-cache",
+    ),
     "pressed": (
-        *hisparse(TOPK, buffers(TOPK, len(LENGTHS) + 1), kv_tokens=even(LONG_PAGES) * PAGE),
+        *hisparse(TOPK, buffers(TOPK, len(LENGTHS) + 1), kv_tokens=LONG_PAGES * PAGE),
         *("--growth-tokens", str(LONG_TOKENS), "--no-prefix-cache", "--max-running-requests", str(len(LENGTHS) + 1)),
     ),
     "short": (

@@ -45,6 +45,9 @@ def lender(buffer: HotBuffer, loan: Loan, lots: Lots, orders: Orders, hot: HotBu
     buffer.pages += lots.hot_pages_under(loan.grant.pages)
     buffer.pages += loan.grant.pages  # no
     lots.hot_pages_under(loan.hot_pages)  # no
+    lots.places(loan.hot_pages, lots)
+    lots.places(loan.grant.pages, lots)  # no
+    buffer.pages += lots.places(loan.hot_pages, lots)  # no
     orders.release(loan.grant)
     hot.pages.release(loan.grant)  # no
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from pdserve.configs.errors import StartupError
+from pdserve.configs.schema import DecodeConfig
+from pdserve.memory.hisparse_sizing import hisparse_size
+from pdserve.memory.sizing import GIB
 from pdserve.models.catalog import locate_model
 from pdserve.models.config import ModelConfig, read_hf_config
 from pdserve.models.dsa_config import DsaConfig
@@ -165,7 +168,41 @@ def test_stages_never_part_a_layer_from_its_selection(
     for layers, stage in zip(cut, range(stages), strict=True):
         shard = Shard(tp_rank=1, tp_size=2, stage=stage, stages=stages)
         parameters = DsaParameters.allocate(config, shard, device=torch.device("cpu"), dtype=torch.float32)
-        for pool in DsaDecoder(parameters).make_cache(1, 4).pools:
-            assert (pool.layers, pool.heads) == (layers, range(1))
+        latent, keys = DsaDecoder(parameters).make_cache(1, 4).pools
+        assert (latent.layers, latent.heads) == (layers, range(1))
+        before = pattern[: layers.start].count("F")
+        assert (keys.layers, keys.heads) == (range(before, pattern[: layers.stop].count("F")), range(1))
     with pytest.raises(StartupError, match=rf"share {pattern.count('F')} indexers: give at most {pattern.count('F')}"):
         config.stage_layers(Shard(stages=pattern.count("F") + 1))
+
+
+def test_glm_5_2_keeps_keys_of_its_21_indexers(checkpoints: Path, tmp_path: Path) -> None:
+    """And what that is good for: half of the 40 GiB is for keys, which those of 32 requests would fill if all layers
+    had some.
+    """
+    shape = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "index_head_dim": 128}
+    of_four_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
+    config = read(checkpoints, tmp_path, "glm_moe_dsa", **shape, **row, **of_four_layers)
+    assert [layer for layer, indexed in enumerate(dsa(config).indexed) if indexed] == [0, 1, *range(2, 78, 4)]
+    parameters = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    decoder = DsaDecoder(parameters)
+    latent, keys = (pool.size_bytes for pool in decoder.make_cache(1, 1).pools)
+    assert (latent, keys) == (78 * 576 * 2, 21 * 128 * 2)
+    assert decoder.kv_token_bytes == 95_232
+
+    def requests(indexer_token_bytes: int) -> int:
+        """Of 32,768 tokens, that there are keys for."""
+        size = hisparse_size(
+            DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000, max_running_requests=128),
+            latent_token_bytes=latent,
+            indexer_token_bytes=indexer_token_bytes,
+            hot_rows=4096,
+            index_groups=21,
+            context_length=32768,
+            host_bytes=1000 * GIB,
+            device_bytes=60 * GIB,
+        )
+        return size.num_pages * 64 // 32768
+
+    assert (requests(78 * 128 * 2), requests(keys)) == (32, 121)

@@ -19,6 +19,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),
 }
+INDEXERS = {"deepseek": 4, "glm": 2}
 PROMPT, NEW = 40, 8
 
 
@@ -70,5 +71,5 @@ def test_logits_and_greedy_tokens_equal_transformers(
             torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE, msg=where)
             assert logits.argmax(-1).equal(expected.argmax(-1)), where
             # both pools are whole on every rank of a stage
-            row_bytes = (64 + 32) * 4
-            assert sum(result.kv_token_bytes for result in results) == tp_size * 4 * row_bytes
+            rows = 4 * 64 + INDEXERS[name] * 32
+            assert sum(result.kv_token_bytes for result in results) == tp_size * rows * 4

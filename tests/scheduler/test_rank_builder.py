@@ -1,15 +1,21 @@
 """What a rank builds: a KV pool in its share of what is free, beside what staged transfers will take."""
 
 import re
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.kernels.slot_tables import table_bytes
+from pdserve.memory.hisparse import HiSparseCache
+from pdserve.memory.hisparse_sizing import hisparse_size
 from pdserve.memory.ring_memory import RING_TOKENS, ring_bytes
 from pdserve.models.catalog import ModelSource, locate_model
-from pdserve.models.parallel import ALONE
+from pdserve.models.parallel import ALONE, Parallel
+from pdserve.models.sharding import Shard
 from pdserve.scheduler.executor import Executor
 from pdserve.scheduler.rank_builder import STAGED_RANKS, RankBuilder
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
@@ -80,6 +86,33 @@ def test_kv_without_heads_needs_no_room_for_staging(
     pages = [build(role, source, **settings, staging=staging).cache.num_pages for staging in ("on", "off")]
     assert pages[0] == pages[1]
     assert "staging" not in caplog.text
+
+
+class Stage(Parallel):
+    """One whose peers agree to whatever it says."""
+
+    def agree_minimum(self, value: int) -> int:
+        return value
+
+
+@pytest.mark.parametrize(("stage", "indexers"), [(0, 1), (1, 3)])
+def test_the_tables_of_a_stage_are_as_large_as_planned(
+    stage: int, indexers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each of its own indexers."""
+    model = make_dsa_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=8, index_topk_pattern="FSSSFFSF")
+    plan = Mock(wraps=hisparse_size)
+    monkeypatch.setattr("pdserve.scheduler.rank_builder.hisparse_size", plan)
+    sizes = {"kv_tokens": 1024, "hot_rows": 16, "max_running_requests": 3}
+    config = DecodeConfig(device="cpu", pp=2, page_size=4, enable_hisparse=True, **sizes)
+    rank = RankBuilder(config, locate_model(str(model)), Stage(Shard(stage=stage, stages=2)), CPU)
+    cache = rank.build().cache
+    assert isinstance(cache, HiSparseCache)
+    asked = plan.call_args.kwargs
+    assert (len(cache.group_tables), asked["index_groups"]) == (indexers, indexers)
+    context = asked["context_length"]
+    planned = table_bytes(groups=indexers, requests=3, hot_rows=16, max_context=context, page_size=4)
+    assert cache.tables.size_bytes == planned
 
 
 @pytest.mark.parametrize(

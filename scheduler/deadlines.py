@@ -1,30 +1,79 @@
 """How long a request may stay in each state, and what it is told when it stayed too long."""
 
+import math
+from collections.abc import Iterable
+
 from ..configs.errors import DeadlineError, RequestError, UnavailableError
 from .intake import Intake
 from .lifecycle import State
 from .request import Request
 
 
-def overdue(request: Request, intake: Intake, now: float) -> RequestError | None:
-    """The error of a request whose time is up, in its present state or altogether; None while it is not."""
-    if now >= request.deadline:
-        return DeadlineError(f"not finished after {now - request.life.started:.1f} s, its deadline")
-    limits, prompt = intake.limits, request.prompt
-    waited_s = now - request.life.since
-    match request.state:
-        case State.PREFILLING if waited_s >= limits.prefill_timeout_s:
-            return DeadlineError(f"prefill did not deliver within {limits.prefill_timeout_s:g} s (prefill_timeout_s)")
-        case State.QUEUED if intake.peers.choose(prompt) is None and waited_s >= limits.prefill_wait_s:
-            where = f" at {prompt.endpoint}" if prompt.endpoint else ""
-            why = f": {prompt.last_problem}" if prompt.last_problem else ""
-            return UnavailableError(
-                f"no prefill server{where} is paired; waited {limits.prefill_wait_s:g} s (prefill_wait_s){why}",
-                retry_after_s=1,
-            )
-        case State.QUEUED if waited_s >= limits.queue_timeout_s:
-            return UnavailableError(
-                f"no KV memory became free within {limits.queue_timeout_s:g} s (queue_timeout_s)", retry_after_s=1
-            )
-        case _:
-            return None
+class Deadlines:
+    """Finds those whose time is up, and looks at all requests only when that may be so: not in every turn."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._limits = intake.limits
+        self._peers = intake.peers
+        self._shortest_s = min(
+            self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
+        )
+        """Whatever happens to a request or to prefill servers, it may stay in its state for so long from then on."""
+        self._look_at = math.inf
+
+    def watch(self, request: Request) -> None:
+        """It is new, or was refused."""
+        self._look_at = min(self._look_at, self._next(request)[0], request.life.since + self._shortest_s)
+
+    def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
+        """Which of all requests have to end now, and why."""
+        if now < self._look_at:
+            return []
+        self._look_at = now + self._shortest_s
+        ends: list[tuple[Request, RequestError]] = []
+        for request in requests:
+            due, field = self._next(request)
+            if due <= now:
+                ends.append((request, self._error(request, field)))
+            else:
+                self._look_at = min(self._look_at, due)
+        return ends
+
+    def _next(self, request: Request) -> tuple[float, str]:
+        """When its time is up as things are, and which limit that is."""
+        limits, since = self._limits, request.life.since
+        due, field = math.inf, "request_timeout_s"
+        match request.state:
+            case State.PREFILLING:
+                due, field = since + limits.prefill_timeout_s, "prefill_timeout_s"
+            case State.QUEUED if (lost_at := self._peers.absent_since(request.prompt.endpoint)) is not None:
+                due, field = max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"
+            case State.QUEUED if request.prompt.refused_since is not None:
+                due, field = request.prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"
+            case State.QUEUED:
+                due, field = since + limits.queue_timeout_s, "queue_timeout_s"
+        return (due, field) if due < request.deadline else (request.deadline, "request_timeout_s")
+
+    def _error(self, request: Request, field: str) -> RequestError:
+        limits, prompt = self._limits, request.prompt
+        match field:
+            case "prefill_timeout_s":
+                return DeadlineError(f"prefill did not deliver within {limits.prefill_timeout_s:g} s ({field})")
+            case "prefill_wait_s":
+                where = f" at {prompt.endpoint}" if prompt.endpoint else ""
+                why = f": {prompt.last_problem}" if prompt.last_problem else ""
+                what = "is paired" if self._peers.absent_since(prompt.endpoint) is not None else "takes the request"
+                return UnavailableError(
+                    f"no prefill server{where} {what}; waited {limits.prefill_wait_s:g} s ({field}){why}",
+                    retry_after_s=1,
+                )
+            case "queue_timeout_s":
+                return UnavailableError(
+                    f"no KV memory became free within {limits.queue_timeout_s:g} s ({field})", retry_after_s=1
+                )
+            case _:
+                given_s = request.deadline - request.life.started
+                own = given_s < limits.request_timeout_s and not math.isclose(given_s, limits.request_timeout_s)
+                return DeadlineError(
+                    f"not finished within its deadline of {given_s:g} s ({'timeout_s' if own else field})"
+                )

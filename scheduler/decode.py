@@ -3,10 +3,11 @@
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
     submit -> QUEUED -> RESERVED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
-                                                     RETRACTED --admit()--^  <-- out of memory
+                                                   ^  ^-- out of hot buffers --'    |
+                                                   '--- RETRACTED <-- out of pages -'
 
 Three rules carry the safety of the whole thing:
-- **One door.** `admit()` is the only edge into READY: after a transfer and after a retraction.
+- **One door.** `admit()` is the only edge into READY: after a transfer, after a retraction, after being parked.
 - **One terminal event.** `_end()` is the only place that sends Finished or Failed, and it is the edge into DRAINING.
 - **A page that a remote writer may still write is not free.** The pages of an attempt that was given up go behind a
   fence (`fences.py`) until the writer has stopped.
@@ -41,7 +42,7 @@ from ..transfer.stage_receiver import StageReceiver
 from ..transfer.staged_links import StagedLink
 from .answers import failed, finished, refusal
 from .counters import DECODE_COUNTERS
-from .deadlines import overdue
+from .deadlines import Deadlines
 from .effects import ConnectPeer, CopyPage, Effect, SendToFront
 from .front import FinishReason, InputLogprobs, Submit, Tokens
 from .hot_buffers import HotLimits
@@ -84,12 +85,11 @@ class DecodeScheduler:
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._effects)
         self.orders = self.memory.orders
         self.hot = self.memory.hot
-        self._arrived: collections.deque[Request] = collections.deque()
-        """Their KV is here, and they wait for a hot buffer."""
         self.runs = RunQueue(
             stages=limits.stages, look_ahead=limits.look_ahead, most_running=limits.max_running_requests
         )
         self.retracted = Retractions(limits, self.memory, self.runs, self.intake, self.counters)
+        self._deadlines = Deadlines(self.intake)
         self._starving = False
         """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
@@ -117,6 +117,7 @@ class DecodeScheduler:
                 rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
             )
             prompt.members.append(request)
+            self._deadlines.watch(request)
         self.counters["requests"] += len(rids)
         self.intake.queue.push(prompt)
         if prompt.endpoint is not None:
@@ -150,6 +151,8 @@ class DecodeScheduler:
         """A prefill server paired, which stages these links."""
         self.intake.peers.up(instance, endpoint, capacity)
         self.intake.staging.peer_up(instance, staged)
+        for prompt in self.intake.queue:
+            prompt.refused_since = None  # not by this one
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
         self.intake.peers.alias(instance, endpoint)
@@ -159,7 +162,7 @@ class DecodeScheduler:
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """Its prompts go elsewhere, or wait a moment for it to return. It may still be writing."""
-        self.intake.peers.lost(instance)
+        self.intake.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
         for prompt in self.intake.of_peer(instance):
             self.intake.give_up(prompt, f"prefill server lost: {reason}", tell=True)
@@ -199,21 +202,24 @@ class DecodeScheduler:
             self._copy_tail(prompt, request, grant)
             if done.input_logprobs and not prompt.output_tokens:
                 self._effects.append(SendToFront(InputLogprobs(request.rid, done.input_logprobs)))
+            self.runs.arrived.push(request)
             self._accept_token(request, done.first_tokens[request.sample], now)
-            if request.state is State.ARRIVED:
-                self._arrived.append(request)
         self.orders.release(grant)
         self._admit_arrived(now)
 
-    def transfer_failed(self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float) -> None:
-        """The writer has stopped without having finished."""
-        self.counters["transfers_failed"] += 1
+    def transfer_failed(
+        self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float, refused: bool = False
+    ) -> None:
+        """The writer has stopped without having finished, or has `refused` to begin. Nobody may be waiting any more."""
         prompt = self.intake.prefilling.get(key)
+        self.counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
             self.intake.give_up(prompt, reason, tell=False)
         self.intake.writer_stopped(key, late_writes=late_writes, now=now)
         if prompt is None:
-            self.counters["stale_messages"] += 1
+            return
+        if retryable and refused:
+            self._refused(prompt, now)
         elif retryable:
             self._retry_or_fail(prompt, now)
         else:
@@ -239,20 +245,22 @@ class DecodeScheduler:
     # -- the one door ------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, now: float) -> None:
-        """Let a request into the run queue: after its transfer, with or without PP, and after a retraction.
+        """Let a request whose KV is here run: after its transfer, with or without PP, and after a retraction.
 
         This is the only edge into READY, so whatever a running request needs is set up here and nowhere else: with
         HiSparse its hot buffer, for which `memory.may_admit` has found room.
         """
+        self.runs.remove(request)
         self.memory.open_hot(request)
         request.life.to(State.READY, now)
-        self.runs.ready.append(request)
+        self.runs.ready.push(request)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Everything that is due: deadlines, fences, memory for those that wait. Call once per loop turn."""
-        self._expire(now)
+        for request, error in self._deadlines.passed(self.requests.values(), now):
+            self._end(request, error, now)
         self.intake.staging.due(now)
         for fence in self.intake.fences.take_due(now, scattering=self.intake.staging.scattering):
             self.pages.release(fence.grant)
@@ -261,6 +269,7 @@ class DecodeScheduler:
         self._let_in(now)
         while self.memory.call_in([*self.runs.ready, *self.runs.running]):
             self._let_in(now)
+        self.memory.reopen_hot(self.runs.running)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
@@ -325,7 +334,7 @@ class DecodeScheduler:
         return Load(
             waiting_requests=len(self.intake.queue),
             running_requests=len(self.runs.running),
-            waiting_tokens=sum(prompt.tokens for prompt in self.intake.queue.in_order()),
+            waiting_tokens=self.intake.queue.tokens,
         )
 
     def check_integrity(self) -> None:
@@ -337,10 +346,10 @@ class DecodeScheduler:
             places = {
                 State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
-                State.ARRIVED: request in self._arrived,
+                State.ARRIVED: request in self.runs.arrived,
                 State.READY: request in self.runs.ready,
                 State.RUNNING: request in self.runs.running,
-                State.RETRACTED: request in self.retracted,
+                State.RETRACTED: request in self.retracted.line,
             }
             assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
 
@@ -363,22 +372,22 @@ class DecodeScheduler:
             self._effects.append(CopyPage(self.orders.next(), grant.pages[full], request.pages[full]))
 
     def _let_in(self, now: float) -> None:
-        """Those that wait for pages: who had some before goes first. What becomes free is for one that starves."""
+        """Those that wait for pages: who had some before goes first, unless somebody of a higher priority waits. What
+        becomes free is for one that starves.
+        """
         if self._starving:
             return
-        while (request := self.retracted.resume()) is not None:
-            self.admit(request, now)
-        if not len(self.retracted):
-            self.intake.dispatch(now)
+        while self.memory.may_admit() and self.retracted.resume(now):
+            self._admit_arrived(now)
+        self.intake.dispatch(now, above=self.retracted.line.first.prompt.priority if len(self.retracted) else None)
 
     def _admit_arrived(self, now: float) -> None:
-        """The highest priority first; one that finds no hot buffer takes that of a running request of a lower one."""
+        """In line; one that finds no hot buffer takes that of a request of a lower priority."""
         self.runs.held_back = None
-        while self._arrived:
-            request = max(self._arrived, key=lambda request: request.prompt.priority)
+        while len(self.runs.arrived):
+            request = self.runs.arrived.first
             if not self.memory.may_admit() and not self.retracted.park_for(request, now):
                 return
-            self._arrived.remove(request)
             self.admit(request, now)
 
     def _take_step(self, order: int) -> list[DecodeRow]:
@@ -389,11 +398,28 @@ class DecodeScheduler:
     # -- retry -------------------------------------------------------------------------------------------------
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
-        """After a lost attempt: back to the head of the queue once, otherwise the end. Its pages are fenced already."""
-        if prompt.attempts >= MAX_ATTEMPTS:
-            error = ServerError(f"failed after {prompt.attempts} attempts: {prompt.last_problem}")
-            self._end_all(prompt, error, now)
+        """After an attempt that was lost, and may succeed another time: back to the head of the queue once, otherwise
+        the end, and the client may try again. Its pages are fenced already.
+        """
+        begun = prompt.attempts - prompt.times_refused
+        if begun >= MAX_ATTEMPTS:
+            message = f"failed after {begun} attempts: {prompt.last_problem}"
+            self._end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return
+        prompt.refused_since = None
+        self._queue_again(prompt, now)
+
+    def _refused(self, prompt: Prompt, now: float) -> None:
+        """A prefill server is full or shutting down. That was no attempt: another may take it, or this one later."""
+        assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused by nobody"
+        self.intake.peers.refused(prompt.attempt.instance, now)
+        prompt.refused_since = now if prompt.refused_since is None else prompt.refused_since
+        prompt.times_refused += 1
+        self._queue_again(prompt, now)
+        for request in prompt.waiting:
+            self._deadlines.watch(request)
+
+    def _queue_again(self, prompt: Prompt, now: float) -> None:
         self.counters["redispatches"] += 1
         self.intake.leave(prompt)
         for request in prompt.waiting:
@@ -412,12 +438,6 @@ class DecodeScheduler:
         if reason is not None:
             self._end(request, reason, now)
 
-    def _expire(self, now: float) -> None:
-        for request in list(self.requests.values()):
-            error = overdue(request, self.intake, now)
-            if error is not None:
-                self._end(request, error, now)
-
     def _end_all(self, prompt: Prompt, error: RequestError, now: float) -> None:
         for request in prompt.waiting:
             self._end(request, error, now)
@@ -427,9 +447,7 @@ class DecodeScheduler:
         match request.state:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
                 self.intake.withdraw(request.prompt, str(outcome))
-            case State.ARRIVED if request in self._arrived:
-                self._arrived.remove(request)
-            case State.READY | State.RUNNING:
+            case State.ARRIVED | State.READY | State.RUNNING:
                 self.runs.remove(request)
             case State.RETRACTED:
                 self.retracted.drop(request)

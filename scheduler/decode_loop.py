@@ -151,9 +151,11 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case PrefillDone():
                 if not scheduler.intake.staging.hold(message):
                     self._all_landed(message, now)
-            case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes):
+            case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes, refused=refused):
                 log.warning("transfer %s failed: %s", key, reason)
-                scheduler.transfer_failed(key, reason, retryable=retryable, late_writes=late_writes, now=now)
+                scheduler.transfer_failed(
+                    key, reason, retryable=retryable, late_writes=late_writes, refused=refused, now=now
+                )
             case AbortAck(key=key, late_writes=late_writes):
                 scheduler.abort_acked(key, late_writes, now)
             case _:

@@ -23,8 +23,9 @@ class SendToPeer:
     arrays: tuple[Sequence[int], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendToFront:
+class SendToFront(msgspec.Struct, frozen=True):
+    """One for every token: a Struct is made in a tenth of the time that a frozen dataclass takes."""
+
     message: ToFront
 
 

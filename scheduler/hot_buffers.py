@@ -3,7 +3,8 @@
 Every running request has a hot buffer: a request slot and pages of the hot pool. Its first pages hold `hot_rows` rows
 under LRU replacement and one for the newest token; they are reserved when it is admitted, so a running request never
 lacks them. While there is room, a request keeps all its rows on the GPU and nothing is ever fetched for it (resident).
-When somebody needs room, residents give up all but their first pages: the rows are in host memory anyway.
+When somebody needs room, residents give up all but their first pages: the rows are in host memory anyway. They may come
+back to that when there is room to spare, and when what they have fetched meanwhile is as much as has to be copied.
 
 Where further pages come from, in this order: pages of the hot pool that all slots together cannot need for their first
 ones; free pages of keys (loans.py), which whoever brings new keys wants back; the rest of the hot pool, which whoever
@@ -18,6 +19,9 @@ from ..memory.index_spaces import HotPage, RequestSlot
 from ..memory.lots import Lots
 from ..memory.pages import PageAllocator, PageGrant
 from .loans import Loan, Loans
+
+FETCHED_PER_STEP = 128
+"""Rows of a sequence that a step fetches when its buffer cycles, roughly: 6 % of a selection of 2,048."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class HotBuffer:
     longer one cycles through its first pages.
     """
 
-    __slots__ = ("capacity", "cycles", "grant", "loans", "pages", "rid", "slot", "spare")
+    __slots__ = ("capacity", "cycles_from", "grant", "loans", "pages", "rid", "slot", "spare", "tokens")
 
     def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
         self.rid = rid
@@ -54,7 +58,14 @@ class HotBuffer:
         self.spare: list[HotPage] = []
         """Borrowed, and not in use yet; the next one last."""
         self.capacity = 0
-        self.cycles = False
+        self.tokens = 0
+        """Of the sequence, with that of the last step that was given."""
+        self.cycles_from: int | None = None
+        """How many tokens there were when it began to cycle; None while it is resident."""
+
+    @property
+    def cycles(self) -> bool:
+        return self.cycles_from is not None
 
     @property
     def borrowed(self) -> int:
@@ -85,6 +96,11 @@ class HotBuffers:
         """Requests that have all their rows on the GPU."""
         return sum(not buffer.cycles for buffer in self._buffers.values())
 
+    @property
+    def room_to_spare(self) -> int:
+        """Pages for residents that nobody else may want soon."""
+        return self._unneeded + self._lendable
+
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if need be at the cost of residents."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values())
@@ -108,9 +124,27 @@ class HotBuffers:
         assert grant is not None, "there was room"
         buffer = HotBuffer(rid, self._free_slots.pop(), grant)
         self._buffers[rid] = buffer
-        buffer.cycles = not self._extend(buffer, wanted - first)
+        buffer.tokens = tokens
+        if not self._extend(buffer, wanted - first):
+            buffer.cycles_from = tokens
         self._set_capacity(buffer)
         return buffer, shrunk
+
+    def reopen(self, rid: str, tokens: int) -> HotBuffer | None:
+        """Make a request whose buffer cycles resident again, with all its `tokens`, which have to be copied; None where
+        it is too early for that, or would take room that others may want soon.
+        """
+        buffer = self._buffers[rid]
+        if buffer.cycles_from is None or (tokens - 1 - buffer.cycles_from) * FETCHED_PER_STEP < tokens:
+            return None
+        missing = -(-tokens // self.limits.page_size) - len(buffer.pages)
+        if missing > self.room_to_spare:
+            return None
+        extended = self._extend(buffer, missing)
+        assert extended, "there was room"
+        buffer.tokens, buffer.cycles_from = tokens, None
+        self._set_capacity(buffer)
+        return buffer
 
     def grow(self, rid: str, tokens: int) -> HotBuffer | None:
         """Make room for a sequence that has now `tokens`; the buffer where its pages or capacity have changed.
@@ -118,6 +152,7 @@ class HotBuffers:
         A resident that finds no page goes on with its first ones.
         """
         buffer = self._buffers[rid]
+        buffer.tokens = tokens
         if buffer.cycles or tokens <= len(buffer.pages) * self.limits.page_size:
             return None
         while len(buffer.pages) * self.limits.page_size < tokens:
@@ -139,7 +174,8 @@ class HotBuffers:
         self.pages.give_back(buffer.grant, self._beyond_first(buffer))
         del buffer.pages[self.limits.buffer_pages :]
         self._give_back(buffer)
-        buffer.cycles = True
+        if buffer.cycles_from is None:
+            buffer.cycles_from = buffer.tokens
         self._set_capacity(buffer)
 
     def close(self, rid: str) -> None:
@@ -177,16 +213,24 @@ class HotBuffers:
             first = buffer.pages[: self.limits.buffer_pages]
             assert buffer.grant.pages[: len(first)] == first, f"first pages of {buffer.rid} are not its own: {first}"
 
+    @property
+    def _unneeded(self) -> int:
+        """Free pages of the hot pool that no buffer can want, however many are opened."""
+        return max(0, self.pages.available - len(self._free_slots) * self.limits.buffer_pages)
+
+    @property
+    def _lendable(self) -> int:
+        return self._loans.room if self._loans is not None else 0
+
     def _extend(self, buffer: HotBuffer, count: int) -> bool:
         """Give a resident `count` pages behind its first ones; False, and nothing has changed, where there are not as
         many.
         """
         missing = count - min(count, len(buffer.spare))
-        free, room = self.pages.available, self._loans.room if self._loans is not None else 0
-        if missing > free + room:
+        room = self._lendable
+        if missing > self.pages.available + room:
             return False
-        unneeded = max(0, free - len(self._free_slots) * self.limits.buffer_pages)
-        borrowed = min(max(0, missing - unneeded), room)
+        borrowed = min(max(0, missing - self._unneeded), room)
         buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
         self._take_own(buffer, missing - borrowed)
         if borrowed:

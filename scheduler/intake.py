@@ -129,19 +129,20 @@ class Intake:
             return f"prefill sent {len(done.first_tokens)} first tokens for {samples} samples"
         return None
 
-    def dispatch(self, now: float) -> None:
-        """Let prompts in, in order of the queue.
+    def dispatch(self, now: float, *, above: int | None = None) -> None:
+        """Let prompts in, in order of the queue; only those of a priority `above` that of somebody who waits as well.
 
         One that does not fit may be passed by smaller ones, but not for ever; one whose prefill server is away holds up
         nobody.
         """
         blocked: list[Prompt] = []
-        for prompt in self.queue.in_order():
-            if blocked and (blocked[0].overtaken >= MAX_OVERTAKES or len(blocked) >= MAX_MISFITS):
+        for prompt in self.queue.in_order(lambda endpoint: self.peers.serve(endpoint, now)):
+            if len(blocked) >= MAX_MISFITS or any(other.overtaken >= MAX_OVERTAKES for other in blocked):
                 return
-            peer = self.peers.choose(prompt)
-            if peer is None:
-                continue
+            if above is not None and prompt.priority <= above:
+                return
+            peer = self.peers.choose(prompt, now)
+            assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
             reservation = reserve(
                 prompt,
                 self._pages,
@@ -152,9 +153,9 @@ class Intake:
             if reservation is None:
                 blocked.append(prompt)
                 continue
-            if blocked:
-                blocked[0].overtaken += 1
-                self.counters["overtakes"] += 1
+            self.counters["overtakes"] += bool(blocked)
+            for other in blocked:
+                other.overtaken += 1
             self._send(prompt, reservation, peer, now)
 
     def _send(self, prompt: Prompt, reservation: Reservation, peer: PrefillPeer, now: float) -> None:

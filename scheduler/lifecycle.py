@@ -17,7 +17,7 @@ class State(enum.Enum):
     QUEUED = "queued"  # waits for memory and for a prefill server
     RESERVED = "reserved"  # owns its pages
     PREFILLING = "prefilling"  # a prefill server knows the pages and may write them at any time
-    ARRIVED = "arrived"  # all KV and the first token are here
+    ARRIVED = "arrived"  # all KV and at least the first token are here; waits for what it needs beside its pages
     READY = "ready"  # admitted; waits for a place in the batch
     RUNNING = "running"  # in the decode batch
     RETRACTED = "retracted"  # gave its device memory up; keeps its tokens
@@ -39,10 +39,10 @@ REQUEST: Mapping[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
     State.RESERVED: frozenset({State.PREFILLING}),
     State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.ARRIVED: frozenset({State.READY, State.DRAINING}),
-    State.READY: frozenset({State.RUNNING, State.DRAINING}),
-    State.RUNNING: frozenset({State.RETRACTED, State.DRAINING}),
-    State.RETRACTED: frozenset({State.READY, State.QUEUED, State.DRAINING}),
+    State.ARRIVED: frozenset({State.READY, State.RETRACTED, State.DRAINING}),
+    State.READY: frozenset({State.RUNNING, State.ARRIVED, State.RETRACTED, State.DRAINING}),
+    State.RUNNING: frozenset({State.ARRIVED, State.RETRACTED, State.DRAINING}),
+    State.RETRACTED: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.DRAINING: frozenset({State.FREED}),
     State.FREED: frozenset(),
 }

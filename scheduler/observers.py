@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
 from ..configs.errors import AbortedError, DeadlineError, DuplicateRequestError, RequestError
 from .front import Failed, Finished, FinishReason, ToFront, Tokens
@@ -35,6 +36,9 @@ class Observers:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._observers: dict[str, Observer] = {}
+        self._by_room: dict[int, list[Observer]] = {}
+        self._by_deadline: collections.deque[Observer] = collections.deque()
+        """Those whose room was not under way when we looked last, and some that have their answer."""
         self._outcomes: collections.OrderedDict[int, Outcome] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -46,14 +50,18 @@ class Observers:
         outcome = self._outcomes.get(room)
         if outcome is not None:
             return _answer(rid, outcome)
-        self._observers[rid] = Observer(rid, room, now + self._timeout_s)
+        observer = Observer(rid, room, now + self._timeout_s)
+        self._observers[rid] = observer
+        self._by_room.setdefault(room, []).append(observer)
+        self._by_deadline.append(observer)
         return []
 
     def cancel(self, rid: str) -> tuple[list[ToFront], int | None]:
         """Its client has gone; also returns the room it waited for."""
-        observer = self._observers.pop(rid, None)
+        observer = self._observers.get(rid)
         if observer is None:
             return [], None
+        self._remove(observer)
         return _answer(rid, AbortedError("the client aborted the request")), observer.room
 
     def settle(self, room: int | None, outcome: Outcome) -> list[ToFront]:
@@ -64,17 +72,31 @@ class Observers:
         self._outcomes.move_to_end(room)
         while len(self._outcomes) > REMEMBERED_ROOMS:
             self._outcomes.popitem(last=False)
-        waiting = [observer.rid for observer in self._observers.values() if observer.room == room]
-        return [message for rid in waiting for message in _answer(self._observers.pop(rid).rid, outcome)]
-
-    def expire(self, under_way: set[int | None], now: float) -> list[ToFront]:
-        """Answer those whose room nobody asked for in time; rooms `under_way` have the deadline of their transfer."""
         messages: list[ToFront] = []
-        for observer in [o for o in self._observers.values() if now >= o.deadline and o.room not in under_way]:
+        for observer in self._by_room.pop(room, []):
             del self._observers[observer.rid]
-            error = f"bootstrap_room {observer.room}: no decode server asked for it in {self._timeout_s:g} s"
-            messages += _answer(observer.rid, DeadlineError(error))
+            messages += _answer(observer.rid, outcome)
         return messages
+
+    def expire(self, under_way: Callable[[int], bool], now: float) -> list[ToFront]:
+        """Answer those whose room nobody asked for in time. Rooms `under_way` have the deadline of their transfer, with
+        whose end they are answered.
+        """
+        messages: list[ToFront] = []
+        while self._by_deadline and self._by_deadline[0].deadline <= now:
+            observer = self._by_deadline.popleft()
+            if self._observers.get(observer.rid) is observer and not under_way(observer.room):
+                self._remove(observer)
+                error = f"bootstrap_room {observer.room}: no decode server asked for it in {self._timeout_s:g} s"
+                messages += _answer(observer.rid, DeadlineError(error))
+        return messages
+
+    def _remove(self, observer: Observer) -> None:
+        del self._observers[observer.rid]
+        of_room = self._by_room[observer.room]
+        of_room.remove(observer)
+        if not of_room:
+            del self._by_room[observer.room]
 
 
 def _answer(rid: str, outcome: Outcome) -> list[ToFront]:

@@ -10,6 +10,7 @@ released, and decode is told, only after every chunk that was handed out has rep
 """
 
 import collections
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from ..transfer.messages import (
 )
 from ..transfer.staged_links import StagedLink
 from .chunk_orders import chunk_order
+from .compute_queue import ComputeQueue
 from .counters import PREFILL_COUNTERS
 from .effects import CancelChunks, Effect, SendToFront, SendToPeer
 from .front import ToFront
@@ -41,7 +43,7 @@ from .observers import Observers, Outcome, TransferSummary
 from .prefill_limits import PrefillLimits
 from .reservation import pages_for
 from .staged_sends import StagedSends
-from .transfer import PageSpace, PrefillRow, PrefillStep, Transfer, TransferRef
+from .transfer import PageSpace, PrefillStep, Transfer, TransferRef
 
 
 class Refusal(NamedTuple):
@@ -61,11 +63,10 @@ class PrefillScheduler:
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self.transfers: dict[TransferRef, Transfer] = {}
         self._waiting: collections.deque[Transfer] = collections.deque()
-        self._computing: list[Transfer] = []
-        self._steps: collections.deque[PrefillStep] = collections.deque()
-        """Under way, oldest first."""
-        self._orders = 0
+        self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
+        self._look_at = math.inf
+        """Before that no transfer is due: they are not looked at in every turn."""
         self._observers = Observers(limits.observe_timeout_s)
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
@@ -107,11 +108,12 @@ class PrefillScheduler:
         refusal = self._refusal(transfer)
         if refusal is not None:
             self.counters["requests_refused"] += 1
-            self._tell(transfer, TransferFailed(transfer.key, refusal.reason, refusal.retryable))
+            self._tell(transfer, TransferFailed(transfer.key, refusal.reason, refusal.retryable, refused=True))
             self._settle(transfer, ServerError(refusal.reason))
             return
         self.counters["requests"] += 1
         self.transfers[transfer.ref] = transfer
+        self._look_at = min(self._look_at, transfer.deadline)
         self._waiting.append(transfer)
 
     def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
@@ -147,41 +149,17 @@ class PrefillScheduler:
 
     def advance(self, now: float) -> None:
         """Everything that is due: deadlines, and pages for the queue. Call once per loop turn."""
-        for transfer in list(self.transfers.values()):
-            if now >= transfer.deadline and transfer.state is not TransferState.CLOSING:
-                transfer.retryable = False
-                self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
-        self._answer(self._observers.expire({t.destination.room for t in self.transfers.values()}, now))
+        if now >= self._look_at:
+            self._expire(now)
+        self._answer(self._observers.expire(self._under_way, now))
         self.staging.due(now)
         self._take_ended_chunks(now)
         while self._waiting and self._start(self._waiting[0], now):
             self._waiting.popleft()
 
     def next_step(self) -> PrefillStep | None:
-        """The slices of the next step: oldest first, at most `chunk_size` tokens; None when there is nothing to do, or
-        enough is under way.
-
-        A slice that does not end its prompt ends on a page border, so no page is sent twice.
-        """
-        rows: list[PrefillRow] = []
-        budget = self.limits.chunk_size if len(self._steps) < self.limits.steps_in_flight else 0
-        for transfer in self._computing:
-            start, end = transfer.given, min(transfer.prompt_tokens, transfer.given + budget)
-            if start == transfer.prompt_tokens:
-                continue
-            if end < transfer.prompt_tokens:
-                end -= end % self.limits.page_size
-            if end <= start:
-                break
-            assert transfer.grant is not None, f"{transfer.ref} computes without pages"
-            rows.append(PrefillRow(transfer, start, end, transfer.grant.pages, end == transfer.prompt_tokens))
-            transfer.given = end
-            budget -= end - start
-        if not rows:
-            return None
-        self._orders += 1
-        self._steps.append(PrefillStep(self._orders, rows))
-        return self._steps[-1]
+        """The next step to give to the ranks; None when there is nothing to do, or enough is under way."""
+        return self._computing.next_step()
 
     def step_given(self, step: PrefillStep, now: float) -> None:
         """Ask for room for what the step will compute, so that it is there when the step is done."""
@@ -202,7 +180,7 @@ class PrefillScheduler:
         that the slice yields.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs in zip(self._take_step(order), first_tokens, input_logprobs, strict=True):
+        for row, tokens, logprobs in zip(self._computing.take(order), first_tokens, input_logprobs, strict=True):
             transfer = row.transfer
             if transfer.state is not TransferState.COMPUTING:
                 continue
@@ -220,7 +198,7 @@ class PrefillScheduler:
     def step_failed(self, order: int, reason: str, now: float) -> None:
         """The model could not run this step: its transfers fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in self._take_step(order):
+        for row in self._computing.take(order):
             if row.transfer.state is TransferState.COMPUTING:
                 self._close(row.transfer, f"the prefill step failed: {reason}", now)
 
@@ -249,7 +227,7 @@ class PrefillScheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.transfers or self._steps or len(self._observers))
+        return not (self.transfers or self._computing.steps or len(self._observers))
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
@@ -271,11 +249,6 @@ class PrefillScheduler:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _take_step(self, order: int) -> list[PrefillRow]:
-        step = self._steps.popleft()
-        assert step.order == order, f"step {order} has ended before step {step.order}"
-        return step.rows
-
     def _refusal(self, transfer: Transfer) -> Refusal | None:
         if not self._accepting:
             return Refusal("the prefill server is shutting down", retryable=True)
@@ -285,6 +258,17 @@ class PrefillScheduler:
             return Refusal("the decode server is not paired", retryable=True)
         problem = self.limits.describe_problem(transfer, self._spaces[transfer.instance], self.pages.num_pages)
         return Refusal(problem, retryable=False) if problem is not None else None
+
+    def _expire(self, now: float) -> None:
+        """End transfers whose time is up."""
+        open_ones = [t for t in self.transfers.values() if t.state is not TransferState.CLOSING]
+        self._look_at = min((t.deadline for t in open_ones if t.deadline > now), default=math.inf)
+        for transfer in [t for t in open_ones if t.deadline <= now]:
+            transfer.retryable = False
+            self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
+
+    def _under_way(self, room: int) -> bool:
+        return any(transfer.destination.room == room for transfer in self.transfers.values())
 
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
@@ -304,7 +288,7 @@ class PrefillScheduler:
         transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
         self.counters["prefix_tokens_reused"] += transfer.cached
         transfer.life.to(TransferState.COMPUTING, now)
-        self._computing.append(transfer)
+        self._computing.add(transfer)
         # checksums are made of a whole chunk in host memory: not of a cached prefix of any length
         span = self.limits.chunk_size if transfer.destination.verify else max(1, transfer.cached)
         for start in range(0, transfer.cached, span):

@@ -1,6 +1,7 @@
 """The bounds a prefill scheduler works within, and what in a transfer lies outside of them."""
 
 import dataclasses
+from collections.abc import Collection
 
 from .reservation import pages_for
 from .transfer import PageSpace, Transfer
@@ -30,13 +31,14 @@ class PrefillLimits:
         length, wanted = transfer.prompt_tokens, transfer.destination
         if not 1 <= length <= self.context_length:
             return f"prompt of {length} tokens is outside [1, {self.context_length}]"
-        if min(transfer.prompt) < 0 or max(transfer.prompt) >= self.vocab_size:
-            return f"prompt has token ids outside [0, {self.vocab_size})"
+        if (token := _first_outside(transfer.prompt, self.vocab_size)) is not None:
+            return f"prompt has token id {token}, outside [0, {self.vocab_size})"
         if pages_for(length, self.page_size) > num_pages:
             return f"prompt of {length} tokens exceeds prefill's KV pool of {num_pages * self.page_size} tokens"
-        named = (*wanted.sampling.stop_token_ids, *dict(wanted.sampling.logit_bias))
-        if any(not 0 <= token < self.vocab_size for token in named):
-            return f"stop_token_ids or logit_bias name tokens outside [0, {self.vocab_size})"
+        named = {"stop_token_ids": wanted.sampling.stop_token_ids, "logit_bias": dict(wanted.sampling.logit_bias)}
+        for field, tokens in named.items():
+            if (token := _first_outside(tokens, self.vocab_size)) is not None:
+                return f"{field} has token id {token}, outside [0, {self.vocab_size})"
         if not 1 <= wanted.samples <= MAX_SAMPLES:
             return f"samples {wanted.samples} is outside [1, {MAX_SAMPLES}]"
         if not 0 <= wanted.output_tokens < length:
@@ -57,6 +59,13 @@ def _describe_destination(transfer: Transfer, space: PageSpace) -> str | None:
         limit, needed = space.num_pages * space.page_size, tokens
     if len(indices) < needed:
         return f"{len(indices)} destination indices for {needed} {wanted.granularity}s"
-    if indices and (min(indices) < 0 or max(indices) >= limit):
-        return f"destination indices are outside [0, {limit})"
+    if (index := _first_outside(indices, limit)) is not None:
+        return f"destination index {index} is outside [0, {limit})"
     return None
+
+
+def _first_outside(numbers: Collection[int], end: int) -> int | None:
+    """The first of these that is not in [0, end). They may be a million, so where all are there is no loop of ours."""
+    if not numbers or (min(numbers) >= 0 and max(numbers) < end):
+        return None
+    return next(number for number in numbers if not 0 <= number < end)

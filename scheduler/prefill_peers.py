@@ -16,8 +16,14 @@ class PrefillPeer:
     capacity: float = math.inf
     """Tokens of the longest prompt that its KV pool holds."""
     load: Load = dataclasses.field(default_factory=Load)
+    rests_until: float = -math.inf
+    """It has refused a prompt, and gets none before."""
     dispatched_tokens: int = 0
     """Prompt tokens sent there that have not come back yet; its own report lags behind by a heartbeat."""
+
+
+REFUSED_REST_S = 0.5
+"""How long one that refuses prompts, because it is full or shutting down, is left alone."""
 
 
 class PrefillPeers:
@@ -25,20 +31,27 @@ class PrefillPeers:
 
     def __init__(self) -> None:
         self._peers: dict[InstanceId, PrefillPeer] = {}
+        self._lost_at: dict[str | None, float] = {}
+        """When the last server was lost: at each endpoint where there is none any more, and of all."""
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
         self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity)
+        self._found(endpoint)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
         """`endpoint` is another address of a paired server."""
         if instance in self._peers:
             self._peers[instance].endpoints.add(endpoint)
+            self._found(endpoint)
 
-    def lost(self, instance: InstanceId) -> None:
-        self._peers.pop(instance, None)
+    def lost(self, instance: InstanceId, now: float) -> None:
+        peer = self._peers.pop(instance, None)
+        if peer is not None:
+            gone = [endpoint for endpoint in (*peer.endpoints, None) if not self._of(endpoint)]
+            self._lost_at.update(dict.fromkeys(gone, now))
 
     def report(self, instance: InstanceId, load: Load) -> None:
         if instance in self._peers:
@@ -49,11 +62,26 @@ class PrefillPeers:
         if instance in self._peers:
             self._peers[instance].dispatched_tokens += tokens
 
-    def choose(self, prompt: Prompt) -> PrefillPeer | None:
+    def refused(self, instance: InstanceId, now: float) -> None:
+        """It did not take a prompt, and may take that or another one later."""
+        if instance in self._peers:
+            self._peers[instance].rests_until = now + REFUSED_REST_S
+
+    def serve(self, endpoint: str | None, now: float) -> bool:
+        """Whether a server at this endpoint, or any at all, may be given prompts."""
+        return any(peer.rests_until <= now for peer in self._of(endpoint))
+
+    def absent_since(self, endpoint: str | None) -> float | None:
+        """Since when there is no server at this endpoint, or none at all: for ever, where there never was. None while
+        there is one.
+        """
+        return None if self._of(endpoint) else self._lost_at.get(endpoint, -math.inf)
+
+    def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
         """The pinned one, or the one with the fewest prompt tokens before it; one that just failed comes last, and
         before it one that is too small.
         """
-        peers = self._of(prompt.endpoint)
+        peers = [peer for peer in self._of(prompt.endpoint) if peer.rests_until <= now]
         last = prompt.attempt.instance if prompt.attempt is not None else None
         return min(
             peers,
@@ -69,6 +97,10 @@ class PrefillPeers:
         """Whether one of them, or the pinned one, holds a prompt of so many tokens. Nobody is paired: it may be so."""
         peers = self._of(endpoint)
         return not peers or any(peer.capacity >= tokens for peer in peers)
+
+    def _found(self, endpoint: str) -> None:
+        for served in (endpoint, None):
+            self._lost_at.pop(served, None)
 
     def _of(self, endpoint: str | None) -> list[PrefillPeer]:
         return [peer for peer in self._peers.values() if endpoint is None or endpoint in peer.endpoints]

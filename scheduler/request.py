@@ -74,6 +74,10 @@ class Prompt:
         """Grants of earlier attempts that a remote writer may still write."""
         self.refusal: Refusal | None = None
         """Of the last try to find memory for it."""
+        self.times_refused = 0
+        """Attempts that a prefill server did not begin."""
+        self.refused_since: float | None = None
+        """When that was first, since one was begun."""
         self.overtaken = 0
         """How many later ones were let in while this one waited for memory."""
         self.last_problem: str | None = None
@@ -144,7 +148,7 @@ class Request:
     @property
     def kv_tokens(self) -> int:
         """KV rows that exist: of every token but the newest, which the next step feeds."""
-        return self.prompt_tokens + max(0, len(self.output_ids) - 1)
+        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
 
     @property
     def may_step(self) -> bool:

@@ -52,11 +52,19 @@ class RequestMemory:
             return
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
         self._effects += [_resized(other) for other in shrunk]
-        if buffer.loans:
-            self.orders.unnumbered()
-        self._effects.append(
-            OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), request.kv_tokens, buffer.capacity)
-        )
+        self._opened(buffer, request)
+
+    def reopen_hot(self, running: Iterable[Request]) -> None:
+        """Have one of those whose hot buffers cycle resident again, where there is room to spare. One in a turn: its
+        rows are copied between two steps.
+        """
+        if self.hot is None or not self.hot.room_to_spare:
+            return
+        for request in running:
+            tokens = request.kv_tokens + request.in_flight + 1
+            if request.may_step and (buffer := self.hot.reopen(request.rid, tokens)) is not None:
+                self._opened(buffer, request)
+                return
 
     def close_hot(self, request: Request) -> None:
         """Take its hot buffer, if it has one. Its KV stays in its pages."""
@@ -97,6 +105,13 @@ class RequestMemory:
             hot.shrink(buffer)
             self._effects.append(_resized(buffer))
         return pages.available > before
+
+    def _opened(self, buffer: HotBuffer, request: Request) -> None:
+        """Tell the ranks; what the steps under way write is in host memory when they come to it."""
+        if buffer.loans:
+            self.orders.unnumbered()
+        tokens = request.kv_tokens + request.in_flight
+        self._effects.append(OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), tokens, buffer.capacity))
 
     def settle(self) -> None:
         """Have the ranks report when they are done, if grants wait for that and no order is left that says so."""

@@ -1,19 +1,21 @@
 """Requests that gave up memory so that others can go on: who does, what becomes of its KV, and how it comes back.
 
-out of pages         hot buffers give back what they have borrowed (HiSparse). Then the youngest of the lowest priority
-                     gives up all it has: its KV is copied to host memory, or computed anew by prefill where that is
-                     cheaper or host memory is used up
-out of hot buffers   (HiSparse) only for somebody of a higher priority, and only the buffer: the KV of the one that
-                     is parked stays in its pages, which are in host memory anyway
+out of pages         hot buffers give back what they have borrowed (HiSparse). Then one of the lowest priority gives up
+                     all it has, of those the youngest that does not run, or else the youngest: its KV is copied to host
+                     memory, or computed anew by prefill where that is cheaper or host memory is used up
+out of hot buffers   (HiSparse) only for somebody of a higher priority, and only the buffer: the one that is parked is
+                     ARRIVED again, with its KV in its pages, which are in host memory anyway
 """
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 from .effects import DropPages, Effect, LoadPages, SavePages
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
 from .request import Request
+from .request_line import RequestLine
 from .request_memory import RequestMemory
 from .reservation import pages_for
 from .run_queue import RunQueue
@@ -34,9 +36,7 @@ class Rates:
 
 
 class Retractions:
-    """RETRACTED requests in the order in which they went. `resume` finds who can go on; letting it in is `admit()`'s
-    business.
-    """
+    """RETRACTED requests in line: they have no memory. `resume` gives them some; letting in is `admit()`'s business."""
 
     def __init__(
         self,
@@ -53,13 +53,10 @@ class Retractions:
         self._intake = intake
         self._counters = counters
         self._effects: list[Effect] = intake.effects
-        self._requests: collections.deque[Request] = collections.deque()
+        self.line = RequestLine()
 
     def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._requests
+        return len(self.line)
 
     # -- giving up ---------------------------------------------------------------------------------------------
 
@@ -74,7 +71,7 @@ class Retractions:
                 continue
             if len(self._memory.orders) or self._memory.orders.unsettled:
                 return False
-            victim = self._least()
+            victim = _least((*self._runs.arrived, *self._runs.ready, *self._runs.running))
             assert victim is not None, f"{request.rid} wants to step and nobody runs"
             self._retract(victim, now)
             if victim is request:
@@ -82,35 +79,35 @@ class Retractions:
         return True
 
     def park_for(self, request: Request, now: float) -> bool:
-        """Take the hot buffer of a running request for one of a higher priority; whether that can be let in then.
+        """Take the hot buffer of a request of a lower priority; whether this one can be let in then.
 
         One that is in a step is held back from the next and parked when it is out.
         """
-        victim = self._least()
+        victim = _least((*self._runs.ready, *self._runs.running))
         if victim is None or victim.prompt.priority >= request.prompt.priority:
             return False
         if victim.in_flight:
             self._runs.held_back = victim
             return False
-        self._stop(victim, now)
+        self._counters["retractions"] += 1
+        self._runs.remove(victim)
         self._memory.close_hot(victim)
-        self._requests.append(victim)
+        victim.life.to(State.ARRIVED, now)
+        self._runs.arrived.push(victim)
         return self._memory.may_admit()
-
-    def _least(self) -> Request | None:
-        """Of those that run, the youngest of the lowest priority."""
-        return min(reversed(self._runs.running), key=lambda request: request.prompt.priority, default=None)
 
     def _retract(self, request: Request, now: float) -> None:
         """Take all its memory. It keeps its tokens, and its KV where copying is cheaper than computing, or where it has
         become too long for prefill to compute.
         """
-        self._stop(request, now)
+        self._counters["retractions"] += 1
+        self._runs.remove(request)
+        request.life.to(State.RETRACTED, now)
         pages = pages_for(request.kv_tokens, self._limits.page_size)
         can_compute = self._intake.peers.can_compute(request.prompt.endpoint, request.kv_tokens + 1)
-        if self._worth_saving(pages, request.kv_tokens) or not can_compute:
+        if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
-            self._requests.append(request)
+            self.line.push(request)
             self._effects.append(SavePages(self._memory.orders.next(), request.rid, tuple(request.pages[:pages])))
         else:
             self._counters["retractions_recomputed"] += 1
@@ -118,43 +115,54 @@ class Retractions:
             self._intake.compute_anew(request)
         self._memory.release(request)
 
-    def _stop(self, request: Request, now: float) -> None:
-        self._counters["retractions"] += 1
-        self._runs.remove(request)
-        request.life.to(State.RETRACTED, now)
-
-    def _worth_saving(self, pages: int, tokens: int) -> bool:
-        """There is room for a copy, and copying is cheaper than computing the tokens anew."""
-        saved = sum(request.saved_pages for request in self._requests)
-        return saved + pages <= self._limits.retract_pages and self.rates.copy_is_cheaper(pages, tokens)
+    def _worth_saving(self, request: Request, pages: int) -> bool:
+        """There is room for a copy, and copying is cheaper than computing the tokens anew, which nobody may be there
+        to do.
+        """
+        saved = sum(request.saved_pages for request in self.line)
+        cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
+        absent = self._intake.peers.absent_since(request.prompt.endpoint) is not None
+        return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
     # -- coming back -------------------------------------------------------------------------------------------
 
-    def resume(self) -> Request | None:
-        """The next that can go on, with its memory and no longer here; None when nobody is or can.
-
-        In the order in which they went, but one that has kept its pages goes before others, who may lack just those.
+    def resume(self, now: float) -> bool:
+        """Let the first in line have pages and its KV back, so that it is ARRIVED; False when nobody is in line, or
+        there are not enough pages for it.
         """
-        if not self._requests or not self._memory.may_admit():
-            return None
-        parked = (request for request in self._requests if request.grant is not None)
-        request = next(parked, self._requests[0])
+        if not len(self.line):
+            return False
+        request = self.line.first
+        most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
+        growth = pages_for(most_tokens, self._limits.page_size) - request.saved_pages
+        request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth)
         if request.grant is None:
-            most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
-            growth = pages_for(most_tokens, self._limits.page_size) - request.saved_pages
-            request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth)
-            if request.grant is None:
-                return None
-            self._effects.append(LoadPages(self._memory.orders.next(), request.rid, tuple(request.pages)))
-        self._remove(request)
-        return request
+            return False
+        self._effects.append(LoadPages(self._memory.orders.next(), request.rid, tuple(request.pages)))
+        self._leave(request)
+        request.life.to(State.ARRIVED, now)
+        self._runs.arrived.push(request)
+        return True
 
     def drop(self, request: Request) -> None:
-        """It has ended: what was saved of it is forgotten. The caller releases what it holds."""
-        if request.grant is None:
-            self._effects.append(DropPages(self._memory.orders.next(), request.rid))
-        self._remove(request)
+        """It has ended: what was saved of it is forgotten."""
+        self._effects.append(DropPages(self._memory.orders.next(), request.rid))
+        self._leave(request)
 
-    def _remove(self, request: Request) -> None:
-        self._requests.remove(request)
+    def _leave(self, request: Request) -> None:
+        self.line.remove(request)
         request.saved_pages = 0
+
+
+def _least(requests: Iterable[Request]) -> Request | None:
+    """Of the lowest priority the youngest that does not run, or else the youngest."""
+    return max(
+        requests,
+        key=lambda request: (
+            -request.prompt.priority,
+            request.state is not State.RUNNING,
+            request.life.started,
+            request.sample,
+        ),
+        default=None,
+    )

@@ -1,16 +1,18 @@
-"""Requests that run or are about to: who is in which step, and which steps are under way."""
+"""Requests whose KV is here: who waits, who runs, who is in which step, and which steps are under way."""
 
 import collections
 import dataclasses
+
+import msgspec
 
 from ..memory.index_spaces import KvPage, RequestSlot
 from .hot_buffers import HotBuffers
 from .lifecycle import State
 from .request import Request
+from .request_line import RequestLine
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(msgspec.Struct, frozen=True):
     """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`.
 
     A token that is not known yet is None: it is the one that row `follows` of the step before this one draws.
@@ -35,7 +37,7 @@ class DecodeStep:
 
 
 class RunQueue:
-    """READY requests in the order of their admission, RUNNING ones, and the steps these are in.
+    """ARRIVED and READY requests in line, RUNNING ones, and the steps these are in.
 
     With several stages, as many batches of different requests are under way. With one, the step after the one under way
     is given already if `look_ahead` is on: its rows feed tokens that are drawn by then.
@@ -45,7 +47,10 @@ class RunQueue:
         self._stages = stages
         self._look_ahead = look_ahead
         self._most_running = most_running
-        self.ready: collections.deque[Request] = collections.deque()
+        self.arrived = RequestLine()
+        """They wait for a hot buffer."""
+        self.ready = RequestLine()
+        """They wait for a place in the batch."""
         self.running: list[Request] = []
         self.held_back: Request | None = None
         """It gets no further step for now: it is to be retracted when it is in none."""
@@ -53,16 +58,19 @@ class RunQueue:
         """Under way, oldest first."""
 
     def remove(self, request: Request) -> None:
-        """It has ended or was retracted. Steps that it is in go on without meaning."""
-        if request.state is State.READY:
-            self.ready.remove(request)
-        else:
-            self.running.remove(request)
+        """It has ended, was retracted or moves on. Steps that it is in go on without meaning."""
+        match request.state:
+            case State.ARRIVED:
+                self.arrived.remove(request)
+            case State.READY:
+                self.ready.remove(request)
+            case _:
+                self.running.remove(request)
 
     def fill(self) -> list[Request]:
         """Those that may run from now on; the caller changes their state."""
         count = min(len(self.ready), self._most_running - len(self.running))
-        joined = [self.ready.popleft() for _ in range(count)]
+        joined = [self.ready.pop() for _ in range(count)]
         self.running += joined
         return joined
 

@@ -182,12 +182,15 @@ class PrefillDone(Message, frozen=True):
 
 
 class TransferFailed(Message, frozen=True):
-    """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while."""
+    """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while. With
+    `refused` it was never begun: another server may take it, or this one later.
+    """
 
     key: TransferKey
     reason: str
     retryable: bool
     late_writes: bool = False
+    refused: bool = False
 
 
 class Abort(Message, frozen=True):

@@ -17,6 +17,7 @@ ACTIONS = {
     "flush": 0.3,
     "kill": 0.4,
     "start": 2,
+    "drain": 0.4,
     "hang": 0.4,
     "wake": 2,
     "prefill_alone_loses_decode": 0.4,
@@ -66,6 +67,8 @@ def _act(world: World, action: str, draw: random.Random) -> None:
             world.kill(which)
         case "start":
             world.start(draw.choice(ENDPOINTS))
+        case "drain":
+            world.drain(which)
         case "hang":
             world.hang(which)
         case "wake":

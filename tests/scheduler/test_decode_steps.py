@@ -13,7 +13,7 @@ from pdserve.scheduler.front import Submit
 from pdserve.scheduler.lifecycle import REQUEST, State
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.run_queue import DecodeStep
-from tests.scheduler.world import World
+from tests.scheduler.world import ENDPOINTS, World, is_parked
 
 
 def edges_into(state: str) -> list[str]:
@@ -47,28 +47,41 @@ def test_admit_is_the_only_edge_into_the_run_queue() -> None:
     assert into_running == [State.READY]
 
 
+def way_in(request: Request, now: float) -> str:
+    """Where a request comes from that is let in."""
+    if request.prompt.attempts > 1:
+        return "sent again"
+    if request.prompt.output_tokens:
+        return "computed anew"
+    if is_parked(request):
+        return "saved" if request.life.spent(State.RETRACTED, now) else "parked"
+    return "fresh"
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh transfer, a transfer sent again, and a return after retraction; with and without a pipeline."""
-    admitted: list[tuple[str, State]] = []
+    """A fresh transfer, one sent again, and a return after every kind of retraction; with and without a pipeline."""
+    admitted: list[str] = []
     ways: set[str] = set()
     door = DecodeScheduler.admit
 
     def watched(scheduler: DecodeScheduler, request: Request, now: float) -> None:
-        admitted.append((request.rid, request.state))
-        ways.add("resumed" if request.state is State.RETRACTED else "again" if request.prompt.attempts > 1 else "fresh")
+        admitted.append(request.rid)
+        ways.add(way_in(request, now))
         door(scheduler, request, now)
 
     monkeypatch.setattr(DecodeScheduler, "admit", watched)
     world = World(stages=stages, hot_pages=7)
     opened = 0
+    kill_at = 50
     for turn in range(400):
         if turn % 5 == 0:
-            world.submit(10, turn % 2, 20, 1, None, turn // 5 % 2)
-        if turn % 90 == 50:
-            world.kill(0)
-            world.start("a:1")
-            world.start("b:1")
+            world.submit(6, turn % 2, 14, 1, None, turn // 5 % 2)
+        if turn >= kill_at and world.decode.state_counts()["prefilling"]:
+            kill_at += 90
+            for endpoint in ENDPOINTS:
+                world.kill(0)
+                world.start(endpoint)
         for which in range(2):
             world.deliver(which, up=False)
             world.prefill_turn(which)
@@ -80,8 +93,8 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
             world.rank_turn(eos=False)
         world.pass_time(0.05)
         for request in world.decode.runs.running:
-            assert request.rid in [rid for rid, _ in admitted]
-    assert ways == {"fresh", "again", "resumed"}
+            assert request.rid in admitted
+    assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
     assert opened == len(admitted)
     world.finish()
 

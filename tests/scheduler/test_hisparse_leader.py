@@ -21,7 +21,7 @@ from pdserve.memory.sizing import GIB
 from pdserve.scheduler import front_link
 from pdserve.scheduler import leader as leader_module
 from pdserve.scheduler.decode import DecodeScheduler
-from pdserve.scheduler.front import Cancel, Ready, Status, Stop, Submit, ToFront
+from pdserve.scheduler.front import Cancel, Ready, Status, Stop, Submit, ToFrontBatch
 from pdserve.scheduler.front_link import FrontLink
 from pdserve.scheduler.leader import Leader
 from pdserve.scheduler.loop import IDLE_WAIT_S
@@ -36,10 +36,10 @@ DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATEN
 """For the index, which is as large as four hot pages, and for ten."""
 
 
-def receive(front: "zmq.Socket[bytes]") -> ToFront:
+def receive(front: "zmq.Socket[bytes]") -> ToFrontBatch:
     assert front.poll(20_000), "the leader is silent"
-    message: ToFront = msgspec.msgpack.decode(front.recv(), type=ToFront)
-    return message
+    batch: ToFrontBatch = msgspec.msgpack.decode(front.recv(), type=ToFrontBatch)
+    return batch
 
 
 class Engine(NamedTuple):
@@ -55,9 +55,9 @@ class Engine(NamedTuple):
         """The first report that is as wanted."""
         ends_at = time.monotonic() + 10
         while time.monotonic() < ends_at:
-            message = receive(self.front)
-            if isinstance(message, Status) and wanted(message):
-                return message
+            for message in receive(self.front):
+                if isinstance(message, Status) and wanted(message):
+                    return message
         raise AssertionError("the status never was as wanted")
 
     def be_busy_and_idle(self) -> None:
@@ -100,7 +100,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         thread = threading.Thread(target=leader.serve)
         thread.start()
         try:
-            while not isinstance(receive(front), Ready):
+            while not any(isinstance(message, Ready) for message in receive(front)):
                 pass
             assert leader._ranks._engine is not None
             cache = leader._ranks._engine._executor.cache
@@ -120,7 +120,7 @@ def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
     hot, cache = engine.scheduler.hot, engine.cache
     assert hot is not None
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
-    assert hot.limits.lots == Lots(kv_pages=2, hot_pages=1, count=4, covered=4)
+    assert hot.limits.lots == Lots(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
     assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
     assert (hot.limits.slots, cache.tables.requests) == (SLOTS, SLOTS)
     assert (hot.limits.hot_rows, cache.tables.hot_rows) == (HOT_ROWS, HOT_ROWS)

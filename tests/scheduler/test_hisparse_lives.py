@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.scheduler.lifecycle import State
 from pdserve.scheduler.request import Request
-from tests.scheduler.world import PAGE_SIZE, PAGES, World
+from tests.scheduler.world import PAGE_SIZE, PAGES, World, is_parked
 
 
 def busy_world(stages: int) -> World:
@@ -25,6 +25,8 @@ def work(world: World, seen: Callable[[World], bool], urgent_at: int | None = No
         if turn == urgent_at:
             world.submit(6, 1, 26, 1, None, 1)
             world.flush()
+            if seen(world):
+                return True
         moves: list[Callable[[], None]] = [partial(world.decode.advance, world.now), world.act, world.decode_turn]
         for which in range(2):
             moves += [
@@ -42,15 +44,22 @@ def work(world: World, seen: Callable[[World], bool], urgent_at: int | None = No
     return False
 
 
-PLACES: dict[str, Callable[[Request], object]] = {
-    "queued": lambda request: request.state is State.QUEUED,
-    "being written": lambda request: request.state is State.PREFILLING,
-    "waiting for a hot buffer": lambda request: request.state is State.ARRIVED,
-    "ready": lambda request: request.state is State.READY,
-    "in a step": lambda request: request.state is State.RUNNING and request.in_flight,
-    "in no step": lambda request: request.state is State.RUNNING and not request.in_flight,
-    "parked": lambda request: request.state is State.RETRACTED and request.grant,
-    "saved": lambda request: request.state is State.RETRACTED and request.saved_pages,
+def being_written(world: World, request: Request) -> bool:
+    attempt = request.prompt.attempt
+    writes = [write for server in world.servers.values() for write in server.writes]
+    return attempt is not None and attempt.key in [write.chunk.key for write in writes]
+
+
+PLACES: dict[str, Callable[[World, Request], object]] = {
+    "queued": lambda _, request: request.state is State.QUEUED and not request.output_ids,
+    "computed anew": lambda _, request: request.state is State.QUEUED and request.output_ids,
+    "being written": being_written,
+    "waiting for a hot buffer": lambda _, request: request.state is State.ARRIVED and not is_parked(request),
+    "ready": lambda _, request: request.state is State.READY,
+    "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
+    "in no step": lambda _, request: request.state is State.RUNNING and not request.in_flight,
+    "parked": lambda _, request: is_parked(request),
+    "saved": lambda _, request: request.state is State.RETRACTED,
 }
 
 
@@ -62,13 +71,15 @@ def test_an_abort_gives_everything_back_wherever_the_request_is(place: str, stag
     found: list[str] = []
 
     def abort(world: World) -> bool:
-        found.extend(rid for rid, request in world.decode.requests.items() if PLACES[place](request))
+        found.extend(rid for rid, request in world.decode.requests.items() if PLACES[place](world, request))
         for rid in found:
             world.decode.cancel(rid, world.now)
         world.act()
         return bool(found)
 
     assert work(world, abort, urgent_at=12), f"no request was ever {place}"
+    world.check()
+    world.decode_turn()  # before anybody else has heard of it
     world.check()
     assert {world.failures[rid].code for rid in found} == {"aborted"}
     assert not set(found) & world.decode.requests.keys()
@@ -105,7 +116,7 @@ def test_everything_is_too_little_at_once(stages: int) -> None:
     """Pages, hot buffers, the queue and the length of a request: who can wait does, the others hear why not."""
     world = busy_world(stages)
     for number in range(12):
-        world.submit(8 + number, number % 2, 20, 1, None, number % 2)
+        world.submit(4 + number, number % 2, 20, 1, None, number % 2)
         world.submit(40, 0, 20, 1, None, 1)  # longer than the pool
         work(world, lambda _: True)
     assert work(world, lambda world: not world.decode.requests)

@@ -56,6 +56,29 @@ def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
     assert hot.pages.available == 9
 
 
+def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_can_want_the_room() -> None:
+    """A step fetches 128 rows, so a copy of 300 costs as much as three steps."""
+    hot = HotBuffers(HotLimits(num_pages=82, page_size=PAGE, hot_rows=8, slots=3))
+    buffer, _ = hot.open("a", 300)
+    assert not buffer.cycles
+    first = buffer.pages[:3]
+    hot.shrink(buffer)
+    for tokens in (301, 302):
+        assert hot.grow("a", tokens) is None
+        assert hot.reopen("a", tokens + 1) is None, "too early"
+    hot.grow("a", 303)
+    hot.open("large", 24)
+    assert hot.reopen("a", 304) is None, "of 73 free pages three may be another buffer's"
+    hot.close("large")
+    assert hot.reopen("a", 304) is buffer
+    assert (len(buffer.pages), buffer.pages[:3], buffer.capacity, buffer.cycles) == (76, first, 304, False)
+    assert hot.reopen("a", 304) is None
+    for newcomer in ("b", "c"):
+        assert hot.can_open()
+        assert hot.open(newcomer, 3)[1] == [], "it would have to shrink again"
+    hot.check_integrity(idle=False)
+
+
 def test_no_slot_or_no_room_means_waiting() -> None:
     hot = HotBuffers(HotLimits(num_pages=7, page_size=PAGE, hot_rows=8, slots=3))
     hot.open("a", 3)
@@ -70,14 +93,17 @@ def test_no_slot_or_no_room_means_waiting() -> None:
 @pytest.mark.parametrize("lends", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends: bool) -> None:
-    """With loans, prompts come and go in the same memory, and take back what is lent."""
-    draw, hot = random.Random(seed), HotBuffers(LIMITS)
+    """Slots or pages are too few for four. With loans, prompts come and go in the same memory, and take back what is
+    lent.
+    """
+    draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
+    hot = HotBuffers(limits)
     pages = PageAllocator[KvPage](30)
     orders = Orders(pages)
     prompts: list[PageGrant[KvPage]] = []
     if lends:
         lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
-        hot = HotBuffers(dataclasses.replace(LIMITS, lots=lots), Loans(pages, lots, orders))
+        hot = HotBuffers(dataclasses.replace(limits, lots=lots), Loans(pages, lots, orders))
     tokens: dict[str, int] = {}
     for step in range(300):
         if draw.random() < 0.3:
@@ -98,6 +124,8 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         if tokens and draw.random() < 0.15:
             hot.close(tokens.popitem()[0])
         for rid in tokens:
+            if draw.random() < 0.1:
+                hot.reopen(rid, tokens[rid] + 1)
             tokens[rid] += 1
             hot.grow(rid, tokens[rid])
         for rid, length in tokens.items():

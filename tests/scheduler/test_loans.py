@@ -121,15 +121,6 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
     pools.hot.check_integrity(idle=True)
 
 
-def test_ranks_that_differ_have_nothing_to_lend() -> None:
-    other = Lots.of(KV_PAGES, kv_page_bytes=5, hot_page_bytes=7)
-    agreed = Lots.agreed([LOTS, other])
-    assert (agreed.count, agreed.covered) == (0, max(LOTS.covered, other.covered))
-    assert Lots.agreed([LOTS, LOTS]) == LOTS
-    pages = PageAllocator[KvPage](KV_PAGES)
-    assert Loans(pages, agreed, Orders(pages)).room == 0
-
-
 def turn(world: World, *, ranks: bool = True) -> None:
     """Everybody works for a moment; the ranks carry out one step at most."""
     for which in range(2):
@@ -213,6 +204,28 @@ def test_with_nothing_under_way_it_gets_in_at_once() -> None:
     assert world.decode.state_counts()["prefilling"] == 3
     world.act()
     until(world, lambda: not world.decode.requests)
+    world.finish()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: int) -> None:
+    """Also with steps under way, whose rows are in host memory when the copy comes to its turn."""
+    world = lending_world(stages)
+    world.submit(22, 0, 30, 1, None, 0)
+    until(world, running(world, 1))
+    assert world.decode.hot is not None
+    (rid,) = world.decode.requests
+    buffer = world.decode.hot.of(rid)
+    assert buffer.borrowed > 0
+    world.submit(22, 1, 3, 3, None, 0)
+    world.submit(22, 1, 3, 3, None, 0)
+    until(world, lambda: buffer.cycles)
+    until(world, lambda: not buffer.cycles)
+    assert world.hot_seen["reopened"] > 0
+    assert buffer.borrowed > 0
+    assert world.decode.running == 1
+    until(world, lambda: not world.decode.requests)
+    assert world.decode.counters["retractions"] == 0
     world.finish()
 
 

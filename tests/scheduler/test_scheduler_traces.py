@@ -149,6 +149,7 @@ def test_long_lives_go_everywhere() -> None:
         "opened cold",
         "grown",
         "shrunk",
+        "reopened",
         "cycled",
         "waited",
         "parked",

@@ -39,6 +39,7 @@ from pdserve.scheduler.intake import DecodeLimits
 from pdserve.scheduler.lifecycle import State
 from pdserve.scheduler.prefill import PrefillScheduler
 from pdserve.scheduler.prefill_limits import PrefillLimits
+from pdserve.scheduler.request import Request
 from pdserve.scheduler.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.transfer import PageSpace, PrefillStep
 from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
@@ -110,6 +111,7 @@ class World:
         hot_pages: int | None = None,
         lends: bool = False,
         prefix_cache: bool = True,
+        retract_pages: int = 3,
     ) -> None:
         """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well."""
         self.now = 0.0
@@ -121,7 +123,7 @@ class World:
             max_running_requests=3,
             max_queued_requests=5,
             growth_tokens=4,
-            retract_pages=3,
+            retract_pages=retract_pages,
             queue_timeout_s=60,
             prefill_wait_s=3,
             prefill_timeout_s=40,
@@ -184,10 +186,16 @@ class World:
     # -- the servers work --------------------------------------------------------------------------------------
 
     def decode_turn(self) -> None:
+        hot = self.decode.hot
+        cycled = [rid for rid in hot.owners if hot.of(rid).cycles] if hot is not None else []
         self.decode.advance(self.now)
+        if hot is not None:
+            self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).cycles for rid in cycled)
         self.act()
         requests = self.decode.requests.values()
-        self.hot_seen["parked"] += any(request.grant for request in requests if request.state is State.RETRACTED)
+        late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
+        assert not late, f"the time of {late} is up, and they were not told"
+        self.hot_seen["parked"] += any(is_parked(request) for request in requests)
         self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
         loans = self.decode.memory._loans
         if loans is not None:
@@ -392,6 +400,11 @@ class World:
         if (server := self._pick(which)) is not None:
             self._lose_decode(server)
 
+    def drain(self, which: int) -> None:
+        """A prefill server is told to stop: it ends what it has, and takes nothing new."""
+        if (server := self._pick(which)) is not None:
+            server.scheduler.stop_accepting()
+
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
@@ -433,6 +446,8 @@ class World:
         """Heal the world, let it run, and look for what is left."""
         while any(server.hung for server in self.servers.values()):
             self.wake(0, lost_us=False)
+        for server in list(self.servers.values()):
+            server.scheduler._accepting = True  # as one that was started in its place
         for endpoint in ENDPOINTS:
             self.start(endpoint)
         self._settle()
@@ -603,7 +618,12 @@ class World:
                 self.decode.prefill_done(done, self.now)
             case TransferFailed() as failed:
                 self.decode.transfer_failed(
-                    failed.key, failed.reason, retryable=failed.retryable, late_writes=failed.late_writes, now=self.now
+                    failed.key,
+                    failed.reason,
+                    retryable=failed.retryable,
+                    late_writes=failed.late_writes,
+                    refused=failed.refused,
+                    now=self.now,
                 )
             case AbortAck() as ack:
                 self.decode.abort_acked(ack.key, ack.late_writes, self.now)
@@ -629,6 +649,11 @@ class World:
     def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
         for slot in range(PAGE_SIZE):
             self._write((page, slot), rows.get(slot, ()))
+
+
+def is_parked(request: Request) -> bool:
+    """Whether it has run, and waits for a hot buffer with more KV than prefill has written for it."""
+    return request.state is State.ARRIVED and request.kv_tokens > request.prompt.tokens
 
 
 def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:

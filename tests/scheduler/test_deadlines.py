@@ -1,0 +1,179 @@
+"""Whose time is up hears so in that turn, and which limit it was; nobody hears it earlier."""
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.effects import SendToFront, SendToPeer
+from pdserve.scheduler.front import Failed, Submit
+from pdserve.scheduler.prefill import PrefillScheduler
+from pdserve.scheduler.prefill_limits import PrefillLimits
+from pdserve.scheduler.transfer import DEADLINE_GRACE_S, PageSpace
+from pdserve.transfer.messages import KvDestination, TransferFailed, TransferKey
+from tests.scheduler.world import DECODE, ENDPOINTS, World
+
+PREFILL_WAIT_S, QUEUE_TIMEOUT_S, PREFILL_TIMEOUT_S, REQUEST_TIMEOUT_S = 3.0, 60.0, 40.0, 200.0
+"""Of the world."""
+
+
+def turn_at(world: World, now: float) -> list[Failed]:
+    """A turn of decode at this time; who has failed by then."""
+    world.now = now
+    world.decode_turn()
+    world.check()
+    return list(world.failures.values())
+
+
+def submit(
+    world: World, rid: str, *, tokens: int = 6, endpoint: str | None = None, timeout_s: float | None = None
+) -> None:
+    world.submitted.add(rid)
+    sampling = SamplingParams(max_new_tokens=20)
+    world.decode.submit(Submit(rid, tuple(range(tokens)), sampling, endpoint, timeout_s=timeout_s), world.now)
+    world.act()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "after_s", "message"),
+    [
+        (None, PREFILL_TIMEOUT_S, "prefill did not deliver within 40 s (prefill_timeout_s)"),
+        (0.5, 0.5, "not finished within its deadline of 0.5 s (timeout_s)"),
+        (1000.0, PREFILL_TIMEOUT_S, "prefill did not deliver within 40 s (prefill_timeout_s)"),
+    ],
+)
+def test_prefill_that_is_silent(timeout_s: float | None, after_s: float, message: str) -> None:
+    world = World()
+    world.now = 1000.25
+    submit(world, "r", timeout_s=timeout_s)
+    assert not turn_at(world, 1000.25)
+    assert world.decode.state_counts()["prefilling"] == 1
+    assert not turn_at(world, 1000.25 + after_s - 0.01)
+    (failed,) = turn_at(world, 1000.25 + after_s)
+    assert (failed.status, failed.code, failed.message) == (504, "deadline", message)
+    world.finish()
+
+
+def test_a_request_that_runs_too_long() -> None:
+    world = World()
+    submit(world, "r")
+    while world.decode.running == 0:
+        world.decode_turn()
+        for which in range(2):
+            world.deliver(which, up=False)
+            world.prefill_turn(which)
+            world.end_write(which, ok=True, late=False)
+            world.deliver(which, up=True)
+    assert not turn_at(world, REQUEST_TIMEOUT_S - 0.01)
+    (failed,) = turn_at(world, REQUEST_TIMEOUT_S)
+    assert failed.message == "not finished within its deadline of 200 s (request_timeout_s)"
+    world.finish()
+
+
+def test_no_memory() -> None:
+    world = World()
+    submit(world, "a", tokens=28)
+    turn_at(world, 0.0)
+    submit(world, "b", tokens=28)
+    assert not turn_at(world, 0.01)
+    assert world.decode.state_counts()["queued"] == 1
+    world.decode.requests["a"].life.since = 30.0  # as if it had been sent again: it is not what this is about
+    assert not turn_at(world, QUEUE_TIMEOUT_S - 0.01)
+    (failed,) = turn_at(world, QUEUE_TIMEOUT_S)
+    assert (failed.rid, failed.status) == ("b", 503)
+    assert failed.message == "no KV memory became free within 60 s (queue_timeout_s)"
+    world.finish()
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("endpoint", [None, "a:1"])
+def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoint: str | None, returns: bool) -> None:
+    """It has been in the queue for longer than `prefill_wait_s`: that was not without a server."""
+    world = World()
+    submit(world, "a", tokens=28, endpoint="b:1")
+    turn_at(world, 0.0)
+    submit(world, "b", tokens=28, endpoint=endpoint)
+    assert not turn_at(world, 10.0)
+    assert world.decode.requests["b"].state.value == "queued"
+    for _ in ENDPOINTS:
+        world.kill(0)
+    assert not turn_at(world, 10.0 + PREFILL_WAIT_S - 0.01)
+    if returns:
+        world.start("a:1")
+    told = {failed.rid: failed.message for failed in turn_at(world, 10.0 + PREFILL_WAIT_S)}
+    where = f" at {endpoint}" if endpoint else ""
+    message = f"no prefill server{where} is paired; waited 3 s (prefill_wait_s)"
+    assert told.get("b") == (None if returns else message)
+    world.finish()
+
+
+def test_a_server_under_another_address_is_a_server() -> None:
+    world = World()
+    (instance, _) = world.servers
+    submit(world, "r", endpoint="alias:1")
+    assert not turn_at(world, PREFILL_WAIT_S - 0.01)
+    world.decode.peer_alias(instance, "alias:1")
+    assert not turn_at(world, PREFILL_WAIT_S)
+    assert world.decode.state_counts()["prefilling"] == 1
+    world.finish()
+
+
+def prefill_server() -> PrefillScheduler:
+    limits = PrefillLimits(
+        page_size=4, chunk_size=4, max_queued_requests=9, context_length=64, vocab_size=100, observe_timeout_s=5
+    )
+    scheduler = PrefillScheduler(limits, PageAllocator[KvPage](8))
+    scheduler.peer_up(DECODE, PageSpace(8, 4))
+    return scheduler
+
+
+def ask(scheduler: PrefillScheduler, number: int, timeout_s: float, now: float) -> None:
+    wanted = KvDestination(
+        key=TransferKey(number, 1),
+        rid=f"r{number}",
+        sampling=SamplingParams(max_new_tokens=4),
+        timeout_s=timeout_s,
+        prefix_tokens=0,
+        room=number,
+    )
+    scheduler.receive(DECODE, wanted, range(6), [0, 1], now)
+
+
+def test_transfers_end_when_their_time_is_up_whatever_their_order() -> None:
+    scheduler = prefill_server()
+    for number, timeout_s in enumerate((9.0, 3.0, 6.0)):
+        ask(scheduler, number, timeout_s, 0.0)
+    ended: list[tuple[float, str]] = []
+    for tenth in range(150):
+        scheduler.advance(tenth / 10)
+        ended += [
+            (tenth / 10, effect.message.reason)
+            for effect in scheduler.take_effects()
+            if isinstance(effect, SendToPeer) and isinstance(effect.message, TransferFailed)
+        ]
+    assert ended == [
+        (timeout_s + DEADLINE_GRACE_S, f"not done within the {timeout_s:.1f} s it was given")
+        for timeout_s in (3.0, 6.0, 9.0)
+    ]
+
+
+def test_who_observes_a_room_waits_for_its_transfer_or_not_for_long() -> None:
+    scheduler = prefill_server()
+    scheduler.observe("nobody asks", 7, 0.0)
+    scheduler.observe("under way", 1, 0.0)
+    scheduler.observe("gone", 8, 0.0)
+    ask(scheduler, 1, 9.0, 1.0)
+    scheduler.cancel_observer("gone", 2.0)
+    scheduler.take_effects()
+    told: dict[str, tuple[float, str]] = {}
+    for tenth in range(20, 150):
+        scheduler.advance(tenth / 10)
+        for effect in scheduler.take_effects():
+            if isinstance(effect, SendToFront) and isinstance(effect.message, Failed):
+                assert effect.message.rid not in told
+                told[effect.message.rid] = tenth / 10, effect.message.message
+    assert told == {
+        "nobody asks": (5.0, "bootstrap_room 7: no decode server asked for it in 5 s"),
+        "under way": (12.0, "the transfer failed: not done within the 9.0 s it was given"),
+    }
+    assert scheduler.idle

@@ -1,0 +1,114 @@
+"""A prompt whose transfer is lost is sent once more; what its client is told when that is lost as well."""
+
+import pytest
+
+from tests.scheduler.world import World
+
+
+def send(world: World) -> None:
+    """Have it sent to the one prefill server there is, which begins to write."""
+    world.start("a:1")
+    for _ in range(4):
+        world.decode_turn()
+        world.deliver(0, up=False)
+        world.prefill_turn(0)
+        world.check()
+    assert world.decode.state_counts()["prefilling"] == 1
+    assert any(server.writes for server in world.servers.values())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_is_lost_twice_may_be_asked_for_again(lost: bool) -> None:
+    """Whether a server was lost or its writes have failed: prefill has not said that it would never work."""
+    world = World()
+    world.kill(1)
+    world.submit(6, 0, 4, 1, None, 0)
+    for attempt in range(2):
+        assert world.decode.counters["redispatches"] == attempt
+        send(world)
+        if lost:
+            world.kill(0)
+        while world.servers and world.decode.state_counts()["prefilling"]:
+            world.end_write(0, ok=False, late=False)
+            world.deliver(0, up=True)
+        world.check()
+    (failed,) = world.failures.values()
+    assert (failed.status, failed.code, failed.retry_after_s) == (503, "unavailable", 1)
+    why = "prefill server lost: killed" if lost else "injected"
+    assert failed.message == f"failed after 2 attempts: {why}"
+    world.finish()
+
+
+def test_a_transfer_that_nobody_waits_for_has_not_failed() -> None:
+    """Prefill gives up what decode has given up: that is no sign of trouble."""
+    world = World()
+    world.kill(1)
+    world.submit(6, 0, 4, 1, None, 0)
+    send(world)
+    (server,) = world.servers.values()
+    while server.writes:
+        world.end_write(0, ok=False, late=False)
+    world.cancel(0, stopped=False)
+    while server.to_decode:
+        world.deliver(0, up=True)
+    world.check()
+    assert (world.decode.counters["transfers_failed"], world.decode.counters["stale_messages"]) == (0, 1)
+    world.finish()
+
+
+def pass_turns(world: World, seconds: float) -> None:
+    """Everybody works, a hundred times a second."""
+    for _ in range(round(seconds * 100)):
+        world.pass_time(0.01)
+        world.decode_turn()
+        world.rank_turn(eos=False)
+        for which in range(2):
+            world.deliver(which, up=False)
+            world.prefill_turn(which)
+            world.end_write(which, ok=True, late=False)
+            world.deliver(which, up=True)
+        world.check()
+
+
+def test_a_rolling_restart_of_prefill_loses_nobody() -> None:
+    """What a server that shuts down refuses waits for the one that takes its place, and counts as no attempt."""
+    world = World()
+    world.kill(1)
+    world.drain(0)
+    world.submit(6, 0, 4, 1, None, 0)
+    pass_turns(world, 2.5)
+    (request,) = world.decode.requests.values()
+    assert 4 <= request.prompt.times_refused <= 6, "asked again now and then"
+    assert not world.failures
+    world.kill(0)
+    world.start("a:1")
+    pass_turns(world, 0.3)
+    assert world.decode.counters["requests_finished"] == 1
+    world.finish()
+
+
+def test_another_server_is_asked_at_once() -> None:
+    world = World()
+    world.drain(0)
+    for _ in range(3):
+        world.submit(6, 0, 2, 1, None, 0)
+    pass_turns(world, 0.3)
+    assert world.decode.counters["redispatches"] >= 1
+    assert world.decode.counters["requests_finished"] == 3
+    world.finish()
+
+
+def test_one_that_nobody_takes_hears_why() -> None:
+    world = World()
+    world.kill(1)
+    world.drain(0)
+    world.submit(6, 0, 4, 1, None, 0)
+    pass_turns(world, 2.9)
+    assert not world.failures
+    pass_turns(world, 0.3)
+    (failed,) = world.failures.values()
+    assert (failed.status, failed.retry_after_s) == (503, 1)
+    assert failed.message == (
+        "no prefill server takes the request; waited 3 s (prefill_wait_s): the prefill server is shutting down"
+    )
+    world.finish()

@@ -165,6 +165,8 @@ def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[
     field = str(problem["loc"][0])
     if problem["type"] == "string_pattern_mismatch":
         message = f"not of the expected form ({model.model_fields[field].description})"
+    if problem["type"] == "too_short" and field in SECRET_VARIABLES:
+        message = f"must have at least {problem['ctx']['min_length']} characters"
     message = _WORDING.get(problem["type"], message)
     place = field + "".join(f"[{part}]" for part in problem["loc"][1:])
     value = "a secret" if field in SECRET_VARIABLES else repr(problem["input"])

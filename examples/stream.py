@@ -40,4 +40,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except httpx.ConnectError as error:
+        sys.exit(f"no server there: {error}; 'pdserve up' starts one")

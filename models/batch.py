@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernels.paged_attention import AttentionPlan, plan_attention
@@ -12,8 +14,7 @@ from ..kernels.uploads import upload_array
 from .copies import upload
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(msgspec.Struct, frozen=True):
     """Run `token_ids` at positions [start, start + len) of a sequence whose KV lives in `pages`.
 
     KV of [0, start) is in the pool already; that of the slice is written by the pass. A whole prompt, a chunk of one
@@ -69,14 +70,7 @@ class ForwardBatch:
             raise ValueError(
                 f"{len(token_ids)} token ids for {len(slices)} slices of {total} tokens: one each is needed"
             )
-        own_ids = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, count=total)
-        positions = [np.arange(piece.start, piece.end, dtype=np.int64) for piece in slices]
-        page_ids = [
-            np.asarray(piece.pages, dtype=np.int64)[at // page_size]
-            for piece, at in zip(slices, positions, strict=True)
-        ]
-        rows = np.stack((own_ids, np.concatenate(positions), np.concatenate(page_ids)))
-        index = upload_array(rows, device)
+        index = upload_array(_token_rows(slices, page_size), device)
         hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
         assert len(hot_slots) in (0, len(slices)), "all sequences of a batch have a hot slot, or none has"
         last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
@@ -99,3 +93,20 @@ class ForwardBatch:
             ),
             hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,
         )
+
+
+def _token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
+    """[3, T]: the id, the position and the page of every token. Pages that none of them is in are not looked at: a
+    step of long sequences has many thousands.
+    """
+    if all(len(piece.token_ids) == 1 for piece in slices):
+        own_ids = [piece.token_ids[0] for piece in slices]
+        starts = [piece.start for piece in slices]
+        return np.array([own_ids, starts, [piece.pages[piece.start // page_size] for piece in slices]], dtype=np.int64)
+    parts = []
+    for piece in slices:
+        positions = np.arange(piece.start, piece.end, dtype=np.int64)
+        first, end = piece.start // page_size, -(-piece.end // page_size)
+        pages = np.asarray(piece.pages[first:end], dtype=np.int64)
+        parts.append(np.stack((piece.token_ids, positions, pages[positions // page_size - first])))
+    return np.concatenate(parts, axis=1)

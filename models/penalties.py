@@ -7,8 +7,8 @@ nothing.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,8 +19,7 @@ from .copies import upload
 _REMEMBERED_PROMPTS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One token to choose: from which row of the logits, by what rule, and what came before it.
 
     `output_index` is the token's index in its output; `prompt_ids` and `output_ids` matter to penalties only.

@@ -11,6 +11,8 @@ The order is: penalties, bias and mask (models/penalties.py), temperature, top_k
 import enum
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..configs.sampling import SamplingParams
@@ -29,6 +31,9 @@ _BLOCK_ELEMENTS = 1 << 24
 """Logits turned into 64-bit weights at once: bounds the temporary memory of large batches."""
 
 _MASK_32 = (1 << 32) - 1
+
+_MANY_ROWS = 16
+"""From here on random numbers are cheaper as arrays than one by one: for a step of 128 rows 0.1 ms instead of 0.7."""
 
 
 class _Kind(enum.Enum):
@@ -114,6 +119,22 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """`uniform` of each row."""
+    if len(seeds) < _MANY_ROWS:
+        return np.array([uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)])
+    mask, shift = np.uint64(_MASK_32), np.uint64(32)
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], dtype=np.uint64)
+    counter = np.array(positions, dtype=np.uint64)
+    a, b, c, d = counter & mask, counter >> shift, np.zeros_like(counter), np.zeros_like(counter)
+    low, high = key & mask, key >> shift
+    for _ in range(10):  # as in `philox`
+        left, right = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        a, b, c, d = (right >> shift) ^ b ^ low, right & mask, (left >> shift) ^ d ^ high, left & mask
+        low, high = (low + np.uint64(0x9E3779B9)) & mask, (high + np.uint64(0xBB67AE85)) & mask
+    return a / float(1 << 32)
+
+
 class _Knobs:
     """The parameters of some choices and their random numbers, as columns [B, 1] on the device."""
 
@@ -122,10 +143,8 @@ class _Knobs:
         self.any_top_p = any(row.top_p < 1.0 for row in params)
         self.any_min_p = any(row.min_p > 0.0 for row in params)
         self.largest_top_k = max(row.top_k or 0 for row in params)
-        table = [
-            (row.temperature, row.top_k or 0, row.top_p, row.min_p, uniform(row.seed, choice.output_index))
-            for row, choice in zip(params, choices, strict=True)
-        ]
+        drawn = uniforms([row.seed for row in params], [choice.output_index for choice in choices])
+        table = np.column_stack([[(row.temperature, row.top_k or 0, row.top_p, row.min_p) for row in params], drawn])
         columns = upload(table, torch.float64, device).unsqueeze(2).unbind(dim=1)
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = columns
 

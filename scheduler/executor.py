@@ -101,14 +101,14 @@ class Executor:
         """The tokens to run, on the device, where some are those that the last step drew; None where all are known."""
         if all(row.follows is None for row in rows):
             return None
-        sources = [row.follows for row in rows]
-        if any(source is not None and source >= len(self._drawn) for source in sources):
+        sources, drawn = [row.follows for row in rows], len(self._drawn)
+        if any(source is not None and source >= drawn for source in sources):
             raise RuntimeError("the step that this one follows has failed")
-        if sources == list(range(len(self._drawn))):
+        if sources == list(range(drawn)):
             return self._drawn
         # a known token is taken from behind the drawn ones
         known = [row.token_ids[0] if row.follows is None else 0 for row in rows]
-        picks = [len(self._drawn) + at if source is None else source for at, source in enumerate(sources)]
+        picks = [drawn + at if source is None else source for at, source in enumerate(sources)]
         both = upload([known, picks], torch.long, self._drawn.device)
         return torch.cat((self._drawn, both[0])).index_select(0, both[1])
 

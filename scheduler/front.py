@@ -1,7 +1,8 @@
 """Messages between a server's HTTP front process and its leader engine process (one local ZMQ PAIR).
 
 The front speaks text and HTTP, the leader token ids. Every Submit or Observe is answered by exactly one terminal
-message, `Finished` or `Failed`, whatever happens in between.
+message, `Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a
+message for each of its requests, and to send them one by one costs more than what is in them.
 """
 
 from typing import Literal
@@ -174,3 +175,5 @@ class Status(FrontMessage, frozen=True):
 
 ToLeader = Submit | Observe | Cancel | FlushCache | Stop
 ToFront = Ready | StartupFailed | Tokens | InputLogprobs | Finished | Failed | Status
+ToFrontBatch = list[ToFront]
+"""What one message on the socket holds, in order."""

@@ -1,16 +1,17 @@
 """The leader's end of the socket to its front process: one thread, so that status flows while the model computes."""
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from ..transfer.wakeup import Wakeup
-from .front import Status, ToFront, ToLeader
+from .front import Status, ToFront, ToFrontBatch, ToLeader
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class FrontLink:
     def __init__(self, address: str, on_message: Callable[[ToLeader], None]) -> None:
         self._on_message = on_message
         self._status: Callable[[], Status] | None = None
-        self._outbox: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sequence[ToFront] | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup(self._context)
         self._closed = False
@@ -38,8 +39,8 @@ class FrontLink:
         """From now on report what `status` says; it is called on the link's thread."""
         self._status = status
 
-    def send(self, message: ToFront) -> None:
-        self._outbox.put(message)
+    def send(self, *messages: ToFront) -> None:
+        self._outbox.put(messages)
         self._wakeup.ring()
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ class FrontLink:
                     return
                 if self._status is not None and time.monotonic() >= status_at:
                     status_at = time.monotonic() + STATUS_INTERVAL_S
-                    socket.send(encoder.encode(self._status()))
+                    socket.send(encoder.encode([self._status()]))
         finally:
             socket.close()
 
@@ -87,12 +88,13 @@ class FrontLink:
                 log.error("message from the front cannot be decoded: %s", error)
 
     def _flush(self, socket: "zmq.Socket[bytes]", encoder: msgspec.msgpack.Encoder) -> bool:
-        """Send everything queued; False once close() was reached."""
-        while True:
-            try:
-                message = self._outbox.get_nowait()
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            socket.send(encoder.encode(message))
+        """Send everything queued, at once; False once close() was reached."""
+        batch: ToFrontBatch = []
+        closing = False
+        with contextlib.suppress(queue.Empty):
+            while (messages := self._outbox.get_nowait()) is not None:
+                batch += messages
+            closing = True
+        if batch:
+            socket.send(encoder.encode(batch))
+        return not closing

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Container
 from typing import NoReturn
 
+from ..configs.collector import keep_for_good
 from ..configs.errors import StartupError
 from ..configs.load import parse_config
 from ..configs.logs import configure_logging
@@ -144,7 +145,7 @@ class Leader:
                 return self._inbox.get(timeout=MISSING_RANKS_S)
             except queue.Empty:
                 missing = [rank for rank in range(self._config.world_size) if rank not in ready]
-                log.info("ranks %s are loading, or were not started yet", ", ".join(map(str, missing)))
+                log.info("waiting for ranks that load, or were not started yet: %s", ", ".join(map(str, missing)))
 
     @property
     def _places(self) -> tuple[Rank, ...]:
@@ -302,6 +303,7 @@ class Leader:
                 problems=tuple(problems),
             )
 
+        keep_for_good()
         control.start()
         self._front.start_status(status)
         self._front.send(self._introduction())

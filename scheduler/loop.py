@@ -18,7 +18,7 @@ from ..configs.errors import PdserveError
 from ..transfer.messages import Load
 from .decode import DecodeScheduler
 from .effects import Effect, SendToFront
-from .front import Stop
+from .front import Stop, ToFrontBatch
 from .front_link import FrontLink
 from .prefill import PrefillScheduler
 from .rank_messages import CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
@@ -187,11 +187,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         return waiting.popleft() if waiting else None
 
     def _carry_out(self) -> None:
+        to_front: ToFrontBatch = []
         for effect in self.scheduler.take_effects():
             if isinstance(effect, SendToFront):
-                self._front.send(effect.message)
+                to_front.append(effect.message)
             else:
                 self._perform(effect)
+        if to_front:
+            self._front.send(*to_front)
 
     def _begin_stop(self, drain_s: float) -> None:
         self.scheduler.stop_accepting()

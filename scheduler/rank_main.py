@@ -19,6 +19,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from ..configs.collector import keep_for_good
 from ..configs.errors import PdserveError, StartupError
 from ..configs.load import parse_config
 from ..configs.logs import configure_logging
@@ -148,6 +149,7 @@ def main() -> int:
         source = locate_model(config.model, config.load_format)
         engine = RankEngine(config, source, rank, meet_at=(host, port), report=link.report)
         link.engine = engine
+        keep_for_good()
         engine.announce()
         engine.serve(link.commands)
         engine.close()
@@ -177,8 +179,12 @@ def _say_alive(link: LeaderLink, rank: int) -> NoReturn:
     while True:
         engine = link.engine
         link.report(RankAlive(rank) if engine is None else RankAlive(rank, engine.problems(), engine.busy_s))
+        slept_at = time.monotonic()
         time.sleep(ALIVE_INTERVAL_S)
-        silent_s = time.monotonic() - link.heard_at
+        now = time.monotonic()
+        if now - slept_at - ALIVE_INTERVAL_S > LEADER_SILENCE_S / 2:
+            link.heard_at = now  # we were stopped, or starved: what the leader has said meanwhile is still to be read
+        silent_s = now - link.heard_at
         if silent_s > LEADER_SILENCE_S:
             log.error("the leader has said nothing for %.0f s: rank %d ends", silent_s, rank)
             os._exit(1)

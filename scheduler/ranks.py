@@ -145,7 +145,9 @@ class Ranks:
         except StartupError as error:
             self._report(RankFailed(0, str(error), startup=True))
         except Exception as error:
-            log.exception("rank 0 cannot go on")
+            if self._hub is not None:
+                time.sleep(2 * TICK_S)  # it may be how we see the end of another rank, of which others know more
+            log.log(logging.DEBUG if self._lost else logging.ERROR, "rank 0 cannot go on", exc_info=True)
             self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
 
     def _report(self, report: RankReport) -> None:
@@ -181,6 +183,8 @@ class _Hub:
         self._tables = SentTables()
         self._heard: dict[int, float] = {}
         """When each rank was last heard."""
+        self._looked_at = time.monotonic()
+        """When silent ranks were last looked for."""
         self._ready: set[int] = set()
         self._lost: set[int] = set()
         self._alive: dict[int, RankAlive] = {}
@@ -297,6 +301,11 @@ class _Hub:
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
+        if now - self._looked_at > SILENCE_S / 2:
+            # This process was stopped or starved. What ranks have said meanwhile may still be in the kernel's buffers.
+            log.info("the link to the ranks did not run for %.1f s", now - self._looked_at)
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked_at = now
         for rank, heard in self._heard.items():
             limit_s = SILENCE_S if rank in self._ready else STARTUP_SILENCE_S
             if now - heard > limit_s and rank not in self._lost:

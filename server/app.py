@@ -31,7 +31,7 @@ from .leader_client import LeaderClient
 from .limits import Limits
 from .metrics import Metrics
 from .openai_api import OpenAiCall, parse_chat, parse_completion
-from .openai_reply import ChatRendering, CompletionRendering
+from .openai_reply import ChatRendering, CompletionRendering, EchoRendering
 from .output_text import OutputText
 from .outputs import Output
 from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, new_rid
@@ -43,6 +43,7 @@ log = logging.getLogger("pdserve.front")
 # Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
 INLINE_BODY_BYTES = 16 << 10
 HEALTH_GENERATE_TIMEOUT_S = 20.0
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 ParsedT = TypeVar("ParsedT")
@@ -64,7 +65,9 @@ def create_app(config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClie
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = HTTP_ERROR_CODES.get(error.status_code, "http_error")
-        response = error_response(error.status_code, code, f"{error.detail}: {request.method} {request.url.path}")
+        path = request.url.path
+        hint = f"; did you mean /v1{path}?" if f"/v1{path}" in OPENAI_PATHS else ""  # a base URL without its /v1
+        response = error_response(error.status_code, code, f"{error.detail}: {request.method} {path}{hint}")
         response.headers.update(error.headers or {})  # Allow, with 405
         return response
 
@@ -104,6 +107,7 @@ class Routes:
             _get(router, path, self.model_info)
         for path in ("/server_info", "/get_server_info"):
             _get(router, path, self.server_info)
+        _get(router, "/get_load", self.load)
         _get(router, "/version", self.version)
         _get(router, "/v1/models", self.models)
         _get(router, "/v1/models/{model:path}", self.model_card)
@@ -194,6 +198,12 @@ class Routes:
             return error_response(404, "model_not_found", message, param="model")
         return json_response(self._info.model_card(self._leader.ready))
 
+    async def load(self) -> Response:
+        """What routers that balance by load ask for."""
+        self._leader.check_available()
+        assert self._leader.ready is not None
+        return json_response(self._info.load(self._leader.ready))
+
     async def version(self) -> Response:
         return json_response({"version": package_version()})
 
@@ -230,7 +240,8 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
-        return self._respond(call, CompletionRendering(call, self._info.model_name, self._tokenizer))
+        rendering = EchoRendering if call.echoes else CompletionRendering
+        return self._respond(call, rendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))

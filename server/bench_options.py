@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -142,14 +142,20 @@ def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) ->
     )
 
 
-def _number(group: argparse._ActionsContainer, flag: str, default: int | None, meaning: str, *, least: int) -> None:
+def whole_number(least: int) -> Callable[[str], int]:
+    """A type of flags: whole numbers from `least` on."""
+
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
         return int(text)
 
+    return parse
+
+
+def _number(group: argparse._ActionsContainer, flag: str, default: int | None, meaning: str, *, least: int) -> None:
     shown = "" if default is None else " (default: %(default)s)"
-    group.add_argument(flag, type=parse, default=default, metavar="N", help=meaning + shown)
+    group.add_argument(flag, type=whole_number(least), default=default, metavar="N", help=meaning + shown)
 
 
 def _positive(text: str) -> float:

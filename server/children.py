@@ -25,7 +25,14 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class ChildEndedError(PdserveError):
-    """A child ended although nobody asked it to; the message says which, how, and its last words."""
+    """A child ended although nobody asked it to; the message says which, how, and its last words.
+
+    `exit_code` is what the command that started it should end with: 2 after a mistake in the settings, otherwise 1.
+    """
+
+    def __init__(self, message: str, child_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = 2 if child_code == 2 else 1
 
 
 class Child:
@@ -86,7 +93,7 @@ class Children:
             last = next((line for line in reversed(self._last_lines[child.name]) if line.strip()), None)
             words = f"; its last line: {last.strip()}" if last is not None else ""
             age_s = time.monotonic() - child.started_at
-            raise ChildEndedError(f"{child.name} {how} after {age_s:.1f} s{words}")
+            raise ChildEndedError(f"{child.name} {how} after {age_s:.1f} s{words}", code)
 
     @contextmanager
     def logs_held(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import difflib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
-from .bench_options import add_bench_flags, read_bench_options
+from .bench_options import add_bench_flags, read_bench_options, whole_number
 from .pair import PAIR_FIELDS, PairConfig, load_pair_config
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
@@ -53,7 +53,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line. Every sub-parser is the `parser` of its namespace, for hints about unknown flags."""
+    """The whole command line. Namespaces also have their `parser` and all `commands`, for hints about unknown flags."""
     parser = _Parser(
         prog="pdserve",
         description=DESCRIPTION,
@@ -62,7 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
+    parser.add_argument("--version", action="store_true", help="as the command 'version'")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         usage = f"pdserve {name} [--config FILE] [--SETTING VALUE ...]" if name not in ("version", "bench") else None
@@ -75,7 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair_flags(command("up", "one prefill and one decode server on this machine, until Ctrl-C"))
     demo = command("demo", "run 'up', ask one question, show where the time went")
     demo.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
-    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of the answer")
+    demo.add_argument(
+        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens of the answer"
+    )
     demo.add_argument(
         "--keep", action=argparse.BooleanOptionalAction, help="stay up afterwards (default: yes on a terminal)"
     )
@@ -102,8 +106,10 @@ def _run(arguments: Sequence[str]) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]
-        raise StartupError("\n".join(_unknown_argument(options.parser, word) for word in flags or unknown[:1]))
-    match options.command:
+        commands = options.commands.choices.values()
+        lines = [_unknown_argument(options.parser, commands, word) for word in flags or unknown[:1]]
+        raise StartupError("\n".join(lines))
+    match "version" if options.version else options.command:
         case "prefill" | "decode":
             return _serve(options.command, options)
         case "up":
@@ -168,13 +174,21 @@ def _add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
 
 
-def _unknown_argument(parser: argparse.ArgumentParser, word: str) -> str:
+def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], word: str) -> str:
     flag = word.partition("=")[0]
-    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
-    known = [name for action in shown for name in action.option_strings if name.startswith("--")]
-    near = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
-    hint = f": did you mean {' or '.join(near)}?" if near else f" (see '{parser.prog} --help')"
+    near = difflib.get_close_matches(flag, _flags_of(parser), n=3, cutoff=0.6)
+    if elsewhere := [f"'{other.prog}'" for other in commands if flag in _flags_of(other)]:
+        hint = f": it is for {' and '.join(elsewhere)}"
+    elif near:
+        hint = f": did you mean {' or '.join(near)}?"
+    else:
+        hint = f" (see '{parser.prog} --help')"
     return f"unknown argument {flag}{hint}"
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
 
 def _version_of(distribution: str) -> str | None:

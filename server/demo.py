@@ -45,6 +45,8 @@ class Answer(NamedTuple):
 class DemoError(Exception):
     """The pair came up but did not answer; the message is the server's."""
 
+    exit_code = 1
+
 
 def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bool) -> int:
     """Exit code 0 when the question was answered. With `keep` the pair then stays up until Ctrl-C."""
@@ -70,7 +72,7 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
         return 0 if answered else 130
     except (ChildEndedError, NotReadyError, DemoError) as error:
         print(f"pdserve: error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     return 0
 
 

@@ -4,7 +4,7 @@ The client's disconnect is noticed at any moment, also while nothing is being se
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..configs.errors import ClientError, TooLargeError
 from ..scheduler.front import Observe, Submit
-from .http_errors import EngineError
-from .leader_client import Inbox, LeaderClient
+from .http_errors import EngineError, request_id_header
+from .leader_client import Inbox, LeaderClient, Progress
 from .outputs import Delta, Output
 
 BODY_TIMEOUT_S = 60.0
@@ -81,7 +81,8 @@ class GenerationResponse(Response):
         stream: bool,
         group: str | None = None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} if stream else None)
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} if stream else {}
+        super().__init__(headers=request_id_header(group or outputs[0].rid) | unbuffered)
         self._leader = leader
         self._messages = messages
         self._outputs = outputs
@@ -96,53 +97,53 @@ class GenerationResponse(Response):
             await run_until_disconnect(work, receive)
 
     async def _answer_once(self, inbox: Inbox, send: Send) -> None:
-        remaining = {output.rid: output for output in self._outputs}
+        remaining = len(self._outputs)
         while remaining:
-            for index, _ in await self._advance(inbox, remaining):
-                if (failed := self._outputs[index].failed) is not None:
-                    raise EngineError(failed)
+            for progress in await inbox.receive():
+                output = self._outputs[self._indices[progress.rid]]
+                _advance(output, progress, inbox)
+                remaining -= output.ended
+                if output.failed is not None:
+                    raise EngineError(output.failed)
         body = msgspec.json.encode(self._rendering.result(self._outputs))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
-        remaining = {output.rid: output for output in self._outputs}
-        started = False
+        remaining, started = len(self._outputs), False
         while remaining:
-            payload = bytearray()
-            for index, delta in await self._advance(inbox, remaining):
+            events: list[object] = []
+            for progress in await inbox.receive():
+                index = self._indices[progress.rid]
                 output = self._outputs[index]
-                if output.failed is not None and not started:
+                delta = _advance(output, progress, inbox)
+                remaining -= output.ended
+                if not started and output.failed is not None:
                     raise EngineError(output.failed)
-                for event in self._rendering.events(index, output, delta):
-                    payload += encode_event(event)
-            if not payload:
+                events += self._rendering.events(index, output, delta)
+            if not events:
                 continue
             if not started:
                 started = True
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": bytes(payload), "more_body": True})
-        closing = b"".join(encode_event(event) for event in self._rendering.closing_events(self._outputs))
+            await send({"type": "http.response.body", "body": _encode_events(events), "more_body": True})
+        closing = _encode_events(self._rendering.closing_events(self._outputs))
         await send({"type": "http.response.body", "body": closing + DONE_EVENT})
 
-    async def _advance(self, inbox: Inbox, remaining: dict[str, Output]) -> list[tuple[int, Delta]]:
-        """Wait for events; return (index, what is new) of the outputs that moved; drop ended ones from `remaining`."""
-        moved = []
-        for progress in await inbox.receive():
-            output = remaining[progress.rid]
-            was_complete = output.complete
-            moved.append((self._indices[progress.rid], output.advance(progress)))
-            if output.ended:
-                del remaining[progress.rid]
-            elif output.complete and not was_complete:
-                inbox.stop_early(progress.rid)
-        return moved
+
+def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:
+    """Take in what is new. With its stop string an output is complete, and the leader hears of it, once."""
+    was_complete = output.complete
+    delta = output.advance(progress)
+    if output.complete and not (was_complete or output.ended):
+        inbox.stop_early(output.rid)
+    return delta
 
 
-def encode_event(event: object) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+def _encode_events(events: Iterable[object]) -> bytes:
+    return b"".join([b"data: %b\n\n" % msgspec.json.encode(event) for event in events])
 
 
 async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:

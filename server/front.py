@@ -21,6 +21,7 @@ from collections.abc import Generator, Sequence
 import uvicorn
 import uvloop
 
+from ..configs.collector import keep_for_good
 from ..configs.errors import StartupError
 from ..configs.logs import configure_logging
 from ..configs.schema import AnyServerConfig
@@ -162,6 +163,7 @@ class Front:
                 await asyncio.wait({starting})
             if starting.done():
                 ready = starting.result()  # raises StartupError when the leader said so
+                keep_for_good()
                 log.info("ready: %s at http://%s:%d", ready.model.name, self._config.host, self._config.port)
                 await asyncio.wait({died, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if signalled.done():

@@ -22,7 +22,7 @@ from .fields import (
     decode_object,
     shown,
 )
-from .limits import Limits
+from .limits import ContextLengthError, Limits
 from .output_text import TextRules
 from .routing import Route, per_prompt, read_rids, read_rooms, read_routes
 from .sampling_fields import (
@@ -160,7 +160,7 @@ def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tupl
     if not prompt_ids:
         raise FieldError(name, "is empty; give at least one token")
     if len(prompt_ids) > limits.max_prompt_tokens:
-        raise FieldError(name, f"has {len(prompt_ids)} tokens; at most {limits.max_prompt_tokens} are allowed")
+        raise ContextLengthError(name, f"has {len(prompt_ids)} tokens; {limits.describe_prompt()}")
     return prompt_ids
 
 

@@ -8,6 +8,9 @@ from ..configs.errors import RequestError
 from ..scheduler.front import Failed
 
 RETRY_STATUSES = (429, 503)
+HOPELESS_STATUSES = (409, 504)
+"""OpenAI's clients repeat these by themselves: the same rid again, or work that has used up its time already."""
+
 DEFAULT_RETRY_S = 1.0
 
 
@@ -16,6 +19,7 @@ class EngineError(RequestError):
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message, retry_after_s=failed.retry_after_s)
+        self.rid = failed.rid
         self.status = failed.status
         self.code = failed.code
 
@@ -37,6 +41,8 @@ def error_response(
     headers = {}
     if status in RETRY_STATUSES:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
+    if status in HOPELESS_STATUSES:
+        headers["X-Should-Retry"] = "false"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
@@ -44,7 +50,15 @@ def error_response(
 
 def response_for(error: RequestError) -> JSONResponse:
     param = getattr(error, "param", None)
-    return error_response(error.status, error.code, str(error), param, error.retry_after_s)
+    response = error_response(error.status, error.code, str(error), param, error.retry_after_s)
+    if isinstance(error, EngineError):
+        response.headers.update(request_id_header(error.rid))
+    return response
+
+
+def request_id_header(rid: str) -> dict[str, str]:
+    """The id under which the log speaks of a request; clients may choose one that no header can hold."""
+    return {"X-Request-Id": rid} if rid.isascii() else {}
 
 
 def failure_object(failed: Failed) -> dict[str, object]:

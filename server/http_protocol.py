@@ -1,9 +1,13 @@
-"""uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread."""
+"""uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread.
+
+And without its weakness for clients that offer HTTP/2, as Java's does with every request.
+"""
 
 import array
 import asyncio
 import fcntl
 import logging
+import re
 import termios
 from typing import ClassVar
 
@@ -14,6 +18,8 @@ from .http_errors import error_object
 
 log = logging.getLogger("pdserve.front")
 
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
 
 class PatientHttpProtocol(HttpToolsProtocol):
     """Closes a connection whose client does nothing for too long, or sends headers without end.
@@ -23,6 +29,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
       alone as long as it takes something.
     - A request whose headers are not there `header_timeout_s` after the connection or the request has begun, or that
       have more than `max_header_bytes`. Bodies have limits of their own (server/exchange.py).
+
+    An offer to change to another protocol is ignored, as any server may.
     """
 
     patience_s: ClassVar[float] = 30.0
@@ -31,13 +39,14 @@ class PatientHttpProtocol(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
     _headers_due: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        super().data_received(data if self._in_body else without_upgrade(data))
         if self._headers_due is None or self.transport.is_closing():
             return
         self._header_bytes += len(data)
@@ -52,7 +61,12 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_expecting_headers()
+        self._in_body = True
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
@@ -113,3 +127,14 @@ class PatientHttpProtocol(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """The beginning of a request with its `Upgrade` header renamed.
+
+    With that header the parser takes the body for another protocol, and uvicorn then hands on an empty one. A header
+    whose name comes in two pieces is missed; clients write their headers at once.
+    """
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + data[len(head) :] if _UPGRADE.search(head) else data

@@ -7,7 +7,10 @@ from pydantic import SecretStr
 
 from ..configs.schema import AnyServerConfig, PrefillConfig
 from ..scheduler.front import PeerStatus, Ready
+from ..scheduler.lifecycle import State, TransferState
 from .leader_client import LeaderClient
+
+WAITING_STATES = (State.QUEUED.value, TransferState.WAITING.value)
 
 
 def package_version() -> str:
@@ -83,6 +86,21 @@ class ServerInfo:
             "root": ready.model.path,
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }
+
+    def load(self, ready: Ready) -> list[dict[str, int]]:
+        """How busy this server is, in SGLang's shape: an entry for each data-parallel rank, of which there is one."""
+        status = self._leader.status
+        states = status.states if status else {}
+        gauges = status.gauges if status else {}
+        held = int(gauges.get("kv_pages_held", 0)) * ready.page_size
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": sum(states.values()),
+                "num_waiting_reqs": sum(states.get(state, 0) for state in WAITING_STATES),
+                "num_tokens": held + int(gauges.get("waiting_tokens", 0)),
+            }
+        ]
 
     def server(self) -> dict[str, object]:
         """Configuration without secrets, pool, peers and live requests; routers read the SGLang names in it."""

@@ -18,7 +18,6 @@ from typing import Literal, Self
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from ..configs.errors import DuplicateRequestError, StartupError, UnavailableError
 from ..configs.sampling import TokenLogprob
@@ -35,6 +34,7 @@ from ..scheduler.front import (
     Stop,
     Submit,
     ToFront,
+    ToFrontBatch,
     Tokens,
     ToLeader,
 )
@@ -44,7 +44,7 @@ log = logging.getLogger("pdserve.front")
 
 LeaderState = Literal["starting", "ready", "stopping", "dead"]
 RequestEvent = Tokens | InputLogprobs | Finished | Failed
-MESSAGES_PER_TURN = 256
+BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
 LOGGED_STATUSES = (500, 504)
 """Failures that somebody should look at one by one. 503 comes in crowds, and what is behind it has its own line."""
@@ -88,13 +88,14 @@ class Inbox:
         self.open_rids: set[str] = set()
         self._client = client
         self._unread: dict[str, Progress] = {}
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._closed = False
 
     async def receive(self) -> list[Progress]:
-        """Wait for events and take all there are, one Progress per request that has any."""
-        await self._arrived.wait()
-        self._arrived.clear()
+        """Wait for events and take all there are, one Progress per request that has any. For one caller at a time."""
+        if not self._unread:
+            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event would make it two coroutines
+            await self._waiter
         unread, self._unread = self._unread, {}
         return list(unread.values())
 
@@ -105,7 +106,9 @@ class Inbox:
     def put(self, message: RequestEvent) -> None:
         if self._closed:
             return
-        progress = self._unread.setdefault(message.rid, Progress(message.rid))
+        progress = self._unread.get(message.rid)
+        if progress is None:
+            progress = self._unread[message.rid] = Progress(message.rid)
         match message:
             case Tokens():
                 progress.token_ids.extend(message.token_ids)
@@ -114,7 +117,8 @@ class Inbox:
                 progress.input_logprobs = message.logprobs
             case Finished() | Failed():
                 progress.terminal = message
-        self._arrived.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         self._closed = True
@@ -137,13 +141,13 @@ class LeaderClient:
         self._metrics = metrics
         self._directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
         self.address = f"ipc://{self._directory}/leader"
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         # The leader bounds the work it accepts (429), so neither direction may block or drop here.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
-        self._decoder = msgspec.msgpack.Decoder(ToFront)
+        self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
         self._encoder = msgspec.msgpack.Encoder()
         self._open: dict[str, OpenRequest] = {}
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -182,15 +186,17 @@ class LeaderClient:
         return tuple(self._open)
 
     async def run(self) -> None:
-        """Receive until cancelled. A message that cannot be decoded or handled is logged and skipped."""
-        # a future for every message costs more than handling it
-        plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        while True:
-            self._receive(await self._socket.recv())
-            with contextlib.suppress(zmq.Again):
-                for _ in range(MESSAGES_PER_TURN):
-                    self._receive(plain.recv(zmq.NOBLOCK))
-            await asyncio.sleep(0)  # recv() returns without yielding while messages wait
+        """Receive until cancelled. What cannot be decoded or handled is logged and skipped.
+
+        Not through zmq.asyncio, whose futures cost a lone stream as much as all the rest that is done for its token.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._receive_all)
+        try:
+            self._receive_all()
+            await loop.create_future()
+        finally:
+            loop.remove_reader(self._socket.fileno())
 
     async def wait_ready(self) -> Ready:
         """The leader's introduction; raises StartupError when it cannot start."""
@@ -291,23 +297,42 @@ class LeaderClient:
 
     def _send(self, message: ToLeader) -> bool:
         """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
-        sending = asyncio.ensure_future(self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK))
-        return not sending.done() or sending.exception() is None
+        # the descriptor tells once that something came, and to send may be to take notice of it
+        asyncio.get_running_loop().call_soon(self._receive_all)
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _cancel(self, rids: Iterable[str]) -> None:
         for rid in rids:
             self._send(Cancel(rid))
 
+    def _receive_all(self) -> None:
+        """Take what is there, and leave the loop to others now and then.
+
+        A front that has fallen behind finds several batches: then the tokens of a request leave together, in one event,
+        which is how it catches up.
+        """
+        if self._socket.closed:
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BATCHES_PER_TURN):
+                self._receive(self._socket.recv(zmq.NOBLOCK))
+            asyncio.get_running_loop().call_soon(self._receive_all)
+
     def _receive(self, payload: bytes) -> None:
         try:
-            message = self._decoder.decode(payload)
+            batch = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
             log.error("message from the leader cannot be decoded: %s", error)
             return
-        try:
-            self._dispatch(message)
-        except Exception:
-            log.exception("message from the leader could not be handled: %s", type(message).__name__)
+        for message in batch:
+            try:
+                self._dispatch(message)
+            except Exception:
+                log.exception("message from the leader could not be handled: %s", type(message).__name__)
 
     def _dispatch(self, message: ToFront) -> None:
         match message:

@@ -4,6 +4,18 @@ from dataclasses import dataclass
 
 from ..configs.schema import AnyServerConfig, DecodeConfig
 from ..scheduler.front import Ready
+from .fields import FieldError
+
+_MAXIMUM = "this model's maximum context length is"
+
+
+class ContextLengthError(FieldError):
+    """A prompt, or a prompt and what is to follow it, that is longer than this server takes.
+
+    The code and the words of `Limits.describe_total` are OpenAI's: clients know by them that a shorter prompt would do.
+    """
+
+    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +48,13 @@ class Limits:
         )
 
     def describe_total(self) -> str:
-        """What bounds prompt + output, for error messages."""
+        """What bounds prompt and output together, for error messages."""
         if self.max_total_tokens < self.context_length:
-            return f"{self.max_total_tokens} tokens that fit the KV pool"
-        return f"context length of {self.context_length} tokens"
+            return f"{_MAXIMUM} {self.max_total_tokens} tokens here, as many as fit the KV pool"
+        return f"{_MAXIMUM} {self.context_length} tokens"
+
+    def describe_prompt(self) -> str:
+        """What bounds a prompt by itself."""
+        if self.max_prompt_tokens < self.max_total_tokens:
+            return f"{_MAXIMUM} {self.max_prompt_tokens} tokens for a prompt here (max_prompt_tokens)"
+        return self.describe_total()

@@ -7,13 +7,14 @@ would change the answer and are not implemented are refused, and so are misspelt
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..configs.sampling import LogprobParams
 from .field_names import refuse_mistakes
 from .fields import FieldError, Fields, as_fields, check_integer, decode_object, shown
 from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, read_ids, read_text, split_batch
 from .limits import Limits
+from .prompt_echo import Echo, make_echo
 from .routing import read_routes
 from .sampling_fields import (
     NEUTRAL_SAMPLING_FIELDS,
@@ -32,8 +33,6 @@ MAX_MESSAGES = 4096
 # Known to OpenAI, SGLang or vLLM, not to this server: harmless at these values, refused at any other.
 NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_SAMPLING_FIELDS,
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -42,6 +41,7 @@ NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
+    "web_search_options": (),
     "documents": ([],),
     "chat_template": (),
     "guided_json": (),
@@ -56,7 +56,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "return_hidden_states": (False,),
     "lora_path": (),
     "custom_logit_processor": (),
@@ -81,6 +80,8 @@ class OpenAiCall:
     stream: bool
     include_usage: bool
     group: str | None = None
+    echoes: tuple[Echo, ...] = ()
+    """What the answers to each prompt begin with; empty when they do not begin with their prompts."""
 
 
 def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
@@ -90,13 +91,19 @@ def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenA
     if value is None:
         raise FieldError("prompt", "is required")
     batched = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
-    prompts = []
-    for item, name in split_batch(value, "prompt", batched, limits):
-        is_text = not isinstance(item, list)
-        prompts.append(read_text(item, name, limits, tokenizer) if is_text else read_ids(item, name, limits))
+    items = split_batch(value, "prompt", batched, limits)
+    prompts = [
+        read_ids(item, name, limits) if isinstance(item, list) else read_text(item, name, limits, tokenizer)
+        for item, name in items
+    ]
     refuse_unsupported(fields, {"add_special_tokens": (True,)})
-    logprobs = _read_completion_logprobs(fields)
-    return _read_call(fields, limits, prompts, batched, DEFAULT_COMPLETION_TOKENS, logprobs)
+    echo = fields.boolean("echo", False)
+    logprobs = _read_completion_logprobs(fields, echo)
+    call = _read_call(fields, limits, prompts, batched, DEFAULT_COMPLETION_TOKENS, logprobs)
+    if not echo:
+        return call
+    echoes = [make_echo(item, ids, tokenizer) for (item, _), ids in zip(items, prompts, strict=True)]
+    return replace(call, echoes=tuple(echoes))
 
 
 def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
@@ -107,7 +114,7 @@ def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
     given = fields.array("messages", MAX_MESSAGES)
     if not given:
         raise FieldError("messages", "is required and must not be empty")
-    refuse_unsupported(fields, {"add_special_tokens": (False,)})
+    refuse_unsupported(fields, {"add_special_tokens": (False,), "echo": (False,)})
     prompt_ids = check_prompt(read_chat(fields, given, tokenizer), "messages", limits)
     return _read_call(fields, limits, [prompt_ids], False, DEFAULT_CHAT_TOKENS, _read_chat_logprobs(fields))
 
@@ -138,6 +145,7 @@ def _read_call(
 ) -> OpenAiCall:
     refuse_unsupported(fields, NEUTRAL_FIELDS)
     samples = read_samples([fields] * len(prompts), limits)
+    _check_best_of(fields, samples)
     routes, group = read_routes(fields, len(prompts), batched, samples, limits)
     max_tokens = fields.spelling("max_completion_tokens", "max_tokens")
     dialect = Dialect(max_tokens, min_new_tokens="min_tokens", default_new_tokens=default_new_tokens)
@@ -155,12 +163,19 @@ def _read_call(
     return call
 
 
-def _read_completion_logprobs(fields: Fields) -> LogprobParams | None:
-    """`logprobs` is the number of alternatives; clients that want none also write false."""
+def _check_best_of(fields: Fields, samples: int) -> None:
+    """`best_of` would draw so many samples and return the best `n`; here nothing is drawn to be thrown away."""
+    best_of = fields.integer("best_of", 1)
+    if best_of not in (None, 1, samples):
+        raise FieldError("best_of", f"must equal n ({samples}): every sample that is drawn is returned; got {best_of}")
+
+
+def _read_completion_logprobs(fields: Fields, echo: bool) -> LogprobParams | None:
+    """`logprobs` is the number of alternatives; clients that want none also write false. An echo has them too."""
     value = fields.raw("logprobs")
     if value is None or value is False:
         return None
-    return LogprobParams(top=check_integer(value, "logprobs", 0, MAX_TOP_LOGPROBS))
+    return LogprobParams(top=check_integer(value, "logprobs", 0, MAX_TOP_LOGPROBS), start=0 if echo else None)
 
 
 def _read_chat_logprobs(fields: Fields) -> LogprobParams | None:

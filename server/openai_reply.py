@@ -88,19 +88,46 @@ class CompletionRendering(OpenAiRendering):
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
         if output.wanted_logprobs is None:
             return None
-        entries = output.logprobs[first:]
+        return self._columns(output.logprobs[first:], output.text_offsets[first:], output.wanted_logprobs.top > 0)
+
+    def _columns(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], with_top: bool) -> dict[str, object]:
         return {
             "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries] if output.wanted_logprobs.top else None,
-            "text_offset": output.text_offsets[first:],
+            "top_logprobs": [self._top(entry) for entry in entries] if with_top else None,
+            "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float | None]:
-        """The most likely tokens by their text, and the chosen one in any case."""
-        top: dict[str, float | None] = {self._token(token): logprob for token, logprob in entry.top}
+    def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
+        """The most likely tokens by their text, and the chosen one in any case; none where nothing precedes it."""
+        if entry.logprob is None:
+            return None
+        top = {self._token(token): logprob for token, logprob in entry.top}
         top.setdefault(self._token(entry.token), entry.logprob)
         return top
+
+
+class EchoRendering(CompletionRendering):
+    """Completions that begin with their prompts (`echo`), in the text and in the log-probabilities."""
+
+    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
+        super().__init__(call, model_name, tokenizer)
+        echoes = zip(call.prompts, call.echoes, strict=True)
+        self._echo_of = {rid: echo for prompt, echo in echoes for rid in prompt.route.rids}
+
+    def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
+        begin = self._echo_of[output.rid].text if first == 0 else ""
+        return super()._choice(index, output, begin + text, first)
+
+    def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
+        if output.wanted_logprobs is None:
+            return None
+        echo = self._echo_of[output.rid]
+        entries = output.logprobs[first:]
+        offsets = [len(echo.text) + offset for offset in output.text_offsets[first:]]
+        if first == 0:
+            entries, offsets = [*output.input_logprobs, *entries], [*echo.offsets, *offsets]
+        return self._columns(entries, offsets, output.wanted_logprobs.top > 0)
 
 
 class ChatRendering(OpenAiRendering):

@@ -41,6 +41,8 @@ class Output:
         self.text_offsets: list[int] = []
         """With log-probabilities: where in the text each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
+        self.stop_string: str | None = None
+        """The stop string that completed the output."""
         self.terminal: Finished | Failed | None = None
         self._prompt_tokens = prompt_tokens
         self._text = text
@@ -51,11 +53,6 @@ class Output:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that completed the output."""
-        return None if self._text is None else self._text.stop_string
 
     @property
     def complete(self) -> bool:
@@ -98,7 +95,9 @@ class Output:
             self.input_logprobs = progress.input_logprobs
         text = self._take_tokens(progress)
         if progress.terminal is not None:
-            text += "" if self._text is None else self._text.finish()
+            if self._text is not None:
+                text += self._text.finish()
+                self.stop_string = self._text.stop_string
             self.terminal = progress.terminal
             self._ended_at = time.monotonic()
         if text:
@@ -113,11 +112,12 @@ class Output:
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
         shown = ""
         for index, token in enumerate(progress.token_ids):
-            if self.complete:
+            if self.stop_string is not None:
                 break
             self.token_ids.append(token)
             if with_logprobs:
                 self.logprobs.append(progress.logprobs[index])
                 self.text_offsets.append(self._text.decoded_characters)
             shown += self._text.push(token)
+            self.stop_string = self._text.stop_string
         return shown

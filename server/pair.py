@@ -19,7 +19,7 @@ from ..configs.schema import DecodeConfig, PrefillConfig
 
 LOOPBACK = "127.0.0.1"
 
-_DECIDED_HERE = frozenset({"role", "prefill", "advertise_host", "cluster_key"})
+_DECIDED_HERE = frozenset({"role", "prefill", "advertise_host", "cluster_key", "nnodes", "node_rank", "dist_init_addr"})
 
 
 class PairConfig(NamedTuple):

@@ -13,7 +13,7 @@ import msgspec
 
 from ..configs.sampling import SamplingParams
 from .fields import FieldError, Fields, check_string, check_token_ids, check_within, shown
-from .limits import Limits
+from .limits import ContextLengthError, Limits
 from .output_text import TextRules
 
 MAX_SAMPLES = 16
@@ -92,8 +92,10 @@ def read_sampling(
 
 
 def read_text_rules(fields: Fields, sampling: SamplingParams, limits: Limits) -> TextRules:
-    """`stop`, `skip_special_tokens` and `no_stop_trim`: what of the output is shown, and which text ends it."""
-    no_stop_trim = fields.boolean("no_stop_trim", False)
+    """What of the output is shown, and which text ends it: `stop`, `skip_special_tokens` and `no_stop_trim`, which vLLM
+    calls `include_stop_str_in_output`.
+    """
+    no_stop_trim = fields.boolean(fields.spelling("include_stop_str_in_output", "no_stop_trim"), False)
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
     return TextRules(
         stop_strings=_read_stop_strings(fields),
@@ -117,8 +119,8 @@ def _read_max_new_tokens(fields: Fields, limits: Limits, prompt_tokens: int, dia
     name = dialect.max_new_tokens
     room = limits.max_total_tokens - prompt_tokens
     if room < 1:
-        raise FieldError(
-            fields.name(name), f"has no room: the prompt of {prompt_tokens} tokens fills the {limits.describe_total()}"
+        raise ContextLengthError(
+            fields.name(name), f"has no room after {prompt_tokens} prompt tokens: {limits.describe_total()}"
         )
     asked = fields.integer(name, 1)
     if asked is None:
@@ -126,10 +128,10 @@ def _read_max_new_tokens(fields: Fields, limits: Limits, prompt_tokens: int, dia
     if asked > limits.max_new_tokens:
         raise fields.error(name, f"must be between 1 and {limits.max_new_tokens}, got {shown(asked)}")
     if asked > room:
-        raise fields.error(
-            name,
-            f"is too large: {prompt_tokens} prompt tokens + {asked} new tokens = {prompt_tokens + asked}, "
-            f"over the {limits.describe_total()}; at most {room} new tokens fit",
+        raise ContextLengthError(
+            fields.name(name),
+            f"is too large: {prompt_tokens} prompt tokens + {asked} new tokens = {prompt_tokens + asked}; "
+            f"at most {room} new tokens fit: {limits.describe_total()}",
         )
     return asked
 
@@ -144,11 +146,9 @@ def _read_temperature(fields: Fields) -> float:
 
 
 def _read_top_k(fields: Fields, vocab_size: int) -> int | None:
-    """None keeps the whole vocabulary, which clients write as -1."""
+    """None keeps the whole vocabulary, which clients write as -1 (SGLang) or 0 (vLLM, transformers)."""
     top_k = fields.integer("top_k", -1)
-    if top_k == 0:
-        raise fields.error("top_k", "must be at least 1, or -1 for the whole vocabulary, got 0")
-    return None if top_k is None or top_k == -1 or top_k >= vocab_size else top_k
+    return None if top_k is None or top_k < 1 or top_k >= vocab_size else top_k
 
 
 def _read_stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:

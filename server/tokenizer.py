@@ -61,7 +61,7 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
 
 
 class Tokenizer:
-    """Immutable after construction and safe to share between threads.
+    """Safe to share between threads: after construction it only remembers what it has found out, at most once per id.
 
     `eos_token_ids` joins what the model's configuration names and the tokenizer's own end token.
     """
@@ -85,6 +85,8 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoder_kinds = _decoder_kinds(backend)
+        self._lengths_alone: dict[int, int] = {}
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,20 +107,22 @@ class Tokenizer:
         """Whether `decode` leaves this id out, whatever stands next to it: outside the vocabulary, or skipped."""
         return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
 
+    def length_alone(self, token_id: int) -> int:
+        """Characters of a token that is decoded on its own. Remembered: it is asked for after every token."""
+        length = self._lengths_alone.get(token_id)
+        if length is None:
+            length = self._lengths_alone[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
+        return length
+
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text, also where they are a part of a character; none for an unknown id."""
-        if (added := self._added.get(token_id)) is not None:
-            return added.encode()
-        piece = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if "ByteLevel" in self._decoder_kinds:
-            return b"".join(_BYTE_LEVEL.get(character) or character.encode() for character in piece)
-        if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
-            return bytes([int(piece[3:-1], 16)])
-        if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
-            return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        """The bytes a token adds to a text, also where they are a part of a character; none for an unknown id.
+
+        Remembered: with log-probabilities it is asked for several times with every token.
+        """
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._find_bytes(token_id)
+        return data
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; a part of a character shows as a replacement character."""
@@ -151,6 +155,20 @@ class Tokenizer:
         except Exception as error:  # foreign code over the client's values: it can fail in any way
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
 
+    def _find_bytes(self, token_id: int) -> bytes:
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoder_kinds:
+            return b"".join(_BYTE_LEVEL.get(character) or character.encode() for character in piece)
+        if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
+            return bytes([int(piece[3:-1], 16)])
+        if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
+            return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
 
 class TextStream:
     """Turns tokens into text deltas whose concatenation is the decoded whole.
@@ -168,8 +186,9 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly none."""
-        skip = self._skip_special_tokens
-        self._window.extend(token for token in token_ids if not self._tokenizer.is_silent(token, skip))
+        for token in token_ids:
+            if not self._tokenizer.is_silent(token, self._skip_special_tokens):
+                self._window.append(token)
         text = self._decode(self._window)
         # an unfinished character decodes to one replacement, or to one per byte with byte fallback: at most 3
         unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), 3)
@@ -178,7 +197,8 @@ class TextStream:
         if not unfinished and delta:
             self._window = self._window[self._context :]
             self._context = len(self._window)
-            self._emitted = len(self._decode(self._window))
+            alone = self._context == 1
+            self._emitted = self._tokenizer.length_alone(self._window[0]) if alone else len(self._decode(self._window))
         elif len(self._window) >= _LONGEST_WINDOW:
             self._shorten_window(text)
         return delta

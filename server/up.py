@@ -36,6 +36,8 @@ KILL_MARGIN_S = 15.0
 class NotReadyError(PdserveError):
     """The pair did not come up; the message says what was missing."""
 
+    exit_code = 1
+
 
 class RunningPair:
     """Both servers, running. Made by `running_pair`, which also ends them."""
@@ -139,18 +141,19 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
 
 
 def run_up(config: PairConfig) -> int:
-    """Serve until Ctrl-C (0) or until one of the two ends (1)."""
+    """Serve until Ctrl-C (0) or until one of the two ends (1; 2 when its settings were wrong)."""
     console = Console(stderr=True, highlight=False)
     try:
         with running_pair(config, console) as pair:
             pair.wait_ready()
             print("\n".join(banner(config)), flush=True)
             pair.watch()
-    except KeyboardInterrupt:
-        return 0
     except (ChildEndedError, NotReadyError) as error:
         print(f"pdserve: error: {error}", file=sys.stderr)
-    return 1
+        return error.exit_code
+    except KeyboardInterrupt:
+        pass
+    return 0
 
 
 def banner(config: PairConfig) -> Sequence[str]:

@@ -13,8 +13,8 @@ random.SystemRandom().shuffle(_candidates)
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on and that no other test of this run gets.
 
-    It lies below those that the kernel gives to connections (32768 and up) and above those that Mooncake takes by itself
-    (15000 to 17000): neither can take it in the meantime.
+    It lies above those that Mooncake takes (15000 to 17000) and below those that the kernel gives to connections (from
+    32768): nobody takes it in the meantime.
     """
     while True:
         port = _candidates.pop()

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ class Twin:
             if len(ids) > len(pages) * PAGE_SIZE:
                 pages.append(self.free.pop())
             plain.append(SequenceSlice(ids[-1:], len(ids) - 1, pages))
-            hot.append(replace(plain[-1], hot_slot=slot))
+            hot.append(SequenceSlice(ids[-1:], len(ids) - 1, pages, hot_slot=slot))
         expected = self.forward(self.plain, plain)
         found = self.forward(self.cache, hot)
         assert not found.isnan().any()

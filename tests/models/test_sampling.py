@@ -14,7 +14,7 @@ from pdserve.models import sampling as sampling_module
 from pdserve.models.copies import ReadBack
 from pdserve.models.penalties import Choice
 from pdserve.models.ranking import top_tokens
-from pdserve.models.sampling import Sampler, philox, uniform
+from pdserve.models.sampling import Sampler, philox, uniform, uniforms
 
 LOGITS = [2.0, 1.0, 0.0, -1.0, 1.5, 0.5, -3.0, 1.0]
 RANKED = [0, 4, 1, 7, 5, 2, 3, 6]  # tokens 1 and 7 are equally likely: the lower id comes first
@@ -218,6 +218,14 @@ def test_philox_gives_the_published_numbers() -> None:
     assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox((ones,) * 4, (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
     assert philox(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 128])
+def test_many_random_numbers_at_once_are_those_of_each_row(rows: int) -> None:
+    numbers = random.Random(rows)
+    seeds = [numbers.choice((0, -1, (1 << 64) - 1, 1 << 64, numbers.getrandbits(66))) for _ in range(rows)]
+    positions = [numbers.choice((0, 1, (1 << 32) - 1, 1 << 32, numbers.getrandbits(40))) for _ in range(rows)]
+    assert uniforms(seeds, positions).tolist() == [uniform(*row) for row in zip(seeds, positions, strict=True)]
 
 
 def test_seed_and_position_both_change_the_draw() -> None:

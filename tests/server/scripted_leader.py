@@ -91,7 +91,7 @@ class ScriptedLeader:
 
     async def send(self, *messages: ToFront) -> None:
         for message in messages:
-            await self.send_raw(msgspec.msgpack.encode(message))
+            await self.send_raw(msgspec.msgpack.encode([message]))
 
     async def send_raw(self, payload: bytes) -> None:
         await self._socket.send(payload)
@@ -122,14 +122,17 @@ def main(behaviour: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(introduction["front"])
-        send = socket.send
+
+        def send(message: ToFront) -> None:
+            socket.send(msgspec.msgpack.encode([message]))
+
         if behaviour == "startup-failed":
-            send(msgspec.msgpack.encode(StartupFailed("model /nowhere: no such directory")))
+            send(StartupFailed("model /nowhere: no such directory"))
             sys.exit(2)
         if behaviour == "loading":
             time.sleep(60)
-        send(msgspec.msgpack.encode(make_ready()))
-        send(msgspec.msgpack.encode(make_status()))
+        send(make_ready())
+        send(make_status())
         while True:
             message = msgspec.msgpack.decode(socket.recv(), type=ToLeader)
             match message:
@@ -137,13 +140,13 @@ def main(behaviour: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 case Submit():
                     time.sleep(0.5 if behaviour == "slow" else 0.0)
-                    send(msgspec.msgpack.encode(Tokens(message.rid, (104, 105))))
+                    send(Tokens(message.rid, (104, 105)))
                     if behaviour != "deaf":
-                        send(msgspec.msgpack.encode(make_finished(message.rid, 2)))
+                        send(make_finished(message.rid, 2))
                 case Cancel(stopped=True):
-                    send(msgspec.msgpack.encode(make_finished(message.rid, 2, FinishReason("stop"))))
+                    send(make_finished(message.rid, 2, FinishReason("stop")))
                 case Cancel():
-                    send(msgspec.msgpack.encode(Failed(message.rid, 499, "aborted", "aborted")))
+                    send(Failed(message.rid, 499, "aborted", "aborted"))
                 case Stop() if behaviour != "deaf":
                     return
 

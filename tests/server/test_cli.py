@@ -28,8 +28,9 @@ def test_without_arguments_it_prints_help() -> None:
         assert re.search(rf"^    {command} +\w", result.stdout, re.MULTILINE)
 
 
-def test_version_names_the_parts() -> None:
-    result = pdserve("version")
+@pytest.mark.parametrize("spelling", ["version", "--version"])
+def test_version_names_the_parts(spelling: str) -> None:
+    result = pdserve(spelling)
     assert result.returncode == 0
     assert re.fullmatch(
         r"pdserve \S+.*, Python 3\.\d+\.\d+, torch \S+, mooncake-transfer-engine\S* \S+\n", result.stdout
@@ -41,6 +42,10 @@ def test_version_names_the_parts() -> None:
     [
         (["decode", "--page-sise", "8"], "unknown argument --page-sise: did you mean --page-size"),
         (["decode", "--prefill", "a:1,b:65536"], "prefill[1]: the port must be between 1 and 65535, got 'b:65536'"),
+        (
+            ["decode", "--chunk-size=64"],
+            "unknown argument --chunk-size: it is for 'pdserve prefill' and 'pdserve up' and",
+        ),
         (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
         (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),
@@ -48,6 +53,8 @@ def test_version_names_the_parts() -> None:
         (["prefill", "--host=0.0.0.0"], "host 0.0.0.0 exposes the control port: set cluster_key"),
         (["prefil"], "invalid choice: 'prefil'"),
         (["up", "--port=x"], "port: must be a whole number, got 'x' from the command line"),
+        (["up", "--nnodes=2"], "unknown argument --nnodes: it is for 'pdserve prefill' and 'pdserve decode'"),
+        (["demo", "--max-new-tokens=0"], "argument --max-new-tokens: must be a whole number, at least 1, got '0'"),
         (["up", "--port=8100"], "--port and --prefill-port are both 8100: choose different ports"),
     ],
 )
@@ -110,9 +117,11 @@ def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:
 
 def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
-    file.write_text("prefill: 10.0.0.1:8998\n", encoding="utf-8")
-    with pytest.raises(StartupError, match=r"^prefill in .*up.yaml: 'pdserve up' sets it itself; remove it$"):
-        load_pair_config(file, {}, {})
+    for setting in ("prefill: 10.0.0.1:8998", "nnodes: 2", "cluster_key: of-sixteen-letters"):
+        name = setting.partition(":")[0]
+        file.write_text(f"{setting}\n", encoding="utf-8")
+        with pytest.raises(StartupError, match=rf"^{name} in .*up.yaml: 'pdserve up' sets it itself; remove it$"):
+            load_pair_config(file, {}, {})
     file.write_text("sendwindow: 3\n", encoding="utf-8")
     with pytest.raises(StartupError, match=r"unknown setting 'sendwindow' in .*up.yaml"):
         load_pair_config(file, {}, {})

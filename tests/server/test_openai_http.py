@@ -109,6 +109,30 @@ async def test_chat_stream(decode: RunningServer) -> None:
     assert all("usage" not in event for event in events)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("rid", "shown"), [("mine", "mine"), ("naïve 🦀", None)])
+async def test_the_request_id_is_in_the_headers_where_they_can_hold_it(
+    decode: RunningServer, rid: str, shown: str | None, stream: bool
+) -> None:
+    for failed in (False, True):
+        asking = post(decode, "/v1/completions", prompt="a", rid=rid, stream=stream)
+        await decode.leader.expect(Submit)
+        await decode.leader.send(Failed(rid, 503, "unavailable", "no") if failed else make_finished(rid, 0))
+        response = await asking
+        assert (response.status_code, response.headers.get("x-request-id")) == (503 if failed else 200, shown)
+
+
+@pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
+async def test_a_stop_string_may_be_shown(decode: RunningServer, name: str) -> None:
+    """By SGLang's name and by vLLM's."""
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", stop="!", **{name: True})
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens("c", tuple(b"Hi! more")))
+    assert await decode.leader.expect(Cancel) == Cancel("c", stopped=True)
+    await decode.leader.send(make_finished("c", 8, FinishReason("stop")))
+    assert (await asking).json()["choices"][0]["text"] == "Hi!"
+
+
 async def test_given_values_reach_the_leader(decode: RunningServer) -> None:
     params = {"top_k": 4, "min_p": 0.5, "repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1}
     more = {
@@ -160,6 +184,7 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "n": 17}, "n"),
         ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
         ("completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
         ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
         ("completions", {"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
@@ -171,7 +196,8 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         ("completions", {"prompt": "a", "priority": 1000}, "priority"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout"),
-        ("completions", {"prompt": "a", "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "echo": 1}, "echo"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("completions", {"prompt": "a", "stream_options": 1}, "stream_options"),
         ("completions", {"prompt": "a", "temprature": 0}, "temprature"),
         ("completions", {"prompt": "a", "max_new_tokens": 5}, "max_new_tokens"),
@@ -188,6 +214,8 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
         ),
+        ("chat/completions", {"messages": HELLO, "echo": True}, "echo"),
+        ("chat/completions", {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
         ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools"),
         ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
@@ -260,6 +288,8 @@ async def test_what_clients_of_other_servers_send_is_accepted(decode: RunningSer
         "length_penalty": 1.0,
         "add_special_tokens": False,
         "include_stop_str_in_output": False,
+        "best_of": 1,
+        "prediction": {"type": "content", "content": "x"},
         "return_token_ids": False,
         "cache_salt": "s",
     }

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
+from pdserve.configs.load import CONFIG_OF_ROLE, Role
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.scheduler.front import Cancel, Failed, FlushCache, Submit, Tokens
+from pdserve.scheduler.lifecycle import State, TransferState
 from pdserve.server import app as app_module
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, introduce, load_byte_tokenizer, running_server
@@ -131,11 +134,30 @@ async def test_information_routes(tokenizer: Tokenizer) -> None:
         assert (await server.http.get("/version")).json().keys() == {"version"}
 
 
+@pytest.mark.parametrize(
+    ("role", "states", "gauges"),
+    [
+        ("decode", {State.QUEUED.value: 2, State.RUNNING.value: 1}, {"kv_pages_held": 5.0}),
+        ("prefill", {TransferState.WAITING.value: 2, TransferState.SENDING.value: 1}, {"kv_pages_held": 4.0}),
+    ],
+)
+async def test_load_as_routers_ask_for_it(
+    tokenizer: Tokenizer, role: Role, states: dict[str, int], gauges: dict[str, float]
+) -> None:
+    """Tokens in memory and, on prefill, those that wait to be computed."""
+    waiting = {"waiting_tokens": 16.0} if role == "prefill" else {}
+    async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
+        await server.leader.send(msgspec.structs.replace(make_status(), states=states, gauges=gauges | waiting))
+        await asyncio.sleep(0.05)
+        load = {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 2, "num_tokens": 5 * 16}
+        assert (await server.http.get("/get_load")).json() == [load]
+
+
 async def test_api_key(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr("clé"))) as server:
         for path in ("/health", "/metrics"):
             assert (await server.http.get(path)).status_code == 200
-        for path in ("/server_info", "/v1/models", "/v1/models/x", "/health_generate", "/model_info", "/version"):
+        for path in ("/server_info", "/v1/models", "/v1/models/x", "/health_generate", "/model_info", "/get_load"):
             assert (await server.http.get(path)).status_code == 401
         for value in (None, "clé", "Bearer", "Bearer nope", "Basic clé", "Bearer clé2"):
             headers = {} if value is None else {"Authorization": value.encode()}

@@ -27,7 +27,8 @@ import http.server, os, sys, time
 role, port, delay_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 print(f"{role} is starting", flush=True)
 if delay_s < 0:
-    sys.exit("pdserve: error: no such model")
+    print("pdserve: error: no such model", flush=True)
+    sys.exit(int(-delay_s))
 born, tries = time.monotonic(), 0
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -120,11 +121,14 @@ def test_when_one_server_dies_the_other_is_stopped_and_up_says_why(up: subproces
     assert not listening(ports[0])
 
 
-@pytest.mark.parametrize("up", [-1.0], indirect=True)
-def test_a_server_that_cannot_start_ends_up_with_its_reason(up: subprocess.Popen[str], ports: list[int]) -> None:
-    lines = read_until(up, "prefill ended with exit code 1")
+@pytest.mark.parametrize(("up", "code"), [(-1.0, 1), (-2.0, 2), (-7.0, 1)], indirect=["up"])
+def test_a_server_that_cannot_start_ends_up_with_its_reason(
+    up: subprocess.Popen[str], code: int, ports: list[int]
+) -> None:
+    """And with 2, where the settings were wrong."""
+    lines = read_until(up, "prefill ended with exit code ")
     assert lines[-1].endswith("its last line: pdserve: error: no such model")
-    assert up.wait(timeout=10) == 1
+    assert up.wait(timeout=10) == code
     assert not listening(ports[0])
 
 

@@ -1,0 +1,288 @@
+"""What the host spends on a token and on a decode step: CPU time of the front, the leader's threads and rank 0.
+
+    python -m benchmarks.host_overhead
+    python -m benchmarks.host_overhead --streams 128 --calls chat,chat-whole --context 8192 --json results.json
+
+A real pair on this machine serves a model of one tiny layer, so that what is left is the work around it. Every step
+waits for `--step-ms` without using the CPU, as it would for a GPU: long enough that nobody falls behind, because who
+does handles several tokens at once and looks cheaper than it is (`events` per token are less than 1 then). CPU time is
+counted by the kernel, per thread. All requests run in all steps that are counted: what they cost at their beginning and
+end is left out.
+
+    front    the front process, per token
+    engine   the leader's engine thread, per step
+    link     the leader's thread that sends to the front, per step
+    others   the leader's further threads, per step: the control plane, ZMQ's and torch's own
+    rank 0   the thread of rank 0, per step: it prepares tensors, and here it also computes the tiny model
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.paced_server import read_cost
+from benchmarks.servers import free_port, wait_ready, write_model
+from pdserve.configs.errors import PdserveError
+from pdserve.configs.load import dump_config
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.server.children import Children
+from pdserve.server.up import base_url, server_command, server_environ
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1 << 17,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 1023,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+PAGE_SIZE = 16
+MAX_NEW_TOKENS = 4096
+SETTLE_S = 0.3
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"stream": True}),
+    "completion-logprobs": ("/v1/completions", {"stream": True, "logprobs": 5}),
+    "completion-whole": ("/v1/completions", {}),
+    "generate": ("/generate", {"stream": True}),
+    "generate-logprobs": ("/generate", {"stream": True, "return_logprob": True, "top_logprobs_num": 5}),
+}
+"""Kinds of calls: the route, and what they ask for. Events of /generate are cumulative, OpenAI's are not."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the counted steps have cost, in microseconds of CPU time."""
+
+    call: str
+    streams: int
+    context: int
+    steps: int
+    events: float  # per token
+    front_us: float  # per token; all others per step
+    engine_us: float
+    link_us: float
+    others_us: float
+    rank_us: float
+
+
+class Stream(asyncio.Protocol):
+    """One request; counts the events of its answer and forgets them."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.events = 0
+        self.refused: str | None = None
+        self.transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        transport.write(self._request)  # type: ignore[attr-defined]  # uvloop's is a Transport in all but name
+
+    def data_received(self, data: bytes) -> None:
+        self.events += data.count(b"data: ")
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            self.refused = data.decode(errors="replace")
+
+
+class Bench:
+    """Loads the decode server with one kind of call at a time."""
+
+    def __init__(self, decode: DecodeConfig, folder: Path, options: argparse.Namespace) -> None:
+        self._url = base_url(decode)
+        self._port = decode.port
+        self._folder = folder
+        self._options = options
+
+    async def window(self, call: str, streams: int, context: int) -> Window:
+        """Start the requests, wait until all run, count `--steps` steps, end them."""
+        loop, cost = asyncio.get_running_loop(), read_cost(self._folder)
+        begun_at = cost.steps
+        open_streams = [
+            (await loop.create_connection(lambda: Stream(self._request(call, context)), "127.0.0.1", self._port))[1]
+            for _ in range(streams)
+        ]
+        while cost.steps == begun_at or cost.last_rows < streams:
+            if refused := next((stream.refused for stream in open_streams if stream.refused), None):
+                raise PdserveError(f"a request failed: {refused}")
+            await asyncio.sleep(0.05)
+            cost = read_cost(self._folder)
+        await asyncio.sleep(SETTLE_S)
+        events, front_s, before = (
+            sum(stream.events for stream in open_streams),
+            self._front_s(),
+            read_cost(self._folder),
+        )
+        after = before
+        while after.steps < before.steps + self._options.steps:
+            # seldom: to be asked costs the engine thread as much as a step
+            await asyncio.sleep(self._options.steps * self._options.step_ms / 1000)
+            after = read_cost(self._folder)
+        events = sum(stream.events for stream in open_streams) - events
+        front_s, steps, tokens = self._front_s() - front_s, after.steps - before.steps, after.rows - before.rows
+        if tokens != steps * streams:
+            raise PdserveError(f"{steps} steps of {streams} streams had {tokens} rows: a stream has ended too early")
+        for stream in open_streams:
+            assert stream.transport is not None
+            stream.transport.close()
+        await self._wait_idle()
+        spent = {name: after.threads_s[name] - before.threads_s.get(name, 0.0) for name in after.threads_s}
+        named = {name: spent.get(name, 0.0) for name in ("MainThread", "front-link", "rank-0")}
+        others_s = after.process_s - before.process_s - sum(named.values())
+        return Window(
+            call=call,
+            streams=streams,
+            context=context,
+            steps=steps,
+            events=events / tokens,
+            front_us=1e6 * front_s / tokens,
+            engine_us=1e6 * named["MainThread"] / steps,
+            link_us=1e6 * named["front-link"] / steps,
+            others_us=1e6 * others_s / steps,
+            rank_us=1e6 * named["rank-0"] / steps,
+        )
+
+    def _request(self, call: str, context: int) -> bytes:
+        route, wanted = CALLS[call]
+        prompt = [index % 1000 for index in range(context)]
+        if route == "/generate":
+            sampling = {"max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, **wanted}
+        else:
+            body = {"prompt": prompt, "max_tokens": MAX_NEW_TOKENS, "ignore_eos": True, **wanted}
+        content = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(content)}\r\n\r\n"
+        return head.encode() + content
+
+    def _front_s(self) -> float:
+        """CPU time of the front process so far: all its threads, in nanoseconds of the scheduler."""
+        tasks = Path(f"/proc/{(self._folder / 'front').read_text()}/task")
+        spent_ns = 0
+        for task in tasks.iterdir():
+            with suppress(OSError):
+                spent_ns += int((task / "schedstat").read_text().split()[0])
+        return spent_ns / 1e9
+
+    async def _wait_idle(self) -> None:
+        async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
+            while sum((await http.get(f"{self._url}/server_info")).json()["states"].values()):
+                await asyncio.sleep(0.05)
+
+
+def server_configs(model: Path, options: argparse.Namespace) -> tuple[PrefillConfig, DecodeConfig]:
+    shared: dict[str, Any] = {"model": str(model), "load_format": "dummy", "device": "cpu", "page_size": PAGE_SIZE}
+    longest, most = max(options.context) + MAX_NEW_TOKENS, max(options.streams)
+    shared |= {"threads": 1, "max_queued_requests": 1024, "log_level": "warning"}
+    prefill = PrefillConfig(**shared, port=free_port(), bootstrap_port=free_port(), kv_tokens=4 * longest)
+    decode = DecodeConfig(
+        **shared,
+        port=free_port(),
+        prefill=(f"127.0.0.1:{prefill.bootstrap_port}",),
+        max_running_requests=most,
+        kv_tokens=(most + 1) * longest,
+    )
+    return prefill, decode
+
+
+def run(options: argparse.Namespace, screen: Console) -> list[Window]:
+    """All windows, round by round."""
+    windows: list[Window] = []
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        write_model(folder, MODEL)
+        prefill, decode = server_configs(folder, options)
+        (folder / "decode.json").write_bytes(dump_config(decode))
+        paced = [sys.executable, "-m", "benchmarks.paced_server", "front", str(folder / "decode.json"), str(folder)]
+        children = Children(screen)
+        try:
+            children.start("prefill", server_command(prefill), server_environ(prefill))
+            children.start("decode", [*paced, str(options.step_ms)], server_environ(decode))
+            wait_ready(children, [prefill, decode], timeout_s=120)
+            bench = Bench(decode, folder, options)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                loads = itertools.product(range(options.rounds), options.context, options.streams, options.calls)
+                for _, context, streams, call in loads:
+                    windows.append(runner.run(bench.window(call, streams, context)))
+                    screen.print(json.dumps(asdict(windows[-1])), soft_wrap=True)
+        finally:
+            children.stop(grace_s=15.0)
+    return windows
+
+
+def table_of(windows: Sequence[Window]) -> Table:
+    table = Table(title="microseconds of CPU time, medians over the rounds")
+    names = [field.name for field in fields(Window)]
+    for column in names:
+        table.add_column(column.removesuffix("_us"), justify="right", no_wrap=True)
+    loads = dict.fromkeys((window.call, window.streams, window.context) for window in windows)
+    for load in loads:
+        found = [window for window in windows if (window.call, window.streams, window.context) == load]
+        medians = [statistics.median(getattr(window, name) for window in found) for name in names[3:]]
+        steps, events, *costs = medians
+        table.add_row(*map(str, load), f"{steps:.0f}", f"{events:.2f}", *(f"{cost:.1f}" for cost in costs))
+    table.caption = "front per token, all others per step"
+    return table
+
+
+def main() -> int:
+    options = _parse()
+    screen = Console(stderr=True, highlight=False)
+    try:
+        windows = run(options, screen)
+    except PdserveError as error:
+        screen.print(f"error: {error}", style="red", markup=False)
+        return 1
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(window) for window in windows], indent=2) + "\n")
+    Console(highlight=False, width=120).print(table_of(windows))
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=_numbers, default=[1, 32, 128], metavar="N,N,...", help="default: 1,32,128")
+    parser.add_argument("--context", type=_numbers, default=[64], metavar="N,N,...", help="prompt tokens (default: 64)")
+    parser.add_argument("--calls", type=_calls, default=list(CALLS), help=f"default: {','.join(CALLS)}")
+    parser.add_argument("--steps", type=int, default=100, help="counted in each window (default: 100)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="what a step waits (default: 20)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all windows (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all windows to this file")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _calls(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in CALLS]:
+        raise argparse.ArgumentTypeError(f"no such call: {', '.join(unknown)}; there are {', '.join(CALLS)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

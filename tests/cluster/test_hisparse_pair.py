@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import queue
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.transfer.events import Event, MessageReceived
+from pdserve.transfer.messages import PROTOCOL_VERSION, Abort, AbortAck, Hello, InstanceId, KvDestination, Welcome
+from pdserve.transfer.prefill_control import PrefillControl
 from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
+from tests.ports import free_port
 
 TOPK = 16
 NEW_TOKENS = 40
@@ -21,8 +26,8 @@ LENGTHS = (3, 15, 30, 60, 200, 300)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
 LAYERS = 4
-LATENT_BYTES, INDEXER_BYTES = LAYERS * 64 * 4, LAYERS * 32 * 4
-"""Of one token: rows of 48 + 16 and 32 floats."""
+ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
+"""Of one token: 48 + 16 floats in each layer, and 32 for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """What all need at once. With no page more nothing is lent when all are there."""
 
@@ -30,16 +35,32 @@ PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
 
 class Case(NamedTuple):
-    """A model, and the share of its layers in the larger of two stages: layers with one index stay together."""
+    """A model, and by the number of stages how many layers and indexers the largest has: layers with one index stay
+    together.
+    """
 
     architecture: DsaArchitecture
     overrides: dict[str, Any]
-    largest_stage: float
+    largest_stage: dict[int, tuple[int, int]]
+
+    def hisparse(
+        self, hot_rows: int, hot_pages: int, kv_tokens: int = 4096, pp: int = 1, page_size: int = PAGE
+    ) -> list[str]:
+        """Flags of a decode server whose hot pool has so many pages of its own, behind the index of `kv_tokens`."""
+        layers, indexers = self.largest_stage[pp]
+        page_bytes = page_size * layers * ROW_BYTES
+        covered = -(-kv_tokens * indexers * KEY_BYTES // page_bytes)
+        return [
+            "--enable-hisparse",
+            *("--page-size", str(page_size), "--pp", str(pp)),
+            *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens), "--host-memory-gib", "0.5"),
+            *("--kv-memory-gib", str((covered + hot_pages + 0.25) * page_bytes / (1 << 30))),
+        ]
 
 
 CASES = {
-    "deepseek": Case("deepseek_v32", {"index_head_dim": 32}, 0.5),
-    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF", "index_head_dim": 32}, 0.75),
+    "deepseek": Case("deepseek_v32", {"index_head_dim": 32}, {1: (4, 4), 2: (2, 2)}),
+    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF", "index_head_dim": 32}, {1: (4, 2), 2: (3, 1)}),
 }
 
 
@@ -52,25 +73,14 @@ class Source(NamedTuple):
     prefill: Server
     prompts: list[list[int]]
     expected: list[list[int]]
+    continued: list[int]
+    """What comes after the answer to the longest prompt."""
 
     def decode(self, *flags: str, spare: Server | None = None) -> Server:
         """A decode server, paired with the prefill server and with a spare one."""
         endpoints = [server.endpoint for server in (self.prefill, spare) if server is not None]
-        to_prefill = ("--prefill", ",".join(endpoints), "--page-size", str(PAGE))
+        to_prefill = ("--prefill", ",".join(endpoints))
         return self.servers.add("decode", self.model, *to_prefill, *flags).wait_ready(peers=len(endpoints))
-
-
-def hisparse(hot_rows: int, hot_pages: int, kv_tokens: int = 4096, share: float = 1.0) -> list[str]:
-    """Flags of a decode server whose hot pool has so many pages of its own; `share` of the layers are in the largest
-    stage. The index of an even number of pages is whole hot pages.
-    """
-    device_bytes = (kv_tokens * INDEXER_BYTES + hot_pages * PAGE * LATENT_BYTES) * share
-    gib = str((device_bytes + PAGE * LATENT_BYTES // 4) / (1 << 30))
-    return [
-        "--enable-hisparse",
-        *("--hot-rows", str(hot_rows), "--kv-tokens", str(kv_tokens)),
-        *("--kv-memory-gib", gib, "--host-memory-gib", "0.5"),
-    ]
 
 
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
@@ -88,7 +98,8 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
-        yield Source(servers, case, model, prefill.wait_ready(), prompts, expected)
+        continued = reference_greedy(reference, prompts[-1] + expected[-1], NEW_TOKENS)
+        yield Source(servers, case, model, prefill.wait_ready(), prompts, expected, continued)
 
 
 def ask_all(decode: Server, source: Source) -> list[list[int]]:
@@ -113,9 +124,8 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     """All at once: short and long ones, some resident at first, all of which shrink as the others come."""
     buffers = len(LENGTHS) * (hot_rows // PAGE + 1)
     tp, pp = layout
-    share = source.case.largest_stage if pp == 2 else 1.0
-    sizes = hisparse(hot_rows, buffers + 4, kv_tokens=ALL_PAGES * PAGE, share=share)
-    decode = source.decode(*sizes, "--tp", str(tp), "--pp", str(pp))
+    sizes = source.case.hisparse(hot_rows, buffers + 4, kv_tokens=ALL_PAGES * PAGE, pp=pp)
+    decode = source.decode(*sizes, "--tp", str(tp))
     assert ask_all(decode, source) == source.expected
     assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
     counters = decode.settled_info()["counters"]
@@ -123,17 +133,29 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     assert counters["chunks_verified"] > 0
     decode.check_clean()
     check_metrics(metrics(decode))
+    check_conversation(decode, source)
     assert decode.stop() == 0
+
+
+def check_conversation(decode: Server, source: Source) -> None:
+    """Rows that decode has written back are part of a prefix as well, in host memory like those that prefill wrote."""
+    prompt, answer = source.prompts[-1], source.expected[-1]
+    HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
+    assert decode.generate(prompt, NEW_TOKENS) == answer
+    before = decode.count("prefix_tokens_reused")
+    assert decode.generate(prompt + answer, NEW_TOKENS) == source.continued
+    assert decode.count("prefix_tokens_reused") - before == len(prompt + answer[:-1]) // PAGE * PAGE
+    decode.check_clean()
 
 
 def check_metrics(found: dict[str, float]) -> None:
     """Of an idle server that has answered everybody twice."""
     steps = 2 * len(LENGTHS) * (NEW_TOKENS - 1)
     assert found["pdserve_hot_write_backs_total"] == steps * LAYERS
-    misses, row_bytes = found["pdserve_hot_misses_total"], LATENT_BYTES // LAYERS
+    misses = found["pdserve_hot_misses_total"]
     assert misses > 0
     assert found["pdserve_hot_hits_total"] > 0
-    assert misses * row_bytes <= found["pdserve_hot_bytes_swapped_in_total"] <= misses * row_bytes * LAYERS
+    assert misses <= found["pdserve_hot_bytes_swapped_in_total"] / ROW_BYTES <= misses * LAYERS
     assert 0 < found["pdserve_decode_steps_total"] <= steps
     assert found["pdserve_hot_buffers"] == found["pdserve_hot_buffers_resident"] == 0
     assert found["pdserve_hot_pages_available"] == found["pdserve_hot_pages"] > 0
@@ -143,8 +165,94 @@ def check_metrics(found: dict[str, float]) -> None:
     assert found["pdserve_integrity_errors_total"] == 0
 
 
+class Listener:
+    """The control port of a prefill server that computes and writes nothing: what decode tells it, in order."""
+
+    def __init__(self, port: int, me: Welcome, check: Callable[[Hello], str | None] = lambda _: None) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.control = PrefillControl("127.0.0.1", port, me, check=check, on_event=self._events.put)
+
+    def __enter__(self) -> "Listener":
+        self.control.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()
+
+    def hear(self) -> MessageReceived:
+        """The next message; what else happens is of no interest here."""
+        while not isinstance(event := self._events.get(timeout=30), MessageReceived):
+            pass
+        return event
+
+
+def introduction(port: int) -> Hello:
+    """What a decode server that looks for its prefill server at this port says first. It is turned away."""
+    heard: queue.SimpleQueue[Hello] = queue.SimpleQueue()
+
+    def turn_away(hello: Hello) -> str:
+        heard.put(hello)
+        return "not yet"
+
+    with Listener(port, Welcome(PROTOCOL_VERSION, InstanceId("nobody"), "", "", ()), turn_away):
+        return heard.get(timeout=60)
+
+
+def test_what_prefill_is_told_and_that_pages_it_may_write_are_not_free(source: Source) -> None:
+    """The one that asked is gone at once; its pages are nobody's until the writer says that it has stopped."""
+    port, tokens = free_port(), 60
+    flags = ("--prefill", f"127.0.0.1:{port}", *source.case.hisparse(TOPK, 12, kv_tokens=512))
+    decode = source.servers.add("decode", source.model, *flags)
+    hello = introduction(port)
+    assert hello.enable_hisparse
+    pools = {pool.layout.planes[0].name: pool for pool in hello.ranks[0].pools}
+    assert {name: pool.memory for name, pool in pools.items()} == {"latent": "host", "indexer": "device"}
+    assert {pool.layout.num_pages for pool in pools.values()} == {512 // PAGE}
+
+    me = Welcome(hello.protocol_version, InstanceId("p"), hello.model_fingerprint, hello.model_name, hello.ranks)
+    with Listener(port, me) as prefill, ThreadPoolExecutor(1) as pool:
+        decode.wait_ready(peers=1)
+        answer = pool.submit(decode.post, source.prompts[-1][:tokens], 4)
+        told = prefill.hear()
+        assert isinstance(told.message, KvDestination)
+        assert (told.message.enable_hisparse, told.message.granularity) == (True, "page")
+        prompt, pages = (array.tolist() for array in told.arrays)
+        assert prompt == source.prompts[-1][:tokens]
+        assert len(set(pages)) == len(pages) == -(-tokens // PAGE)
+        assert set(pages) <= set(range(512 // PAGE))
+        HTTP.post(f"{decode.url}/abort_request", json={"abort_all": True}).raise_for_status()
+        assert answer.result(10).status_code == 499
+        given_up = prefill.hear().message
+        assert isinstance(given_up, Abort)
+        assert decode.settled_info()["states"]["draining"] == 1
+        assert metrics(decode)["pdserve_kv_pages_held"] == len(pages)
+        prefill.control.send(told.instance, AbortAck(given_up.key))
+        wait_until(decode.idle, 10, "the pages are free")
+        decode.check_clean()
+    assert decode.stop() == 0
+
+
+@pytest.mark.parametrize(("prefill_page", "chunk_size", "decode_page"), [(1, 48, 64), (64, 64, 1)])
+def test_any_page_size_to_any_other(source: Source, prefill_page: int, chunk_size: int, decode_page: int) -> None:
+    """Chunks end within pages, last pages are partly filled; rows are swapped in from there."""
+    flags = ("--page-size", str(prefill_page), "--chunk-size", str(chunk_size), "--kv-tokens", "1024")
+    prefill = source.servers.add("prefill", source.model, *flags)
+    hot_pages = 2 * (4 * TOPK // decode_page + 1)
+    sizes = source.case.hisparse(4 * TOPK, hot_pages, kv_tokens=768, page_size=decode_page)
+    decode = source.servers.add("decode", source.model, "--prefill", prefill.endpoint, *sizes, "--no-prefix-cache")
+    prefill.wait_ready()
+    decode.wait_ready(peers=1)
+    assert ask_all(decode, source) == source.expected
+    counters = decode.settled_info()["counters"]
+    assert counters["chunks_verified"] > len(LENGTHS)
+    assert counters["hot_misses"] > 0
+    for server in (decode, prefill):
+        server.check_clean()
+        assert server.stop() == 0
+
+
 def test_everything_is_resident_while_there_is_room(source: Source) -> None:
-    decode = source.decode(*hisparse(2 * TOPK, 400))
+    decode = source.decode(*source.case.hisparse(2 * TOPK, 400))
     assert decode.generate(source.prompts[-1], 1) == source.expected[-1][:1]  # over when its KV arrives
     found: dict[str, float] = {}
 
@@ -177,7 +285,7 @@ def test_free_pages_of_keys_make_residents_until_somebody_needs_them(source: Sou
     long_tokens, buffers = 500, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
     pages = ALL_PAGES + -(-(LENGTHS[0] + long_tokens - 1) // PAGE)
     flags = ("--no-prefix-cache", "--growth-tokens", str(long_tokens), "--max-running-requests", str(len(LENGTHS) + 1))
-    decode = source.decode(*hisparse(2 * TOPK, buffers, kv_tokens=(pages + pages % 2) * PAGE), *flags)
+    decode = source.decode(*source.case.hisparse(2 * TOPK, buffers, kv_tokens=pages * PAGE), *flags)
     assert decode.generate(source.prompts[-1], NEW_TOKENS) == source.expected[-1]
     assert decode.count("hot_misses") == decode.count("hot_hits") == 0
     with ThreadPoolExecutor(1) as pool:
@@ -191,17 +299,22 @@ def test_free_pages_of_keys_make_residents_until_somebody_needs_them(source: Sou
     decode.check_clean()
     found = metrics(decode)
     assert found["pdserve_hot_pages_borrowed"] == 0
-    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == pages + pages % 2
+    assert found["pdserve_kv_pages_available"] == found["pdserve_kv_pages"] == pages
     assert decode.stop() == 0
 
 
-def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(source: Source) -> None:
+@pytest.mark.parametrize("layout", [(1, 1), *([(2, 1), (1, 2), (2, 2)] if FULL else [])], ids="{0[0]}x{0[1]}".format)
+def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(
+    source: Source, layout: tuple[int, int]
+) -> None:
     """Two hot buffers, two request slots and pages for about two of the long prompts, for six requests, four that are
     aborted and some that are too long; and a prefill server that is killed.
     """
     spare = source.servers.add("prefill", source.model, *PREFILL)
+    tp, pp = layout
     decode = source.decode(
-        *hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400),
+        *source.case.hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400, pp=pp),
+        *("--tp", str(tp)),
         *("--growth-tokens", "8", "--no-prefix-cache", "--max-running-requests", "2", "--quarantine-s", "1"),
         spare=spare,
     )

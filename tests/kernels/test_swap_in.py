@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from pdserve.kernels import nvrtc
 from pdserve.kernels.nvrtc import CudaImpl
-from pdserve.kernels.slot_tables import HotRows, KvRows, SlotTables, buffer_pages, check_geometry, table_bytes
+from pdserve.kernels.slot_tables import (
+    HotRows,
+    KvRows,
+    SlotTables,
+    bucket_bits,
+    buffer_pages,
+    check_geometry,
+    table_bytes,
+)
 from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
+from pdserve.kernels.swap_in_cuda import plan_threads
 from pdserve.kernels.write_back import write_back
 
 LAYERS = 2  # one index group: layer 0 is swapped in, and its plan replayed on layer 1
@@ -344,6 +353,17 @@ def test_long_traces_of_many_requests(times: int, where: Where) -> None:
     world = World(geometry, where, batch=4, seed=times)
     admitted = [geometry.hot_rows + offset for offset in (-9, -1, 0, 1, 90)]
     drifting_trace(world, random.Random(times), steps=20, admitted=admitted)
+
+
+def test_a_planning_block_is_whole_warps_that_reach_every_entry() -> None:
+    """For any geometry, at most as many as one warp can add up the sums of; no more than there is work for."""
+    for top_k, hot_rows in itertools.product((1, 31, 64, 65, 500, 2048, 4096, 32767), (1, 33, 127, 4096, 32767)):
+        threads = plan_threads(top_k, max(top_k, hot_rows))
+        assert threads % 32 == 0
+        assert 32 <= threads <= 1024
+        assert threads == 1024 or (2 * threads >= top_k and 4 * threads >= hot_rows)
+        assert threads - 32 < max(top_k / 2, max(top_k, hot_rows) / 4)
+        assert 1 << bucket_bits(top_k) >= 2 * top_k
 
 
 @pytest.mark.gpu

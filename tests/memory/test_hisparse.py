@@ -8,7 +8,7 @@ import torch
 from pdserve.configs.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.hisparse import HiSparseCache, HiSparseError, _runs
-from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+from pdserve.memory.index_spaces import HotPage, HotPlace, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.memory.lots import Lots
 from pdserve.memory.pinned import PinnedMemory
@@ -231,8 +231,8 @@ def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
     assert pool(30).pages_per_chunk == 30
 
 
-def runs(sources: list[int], targets: list[int], chunk: int) -> list[tuple[KvPage, HotPage, int]]:
-    return _runs([KvPage(page) for page in sources], [HotPage(page) for page in targets], chunk)
+def runs(sources: list[int], targets: list[int], chunk: int) -> list[tuple[KvPage, HotPlace, int]]:
+    return _runs([KvPage(page) for page in sources], [HotPlace(page) for page in targets], chunk)
 
 
 def test_pages_are_copied_in_runs_that_stay_within_a_chunk() -> None:

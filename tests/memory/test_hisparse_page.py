@@ -1,6 +1,8 @@
-"""docs/hisparse.md names tests and metrics that exist."""
+"""docs/hisparse.md names tests and metrics that exist, and says of which tests that they need a GPU."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdserve.scheduler.counters import DECODE_COUNTERS
@@ -10,17 +12,38 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hisparse.md").read_text(encoding="utf-8")
 
 
+def all_tests() -> Iterator[tuple[str, bool]]:
+    """The name of every test, and whether it runs on a GPU only: it, or the whole file, has the marker."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        marked = any(isinstance(node, ast.Assign) and _is_gpu_marker(node.value) for node in module.body)
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield node.name, marked or any(map(_is_gpu_marker, node.decorator_list))
+
+
+def _is_gpu_marker(node: ast.expr) -> bool:
+    return ast.unparse(node) == "pytest.mark.gpu"
+
+
 def test_every_test_that_it_names_exists() -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    defined = set(re.findall(r"^ *(?:async )?def (test_\w+)\(", sources, re.MULTILINE))
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     assert len(named) > 30
-    assert named - defined == set()
+    assert named - {name for name, _ in all_tests()} == set()
 
 
-def test_every_known_failure_has_its_row() -> None:
-    rows = re.findall(r"^\| (\d+) \| ", PAGE, re.MULTILINE)
-    assert rows == [str(number) for number in range(1, 37)]
+def test_every_known_failure_has_its_row_and_a_test() -> None:
+    rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", PAGE, re.MULTILINE)
+    assert [number for number, _ in rows] == [str(number) for number in range(1, 37)]
+    assert [number for number, tests in rows if "test_" not in tests] == ["16"], "mypy holds that one"
+
+
+def test_an_asterisk_means_a_gpu() -> None:
+    """A test that one without a GPU can run must not be said to need it, and the other way round."""
+    without = {name for name, needs_gpu in all_tests() if not needs_gpu}
+    rows = re.findall(r"^\| \d+ \|.*\| (.*) \|$", PAGE, re.MULTILINE)
+    starred = [(name, bool(star)) for cell in rows for name, star in re.findall(r"`(test_\w+)`( \*)?", cell)]
+    assert [name for name, needs_gpu in starred if needs_gpu == (name in without)] == []
 
 
 def test_every_metric_that_it_names_exists() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.configs.errors import StartupError
+from pdserve.memory import pinned
 from pdserve.memory.pinned import PinnedMemory
 
 
@@ -27,6 +29,13 @@ def test_it_may_have_large_pages_and_a_child_process_does_not_share_it() -> None
     assert {"hg", "dc"} <= flags  # advised: huge pages, do not copy on fork
     assert "sh" not in flags  # of shared memory the kernel makes no huge pages by default
     memory.close()
+
+
+def test_memory_that_the_kernel_will_not_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have it, but a limit on the process does not; here, no address is that long."""
+    monkeypatch.setattr(pinned, "free_memory_bytes", lambda _: 1 << 60)
+    with pytest.raises(StartupError, match=r"cannot map 1048576\.00 GiB .*: Cannot allocate memory; .*ulimit -v"):
+        PinnedMemory(1 << 50)
 
 
 @pytest.mark.gpu

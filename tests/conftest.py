@@ -1,7 +1,8 @@
-"""What every test gets: one thread for torch; and GPU tests are skipped, by name of what is missing, where there is no
-CUDA device.
+"""What every test gets: one thread for torch, and children that heed Ctrl-C; and GPU tests are skipped, by name of what
+is missing, where there is no CUDA device.
 """
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c() -> None:
+    """A shell script starts its background jobs with SIGINT ignored, and what these start inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -161,7 +161,9 @@ def test_a_first_write_that_connects_after_its_time_is_given_up_too(
     started = time.monotonic()
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
     assert time.monotonic() - started < 3.0  # 60 s with a single attempt
-    assert found == [0, 1]
+    while len(found) < 2 and time.monotonic() - started < 5.0:
+        time.sleep(0.01)  # the guard may not have come back from its cut yet
+    assert found[:2] == [0, 1]
     engine.destroy()
 
 

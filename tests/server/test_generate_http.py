@@ -9,28 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.front import Cancel, Failed, FinishReason, Observe, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server, sse_events
+from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import EOS, make_finished
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
-
-
-@pytest.fixture
-async def prefill(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer, PrefillConfig()) as server:
-        yield server
 
 
 def post(server: RunningServer, body: dict[str, object]) -> "asyncio.Task[httpx.Response]":

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
 from pdserve.scheduler.front import Submit, Tokens
 from pdserve.server.http_protocol import without_upgrade
-from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import make_finished
 
 # As Java's HttpClient and `curl --http2` write it.
@@ -17,17 +15,6 @@ HEAD = (
     "POST /generate HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: {length}\r\nHost: x\r\n"
     "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -1,7 +1,6 @@
 """Log-probabilities in the shapes of SGLang and OpenAI, whole and in streams."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -11,21 +10,10 @@ from pdserve.configs.sampling import LogprobParams, TokenLogprob
 from pdserve.configs.schema import PrefillConfig
 from pdserve.scheduler.front import FinishReason, InputLogprobs, Observe, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server, sse_events
+from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import EOS, make_finished
 
 CRAB = "🦀".encode()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
 
 
 def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[httpx.Response]":

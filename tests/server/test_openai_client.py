@@ -12,13 +12,8 @@ from pdserve.configs.sampling import LogprobParams, TokenLogprob
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.front import Cancel, Failed, FinishReason, InputLogprobs, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.http_harness import RunningServer, running_server
 from tests.server.scripted_leader import EOS, make_finished
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture

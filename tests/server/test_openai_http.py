@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 from pdserve.configs.sampling import SamplingParams
 from pdserve.models.catalog import locate_model
 from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
-from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from pdserve.server.tokenizer import load_tokenizer
 from tests.server.http_harness import (
     CHAT_TEMPLATE,
     RunningServer,
-    load_byte_tokenizer,
     running_server,
     sse_events,
     write_byte_model,
@@ -24,17 +22,6 @@ from tests.server.http_harness import (
 from tests.server.scripted_leader import EOS, make_finished
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
 
 
 def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[httpx.Response]":

@@ -14,15 +14,10 @@ from pdserve.models.catalog import locate_model
 from pdserve.scheduler.front import InputLogprobs, Submit, Tokens
 from pdserve.server.prompt_echo import Echo, make_echo
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server, sse_events, write_byte_model
+from tests.server.http_harness import RunningServer, running_server, sse_events, write_byte_model
 from tests.server.scripted_leader import make_finished
 
 CRAB = "🦀".encode()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 def scored(tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:

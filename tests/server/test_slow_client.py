@@ -12,16 +12,11 @@ from pdserve.configs.sampling import TokenLogprob
 from pdserve.scheduler.front import Cancel, Submit, Tokens
 from pdserve.server.http_protocol import PatientHttpProtocol
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.http_harness import RunningServer, running_server
 from tests.server.scripted_leader import make_finished
 
 PATIENCE_S = 0.4
 END_OF_STREAM = b"data: [DONE]\n\n\r\n0\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The routes that report: health, model and server information, metrics; and who may call what."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -14,19 +13,8 @@ from pdserve.scheduler.front import Cancel, Failed, FlushCache, Submit, Tokens
 from pdserve.scheduler.lifecycle import State, TransferState
 from pdserve.server import app as app_module
 from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, introduce, load_byte_tokenizer, running_server
+from tests.server.http_harness import RunningServer, introduce, running_server
 from tests.server.scripted_leader import make_finished, make_status
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
 
 
 async def health_reasons(server: RunningServer) -> tuple[int, str]:

@@ -1,25 +1,11 @@
 """/tokenize and /detokenize: the ids that the generating routes would send to the leader, and back."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
+from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import EOS, MAX_TOTAL_TOKENS
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture
-async def decode(tokenizer: Tokenizer) -> AsyncIterator[RunningServer]:
-    async with running_server(tokenizer) as server:
-        yield server
 
 
 @pytest.mark.parametrize(

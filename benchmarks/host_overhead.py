@@ -1,7 +1,7 @@
 """What the host spends on a token and on a decode step: CPU time of the front, the leader's threads and rank 0.
 
     python -m benchmarks.host_overhead
-    python -m benchmarks.host_overhead --streams 128 --calls completion,completion-whole --context 8192 --json results.json
+    python -m benchmarks.host_overhead --streams 128 --calls completion,completion-whole --context 8192 --json FILE
 
 A real pair on this machine serves a model of one tiny layer, so that what is left is the work around it. Every step
 waits for `--step-ms` without using the CPU, as it would for a GPU: long enough that nobody falls behind, because who

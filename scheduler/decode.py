@@ -161,7 +161,7 @@ class DecodeScheduler:
         self.intake.peers.report(instance, load)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Its prompts go elsewhere, or wait a moment for it to return. It may still be writing."""
+        """What it has not finished goes elsewhere, or waits a moment for it to return. It may still be writing."""
         self.intake.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
         for prompt in self.intake.of_peer(instance):
@@ -446,7 +446,7 @@ class DecodeScheduler:
         """The one terminal event of a request. Its memory follows as soon as nobody can write it."""
         match request.state:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
-                self.intake.withdraw(request.prompt, str(outcome))
+                self.intake.withdraw(request.prompt, str(outcome), now)
             case State.ARRIVED | State.READY | State.RUNNING:
                 self.runs.remove(request)
             case State.RETRACTED:

@@ -149,7 +149,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
             case PrefillDone():
-                if not scheduler.intake.staging.hold(message):
+                if scheduler.intake.written(message):
                     self._all_landed(message, now)
             case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes, refused=refused):
                 log.warning("transfer %s failed: %s", key, reason)

@@ -109,8 +109,9 @@ class Intake:
         self.queue.push(request.prompt, again=True)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
-        """Prompts that this prefill server has."""
-        return [prompt for prompt in self.prefilling.values() if _attempt(prompt).instance == instance]
+        """Prompts that this prefill server has, and has not finished."""
+        attempts = ((prompt, _attempt(prompt)) for prompt in self.prefilling.values())
+        return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
 
     def chunk_arrived(self, chunk: ChunkArrived) -> bool:
         """Note it; False when nobody waits for it."""
@@ -118,6 +119,14 @@ class Intake:
         if prompt is not None:
             _attempt(prompt).chunks.append(chunk)
         return prompt is not None
+
+    def written(self, done: PrefillDone) -> bool:
+        """Prefill has written everything. Whether all of it is in its pages: if not, staging returns `done` later."""
+        prompt = self.prefilling.get(done.key)
+        if prompt is not None and not (attempt := _attempt(prompt)).written:
+            attempt.written = True
+            self.peers.dispatched(attempt.instance, -prompt.tokens)
+        return not self.staging.hold(done)
 
     def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
         """What is missing although prefill says that it is done."""
@@ -207,15 +216,19 @@ class Intake:
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
-        self.peers.dispatched(attempt.instance, -prompt.tokens)
+        if not attempt.written:
+            self.peers.dispatched(attempt.instance, -prompt.tokens)
 
-    def withdraw(self, prompt: Prompt, reason: str) -> None:
+    def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """Nobody wants this prompt any more: out of the queue, or stop its writer."""
         if prompt in self.queue:
             self.queue.remove(prompt)
             return
-        if prompt.grant is not None:  # not fenced yet: the writer has not stopped
-            self.give_up(prompt, reason, tell=True)
+        attempt = _attempt(prompt)
+        if prompt.grant is not None:  # not fenced yet
+            self.give_up(prompt, reason, tell=not attempt.written)
+            if attempt.written:
+                self.writer_stopped(attempt.key, late_writes=False, now=now)
         self.leave(prompt)
 
 

@@ -24,6 +24,8 @@ class Attempt:
     key: TransferKey
     instance: InstanceId
     prefix_tokens: int
+    written: bool = False
+    """Prefill has said that it is done: it may go, what it wrote stays. Ranks may still scatter or compare it."""
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
 
     def tokens_arrived(self) -> int:

@@ -17,7 +17,6 @@ from pdserve.transfer.chunks import PartScatter, PartWrite, PartWritten
 from pdserve.transfer.links import Link
 from pdserve.transfer.messages import (
     InstanceId,
-    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
@@ -60,14 +59,14 @@ class Scatter:
 
 
 class StagedWorld(World):
-    def __init__(self, *, stages: int = 1, look_ahead: bool = False) -> None:
+    def __init__(self, *, stages: int = 1, look_ahead: bool = False, verifies: bool = False) -> None:
         self.parts: dict[InstanceId, list[PartOnTheWay]] = collections.defaultdict(list)
         self.late_parts: list[PartOnTheWay] = []
         self.scatters: list[Scatter] = []
         self.slots: dict[int, StagePart | None] = {}
         self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
         self.healing = False
-        super().__init__(stages=stages, look_ahead=look_ahead)
+        super().__init__(stages=stages, look_ahead=look_ahead, verifies=verifies)
         ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
         self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
         self.decode = DecodeScheduler(
@@ -111,7 +110,7 @@ class StagedWorld(World):
             self._put_piece(place, part.writer, scatter.prompt[: position + 1])
         done = self.decode.part_scattered(0, part)
         if done is not None:
-            self.decode.prefill_done(done, self.now)
+            self._landed(done)
         self.act()
 
     def decode_turn(self) -> None:
@@ -190,8 +189,6 @@ class StagedWorld(World):
                 server.to_decode.popleft()
                 self.decode.stage_message(server.instance, message, self.now)
                 self.act()
-            case PrefillDone() as done if self.decode.intake.staging.hold(done):
-                server.to_decode.popleft()
             case _:
                 super()._deliver_up(server)
 

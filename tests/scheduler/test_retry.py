@@ -56,6 +56,58 @@ def test_a_transfer_that_nobody_waits_for_has_not_failed() -> None:
     world.finish()
 
 
+def send_all(world: World) -> None:
+    """Have the one prefill server there is write everything and say so; decode's ranks have yet to compare it."""
+    world.kill(1)
+    world.submit(6, 0, 4, 1, None, 0)
+    for _ in range(12):
+        world.decode_turn()
+        world.deliver(0, up=False)
+        world.prefill_turn(0)
+        world.end_write(0, ok=True, late=False)
+        world.deliver(0, up=True)
+        world.check()
+    assert world.decode.state_counts()["prefilling"] == 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_server_that_goes_after_its_last_word_is_not_missed(comes_back: bool) -> None:
+    """Decode's ranks compare what has landed, and nobody writes any more: there is nothing to wait for or to repeat."""
+    world = World(verifies=True)
+    send_all(world)
+    if comes_back:
+        world.hang(0)
+        world.wake(0, lost_us=True)
+    else:
+        world.kill(0)
+    world.rank_turn(eos=False)
+    assert [peer.dispatched_tokens for peer in world.decode.intake.peers._peers.values()] == [0] * comes_back
+    for _ in range(12):
+        world.decode_turn()
+        world.rank_turn(eos=False)
+        world.check()
+    assert world.decode.counters["requests_finished"] == 1
+    assert (world.decode.counters["redispatches"], world.decode.intake.fences.pages) == (0, 0)
+    world.finish()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_client_that_goes_after_the_last_word_leaves_no_fence_behind(killed: bool) -> None:
+    """Prefill is not told: it has stopped. If its connection ends before the fence is there, it cannot end it."""
+    world = World(verifies=True)
+    send_all(world)
+    (server,) = world.servers.values()
+    if killed:
+        world.kill(0)
+    world.cancel(0, stopped=False)
+    assert not server.to_prefill
+    assert world.decode.intake.fences.pages > 0
+    world.decode_turn()
+    assert world.decode.intake.fences.pages == 0
+    world.rank_turn(eos=False)
+    world.finish()
+
+
 def pass_turns(world: World, seconds: float) -> None:
     """Everybody works, a hundred times a second."""
     for _ in range(round(seconds * 100)):

@@ -21,6 +21,7 @@ class Mode(NamedTuple):
     hot_pages: int | None = None
     lends: bool = False
     prefix_cache: bool = True
+    verifies: bool = False
 
     def world(self) -> World:
         return World(**self._asdict())
@@ -29,10 +30,11 @@ class Mode(NamedTuple):
 MODES = (
     Mode(),
     Mode(look_ahead=True),
+    Mode(verifies=True),
     Mode(stages=2),
     Mode(stages=3),
     Mode(look_ahead=True, hot_pages=7),
-    Mode(stages=2, hot_pages=9),
+    Mode(stages=2, hot_pages=9, verifies=True),
     Mode(hot_pages=3),
     Mode(look_ahead=True, hot_pages=9, lends=True, prefix_cache=False),
     Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),

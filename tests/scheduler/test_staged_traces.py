@@ -10,7 +10,7 @@ def test_long_lives_with_staging_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(80):
-        world = StagedWorld(stages=1 + seed % 2, look_ahead=seed % 4 == 0)
+        world = StagedWorld(stages=1 + seed % 2, look_ahead=seed % 4 == 0, verifies=seed % 3 == 0)
         live(world, STAGED_ACTIONS, seed, steps=800)
         seen.update(world.decode.counters)
     for event in (

@@ -184,7 +184,9 @@ def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
     world.finish()
 
 
-def test_an_end_that_comes_before_the_last_scatter_waits_for_it() -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) -> None:
+    """Also of a server that is no more by then."""
     world, _ = submitted(StagedWorld())
     for _ in range(40):
         world.prefill_turn(0)
@@ -202,6 +204,9 @@ def test_an_end_that_comes_before_the_last_scatter_waits_for_it() -> None:
             world.scatter_turn(0)
     (request,) = world.decode.requests.values()
     assert not request.output_ids
+    if killed:
+        while world.servers:
+            world.kill(0)
     world.scatter_turn(0)
     assert request.output_ids == [50]
     assert EOS not in request.output_ids

@@ -112,8 +112,11 @@ class World:
         lends: bool = False,
         prefix_cache: bool = True,
         retract_pages: int = 3,
+        verifies: bool = False,
     ) -> None:
-        """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well."""
+        """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well. If it `verifies`,
+        its ranks compare what has landed before it counts as arrived.
+        """
         self.now = 0.0
         self.pages = LENDING_PAGES if lends else PAGES
         lots = Lots.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
@@ -136,6 +139,7 @@ class World:
         hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, lots=lots) if hot_pages is not None else None
         self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits)
         self.lends = lends
+        self.verifies = verifies
         self.hot: dict[int, ResizeHot] = {}
         """Pages and capacity of each request slot, as the ranks know them."""
         self.hot_memory: dict[Row, Prefix] = {}
@@ -143,7 +147,7 @@ class World:
         """What has happened to hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
-        self.orders: collections.deque[DecodeStep | PageEffect | HotEffect] = collections.deque()
+        self.orders: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
         """What the ranks of the decode server have been told and not done."""
         self.drawn: list[int] = []
         """Tokens of the last step they did."""
@@ -221,6 +225,8 @@ class World:
                 self._open_hot(opened)
             case ResizeHot() as resized:
                 self._resize_hot(resized)
+            case PrefillDone() as done:
+                self.decode.prefill_done(done, self.now)
             case order:
                 self._move_pages(order)
                 self.decode.order_done(order.order)
@@ -615,7 +621,8 @@ class World:
             case ChunkArrived() as chunk:
                 self.decode.chunk_arrived(chunk)
             case PrefillDone() as done:
-                self.decode.prefill_done(done, self.now)
+                if self.decode.intake.written(done):
+                    self._landed(done)
             case TransferFailed() as failed:
                 self.decode.transfer_failed(
                     failed.key,
@@ -630,6 +637,13 @@ class World:
             case message:
                 raise AssertionError(message)
         self.act()
+
+    def _landed(self, done: PrefillDone) -> None:
+        """All that was written is in its pages."""
+        if self.verifies:
+            self.orders.append(done)
+        else:
+            self.decode.prefill_done(done, self.now)
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)

@@ -50,7 +50,7 @@ class Deadlines:
                 due, field = max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"
             case State.QUEUED if request.prompt.refused_since is not None:
                 due, field = request.prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"
-            case State.QUEUED:
+            case State.QUEUED if not request.output_ids:  # one that has run waits as long as if its KV had been saved
                 due, field = since + limits.queue_timeout_s, "queue_timeout_s"
         return (due, field) if due < request.deadline else (request.deadline, "request_timeout_s")
 

@@ -361,9 +361,7 @@ class DecodeScheduler:
         self.counters["transfer_writes"] += done.writes
         self.counters["prompt_tokens"] += prompt.tokens
         self.counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
-        computed = done.prompt_tokens - done.cached_tokens
-        if done.compute_s > 0 and computed > 0:
-            self.retracted.rates.prefilled_tokens_per_s = computed / done.compute_s
+        self.retracted.rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""

@@ -214,8 +214,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             return
         del self._orders_done[report.order]
         pages = self._saving.pop(report.order, None)
-        if pages is not None and report.seconds > 0:
-            self.scheduler.retracted.rates.copied_pages_per_s = pages / report.seconds
+        if pages is not None:
+            self.scheduler.retracted.rates.copied_pages.measured(pages, report.seconds)
         self.scheduler.order_done(report.order)
 
     def _next_step(self, now: float) -> RunStep | None:
@@ -244,6 +244,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
 
     def _answered(self) -> bool:
         return not self.scheduler.requests
+
+    def _writes(self) -> bool:
+        return False
 
 
 def _step_row(row: DecodeRow) -> StepRow:

@@ -163,12 +163,14 @@ class Status(FrontMessage, frozen=True):
     """The leader's gauges and counters by metric name, its peers, and how many requests are in each state.
 
     Sent a few times a second. `loop_age_s` is how long ago the engine loop last turned; `problems` make it unhealthy.
+    `taken_at` is the Unix time of gauges, counters and states.
     """
 
     gauges: dict[str, float]
     counters: dict[str, float]
     peers: tuple[PeerStatus, ...]
     states: dict[str, int]
+    taken_at: float
     loop_age_s: float
     problems: tuple[str, ...] = ()
 

@@ -192,6 +192,7 @@ class Intake:
             samples=1 + max(request.sample for request in members),
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
+            priority=prompt.priority,
             enable_hisparse=self.limits.hisparse,
         )
         new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]

@@ -299,6 +299,7 @@ class Leader:
                     for peer in control.peers()
                 ),
                 states=dict(snapshot.states),
+                taken_at=snapshot.taken_at,
                 loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
             )

@@ -31,6 +31,9 @@ IDLE_WAIT_S = 0.1
 EVENTS_S = 0.01
 """How long events are handled before the ranks get their next step: hundreds of long prompts at once would keep them
 waiting for a second."""
+LAST_WRITES_S = 0.5
+"""How long a server whose time to stop has come waits for writes that it has cancelled, so that it can say that they
+have ended. What it says then has to be taken, and everything closed, before its front loses patience."""
 SNAPSHOT_INTERVAL_S = 0.2
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -44,6 +47,8 @@ class Snapshot:
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
     states: Mapping[str, int]
+    taken_at: float
+    """Unix time, which the front shows to those who ask it."""
 
 
 class EngineLoop(abc.ABC, Generic[SchedulerT]):
@@ -60,7 +65,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._lost: str | None = None
         self._step_seconds = 0.0
         self.turned_at = time.monotonic()
-        self.snapshot = Snapshot({}, {}, {})
+        self.snapshot = Snapshot({}, {}, {}, time.time())
         self.load = Load()
         """What heartbeats tell our peers; replaced as a whole."""
         self._front = front
@@ -69,6 +74,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._others: collections.deque[object] = collections.deque()
         """What was taken from the inbox and has not been handled."""
         self._stop_at: float | None = None
+        self._gave_up = False
         self._snapshot_at = 0.0
         self._checked_idle = False
         self._busy_at = 0.0
@@ -129,6 +135,10 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     @abc.abstractmethod
     def _answered(self) -> bool:
         """Every client and peer has its terminal answer."""
+
+    @abc.abstractmethod
+    def _writes(self) -> bool:
+        """Something is being written into the memory of peers, who are told when that has ended."""
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -204,11 +214,13 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         if self._stop_at is None:
             return False
         now = time.monotonic()
-        if now >= self._stop_at:
+        if now < self._stop_at:
+            return self._answered()
+        if not self._gave_up:
+            self._gave_up = True
             self._give_up("the server was shut down before the request was done", now)
             self._carry_out()
-            return True
-        return self._answered()
+        return not self._writes() or now >= self._stop_at + LAST_WRITES_S
 
     def _take_step(self, done: StepDone, now: float) -> None:
         self._step_seconds = now - self._given.popleft()
@@ -244,4 +256,5 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
                 gauges={**gauges, **busy, "last_step_seconds": self._step_seconds, **self._gauges()},
                 counters=dict(self.scheduler.counters),
                 states=self.scheduler.state_counts(),
+                taken_at=time.time(),
             )

@@ -44,6 +44,7 @@ from .prefill_limits import PrefillLimits
 from .reservation import pages_for
 from .staged_sends import StagedSends
 from .transfer import PageSpace, PrefillStep, Transfer, TransferRef
+from .transfer_line import TransferLine
 
 
 class Refusal(NamedTuple):
@@ -62,7 +63,7 @@ class PrefillScheduler:
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self.transfers: dict[TransferRef, Transfer] = {}
-        self._waiting: collections.deque[Transfer] = collections.deque()
+        self._waiting = TransferLine()
         self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
         self._look_at = math.inf
@@ -114,7 +115,7 @@ class PrefillScheduler:
         self.counters["requests"] += 1
         self.transfers[transfer.ref] = transfer
         self._look_at = min(self._look_at, transfer.deadline)
-        self._waiting.append(transfer)
+        self._waiting.push(transfer)
 
     def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
         """Decode gives a transfer up. One that we do not know has ended: nothing of it is being written."""
@@ -154,8 +155,8 @@ class PrefillScheduler:
         self._answer(self._observers.expire(self._under_way, now))
         self.staging.due(now)
         self._take_ended_chunks(now)
-        while self._waiting and self._start(self._waiting[0], now):
-            self._waiting.popleft()
+        while len(self._waiting) and self._start(self._waiting.first, now):
+            self._waiting.pop()
 
     def next_step(self) -> PrefillStep | None:
         """The next step to give to the ranks; None when there is nothing to do, or enough is under way."""

@@ -168,6 +168,9 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
     def _answered(self) -> bool:
         return self.scheduler.idle
 
+    def _writes(self) -> bool:
+        return bool(self.scheduler.transfers)
+
 
 def step_row(row: PrefillRow) -> StepRow:
     """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of the message.

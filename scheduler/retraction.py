@@ -8,31 +8,17 @@ out of hot buffers   (HiSparse) only for somebody of a higher priority, and only
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 
 from .effects import DropPages, Effect, LoadPages, SavePages
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
+from .rates import Rates
 from .request import Request
 from .request_line import RequestLine
 from .request_memory import RequestMemory
 from .reservation import pages_for
 from .run_queue import RunQueue
-
-
-@dataclasses.dataclass(slots=True)
-class Rates:
-    """What was measured of the two ways to bring a retracted request back; None until it was."""
-
-    copied_pages_per_s: float | None = None
-    prefilled_tokens_per_s: float | None = None
-
-    def copy_is_cheaper(self, pages: int, tokens: int) -> bool:
-        """Out to host memory and back, or computed by prefill. Copying until both are known: it rarely loses."""
-        if self.copied_pages_per_s is None or self.prefilled_tokens_per_s is None:
-            return True
-        return 2 * pages / self.copied_pages_per_s <= tokens / self.prefilled_tokens_per_s
 
 
 class Retractions:

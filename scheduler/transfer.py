@@ -68,6 +68,10 @@ class Transfer:
         return self.destination.key
 
     @property
+    def priority(self) -> int:
+        return self.destination.priority
+
+    @property
     def ref(self) -> TransferRef:
         return self.instance, self.key
 

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import SecretStr
 
+from ..configs.load import public_dict
 from ..configs.schema import AnyServerConfig, PrefillConfig
 from ..scheduler.front import PeerStatus, Ready
 from ..scheduler.lifecycle import State, TransferState
@@ -116,6 +117,7 @@ class ServerInfo:
             "dp_size": 1,
             "config": self._public_config(),
             "peers": self._peers(),
+            "taken_at": status.taken_at if status else None,
             "states": status.states if status else {},
             "gauges": status.gauges if status else {},
             "counters": status.counters if status else {},
@@ -136,7 +138,7 @@ class ServerInfo:
 
     def _public_config(self) -> dict[str, object]:
         """Whether a secret is set may be known, its value and length may not."""
-        public = self._config.model_dump(mode="json")
+        public = public_dict(self._config)
         public.update({name: "set" for name, value in self._config if isinstance(value, SecretStr)})
         return public
 

@@ -10,7 +10,7 @@ it is granted, and each part ends in one `PartWritten` (`part_writer.py`). Of th
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,16 @@ MIB: Final = 1 << 20
 GONE: Final = "the decode server is gone"
 STALL_S: Final = 30.0
 """A sender that has work and makes no progress for this long is a problem to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkPlan:
+    """Where one link goes, before its sender has been started."""
+
+    link: Link
+    source: LocalPool
+    pools: PoolPair
+    route: KvRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,45 +317,46 @@ class ChunkWriter:
         """Plan the links to a decode server, and start a sender for each session they go to."""
         staged = {one.link: one for one in staged_links(hello, welcome) if one.link.source == self._rank}
         buffers = self._make_buffers(staged.values())
+        plans = list(self._plan_links(hello, welcome, {link: buffers[link.destination] for link in staged}))
         pairs: dict[KvRoute, list[PoolPair]] = {}
-        plans: list[tuple[Link, LocalPool, KvRoute, PoolPair]] = []
-        for kind, source in self._pools.items():
-            for link in pair_links(hello, welcome, kind):
-                if link.source != self._rank:
-                    continue
-                rank = hello.ranks[link.destination]
-                if link in staged:
-                    pools = buffers[link.destination].pair
-                else:
-                    pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
-                route = choose_route(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
-                pairs.setdefault(route, []).append(pools)
-                plans.append((link, source, route, pools))
+        for plan in plans:
+            pairs.setdefault(plan.route, []).append(plan.pools)
         senders = {route: self._start_sender(route, pools) for route, pools in pairs.items()}
         for transport, session in senders:
             log.info("KV of rank %d for decode %s goes to %s (%s)", self._rank, hello.instance, session, transport)
         writers: dict[int, PartWriter] = {}
         try:
-            for link, source, route, _ in plans:
-                if link in staged and link.destination not in writers:
-                    writers[link.destination] = self._start_part_writer(
-                        source, buffers[link.destination], senders[route], route
-                    )
+            for plan in plans:
+                rank = plan.link.destination
+                if plan.link in staged and rank not in writers:
+                    writers[rank] = self._start_part_writer(plan, buffers[rank], senders[plan.route])
         except BaseException:
             for writer in writers.values():
                 writer.close()
             for sender in senders.values():
                 sender.close()
             raise
-        return _Route(
-            len(hello.ranks),
-            tuple(senders.values()),
-            tuple(
-                _LinkRoute(link, source, pools, senders[route], _write_bytes(route), link in staged)
-                for link, source, route, pools in plans
-            ),
-            writers,
+        links = (
+            _LinkRoute(
+                plan.link, plan.source, plan.pools, senders[plan.route], _write_bytes(plan.route), plan.link in staged
+            )
+            for plan in plans
         )
+        return _Route(len(hello.ranks), tuple(senders.values()), tuple(links), writers)
+
+    def _plan_links(self, hello: Hello, welcome: Welcome, staged: Mapping[Link, StageBuffers]) -> Iterator[_LinkPlan]:
+        """Where this rank's KV goes: into pools of decode ranks or, for the links with buffers, into their rings."""
+        for kind, source in self._pools.items():
+            for link in pair_links(hello, welcome, kind):
+                if link.source != self._rank:
+                    continue
+                rank = hello.ranks[link.destination]
+                if link in staged:
+                    pools = staged[link].pair
+                else:
+                    pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
+                route = choose_route(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
+                yield _LinkPlan(link, source, pools, route)
 
     def _make_buffers(self, staged: Iterable[StagedLink]) -> dict[int, StageBuffers]:
         """Room to gather parts in, for each decode rank that they go to."""
@@ -362,17 +373,15 @@ class ChunkWriter:
         log.info("KV of rank %d is staged to decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
         return buffers
 
-    def _start_part_writer(
-        self, source: LocalPool, buffers: StageBuffers, sender: PeerSender, route: KvRoute
-    ) -> PartWriter:
-        assert source.data is not None, "buffers were made for it"
+    def _start_part_writer(self, plan: _LinkPlan, buffers: StageBuffers, sender: PeerSender) -> PartWriter:
+        assert plan.source.data is not None, "buffers were made for it"
         return PartWriter(
-            source.data,
-            source.layout,
+            plan.source.data,
+            plan.source.layout,
             buffers,
             sender,
             # Mooncake's TCP has several lanes, which a single write does not fill
-            write_bytes=MAX_WRITE_BYTES if route.transport == "tcp" else MAX_PART_BYTES,
+            write_bytes=MAX_WRITE_BYTES if plan.route.transport == "tcp" else MAX_PART_BYTES,
             on_written=self._on_part_written,
         )
 

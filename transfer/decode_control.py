@@ -31,6 +31,9 @@ _MONITORED = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
+HUNG_UP = (
+    "{} hangs up on this server, which has no cluster_key: it has one, or is not the control port of a prefill server"
+)
 ZMQ_RECONNECT_MS = 3_600_000
 MAX_ENDPOINTS = 1024
 """Endpoints may come with requests, so their number is bounded. One that is not connected gives way to a new one."""
@@ -270,15 +273,17 @@ class DecodeControl(Control):
 
     def _note_failed_handshake(self, place: _Endpoint, kind: int, value: int) -> None:
         """A prefill server with another key hangs up without a word, as does one that dies: only the second in a row
-        is called by its name.
+        is called by its name. Where we have no key it may as well be something else that hangs up, until more is known.
         """
         self._counts["authentication_failures"] += kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         place.failed_handshakes += 1
         certain = kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not certain:
             reason = f"{place.endpoint} is not the control port of a prefill server"
-        elif certain or place.failed_handshakes > 1:
+        elif certain or (self._keys is not None and place.failed_handshakes > 1):
             reason = AUTHENTICATION_FAILED
+        elif place.failed_handshakes > 1 and not place.refused:
+            reason = HUNG_UP.format(place.endpoint)
         else:
             return
         place.refused = True

@@ -13,12 +13,13 @@ import contextlib
 import enum
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final, NewType
 
 from ..configs.errors import StartupError
 from ..configs.schema import LOOPBACK_HOSTS
-from .mooncake_library import MooncakeEngine, Transport, create_engine
+from .mooncake_library import TCP_LANES, MooncakeEngine, Transport, create_engine
 from .mooncake_sockets import (
     PeerUnreachableError,
     Region,
@@ -37,6 +38,8 @@ WriteId = NewType("WriteId", int)
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
 CUT_AGAIN_S: Final = 0.2
+CONNECTING_S: Final = 1.0
+"""How long destroy() waits for connections that Mooncake is about to open."""
 
 
 class WriteState(enum.Enum):
@@ -119,7 +122,7 @@ class SendEngine:
                 f"decode {session} has not registered the pool it announced ({size_bytes} bytes at {address:#x}): "
                 "it is probably a new process at an old address"
             )
-        self._data_port = description.tcp_data_port
+        self._data_port = description.tcp_data_port if transport == "tcp" else None
         rdma = transport == "rdma"
         self._engine: MooncakeEngine | None = create_engine(
             host if rdma else "127.0.0.1", transport, devices=devices, gid_index=gid_index
@@ -177,14 +180,27 @@ class SendEngine:
         """End all writes. Afterwards no source memory is read any more, and nothing more leaves this machine; what has
         left it, or is in the peer's kernel, may still arrive.
 
-        Takes milliseconds, also with writes in flight to a hung peer. May be called twice.
+        Takes milliseconds, also with writes in flight to a hung peer; up to CONNECTING_S where such writes cannot be
+        connected. May be called twice.
         """
         if self._engine is not None:
             if self._data_port:
-                drop_unsent(self._data_port)
+                self._drop_unsent(self._data_port)
             wake_listener(self._port)
             self._engine = None
             self._in_flight.clear()
+
+    def _drop_unsent(self, data_port: int) -> None:
+        """Drop it on all connections, also on those that Mooncake opens only now: it would fill them, and close them in
+        its destructor like the others. While that runs no thread of ours does, so they have to be there before. Once
+        every write in flight has its connection, or all lanes are there, none is opened any more.
+        """
+        deadline = time.monotonic() + CONNECTING_S
+        while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _count_pending(self) -> int:
+        return sum(self.poll(write) is WriteState.PENDING for write in list(self._in_flight))
 
 
 def _cut_late_handshake(submitted: threading.Event, session: str) -> None:

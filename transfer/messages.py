@@ -9,6 +9,7 @@ History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
   2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
      `staging` to Rank, and the messages of the staged path.
+  3  KvDestination has `priority`, before `enable_hisparse`, which trails.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -34,7 +35,7 @@ from ..configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ..configs.schema import StagingSetting
 from .layout import KvLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 InstanceId = NewType("InstanceId", str)
 """A uuid made at process start. A restarted server is a new instance."""
@@ -131,7 +132,7 @@ class KvDestination(Message, frozen=True):
     them is in host memory; to prefill that makes no difference but in the transport.
     `timeout_s` is what is left of the request's deadline when the message is sent. `samples` first tokens are drawn,
     the i-th with seed + i. The last `output_tokens` of the ids are output already: a request that lost its KV on decode
-    is computed anew, and its "first" token is the next one.
+    is computed anew, and its "first" token is the next one. Of those that wait, the higher `priority` is served first.
     """
 
     key: TransferKey
@@ -145,6 +146,7 @@ class KvDestination(Message, frozen=True):
     samples: int = 1
     output_tokens: int = 0
     logprobs: LogprobParams | None = None
+    priority: int = 0
     enable_hisparse: bool = False
 
 

@@ -31,9 +31,12 @@ picks one transport per engine from its environment when the engine is initialis
 
 PROGRESS_TIMEOUT_S: Final = 5
 """After this long without progress Mooncake gives a connection up by itself; our own deadlines are shorter."""
+TCP_LANES: Final = 4
+"""Connections of a send engine to its peer. They are opened one after the other, as writes wait for one."""
 
 SETTINGS: Final = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # without it every write is a new connection, and ports run out
+    "MC_TCP_LANES_PER_PEER": str(TCP_LANES),
     "MC_TCP_SLICE_SIZE": str(256 << 10),
     # An overflow of these queues wedges an engine for good. We stay far below; the limits are raised all the same.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",

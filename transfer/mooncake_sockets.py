@@ -1,4 +1,5 @@
-"""What we do with Mooncake's TCP sockets from outside: ask an engine who it is, confine its listeners, wake it up.
+"""What we do with Mooncake's TCP sockets from outside: ask an engine who it is, confine and wake its listeners, cut
+and reset its connections.
 
 Every engine opens two listeners on all interfaces, without authentication: one for handshakes (its port is the engine's
 address, the *session*) and one for data. The handshake frame is `uint64 length, uint8 type, JSON`; type 1 asks for the
@@ -128,18 +129,22 @@ def cut_connections(session: str) -> int:
     return count
 
 
-def drop_unsent(data_port: int) -> None:
-    """Have the kernel forget what it has not delivered when this process closes its connections to `data_port`.
+def drop_unsent(data_port: int) -> int:
+    """Have the kernel forget what it has not delivered when this process closes its connections to `data_port`; returns
+    how many there are.
 
     Otherwise it goes on trying: what was written into a network that is down arrives when it is up again, a minute
     later, in memory that has another owner by then. The host is not looked at: its name may not resolve while the
     network is down, and what else has this port number is a connection of an engine to another host.
     """
+    count = 0
     with _own_sockets() as sockets:
         for sock in sockets:
             with suppress(OSError):  # not connected, or not any more
                 if sock.getpeername()[1] == data_port:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                    count += 1
+    return count
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pdserve.transfer.events import Event, MessageReceived
 from pdserve.transfer.messages import PROTOCOL_VERSION, Abort, AbortAck, Hello, InstanceId, KvDestination, Welcome
 from pdserve.transfer.prefill_control import PrefillControl
 from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
-from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.ports import free_port
 
 TOPK = 16
@@ -30,6 +30,10 @@ ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 """Of one token: 48 + 16 floats in each layer, and 32 for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """What all need at once. With no page more nothing is lent when all are there."""
+TWO_LENGTH, GROWTH_TOKENS = 416, 8
+"""Two prompts of that length fit into as many pages with their first growth, but not when one has come to its end."""
+TWO_BEGUN, TWO_ENDED = (-(-(TWO_LENGTH + tokens) // PAGE) for tokens in (GROWTH_TOKENS, NEW_TOKENS - 1))
+"""Pages of one of them."""
 
 PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
@@ -75,6 +79,9 @@ class Source(NamedTuple):
     expected: list[list[int]]
     continued: list[int]
     """What comes after the answer to the longest prompt."""
+    two: list[list[int]]
+    """Prompts of TWO_LENGTH tokens."""
+    expected_of_two: list[list[int]]
 
     def decode(self, *flags: str, spare: Server | None = None) -> Server:
         """A decode server, paired with the prefill server and with a spare one."""
@@ -99,7 +106,10 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
         continued = reference_greedy(reference, prompts[-1] + expected[-1], NEW_TOKENS)
-        yield Source(servers, case, model, prefill.wait_ready(), prompts, expected, continued)
+        two = [draw.choices(range(256), k=TWO_LENGTH) for _ in range(2)]
+        expected_of_two = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in two]
+        prefill.wait_ready()
+        yield Source(servers, case, model, prefill, prompts, expected, continued, two, expected_of_two)
 
 
 def ask_all(decode: Server, source: Source) -> list[list[int]]:
@@ -124,8 +134,8 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     """All at once: short and long ones, some resident at first, all of which shrink as the others come."""
     buffers = len(LENGTHS) * (hot_rows // PAGE + 1)
     tp, pp = layout
-    sizes = source.case.hisparse(hot_rows, buffers + 4, kv_tokens=ALL_PAGES * PAGE, pp=pp)
-    decode = source.decode(*sizes, "--tp", str(tp))
+    sizes = source.case.hisparse(hot_rows, max(buffers + 4, TWO_ENDED), kv_tokens=ALL_PAGES * PAGE, pp=pp)
+    decode = source.decode(*sizes, "--tp", str(tp), "--growth-tokens", str(GROWTH_TOKENS))
     assert ask_all(decode, source) == source.expected
     assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
     counters = decode.settled_info()["counters"]
@@ -134,6 +144,7 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     decode.check_clean()
     check_metrics(metrics(decode))
     check_conversation(decode, source)
+    check_retraction(decode, source)
     assert decode.stop() == 0
 
 
@@ -145,6 +156,18 @@ def check_conversation(decode: Server, source: Source) -> None:
     before = decode.count("prefix_tokens_reused")
     assert decode.generate(prompt + answer, NEW_TOKENS) == source.continued
     assert decode.count("prefix_tokens_reused") - before == len(prompt + answer[:-1]) // PAGE * PAGE
+    decode.check_clean()
+
+
+def check_retraction(decode: Server, source: Source) -> None:
+    """Of two that come together one has to give up its pages before either has ended. When the other has, it goes on:
+    resident, with a hot buffer in which there is nothing of its own.
+    """
+    assert 2 * TWO_BEGUN <= ALL_PAGES < TWO_BEGUN + TWO_ENDED
+    assert decode.count("retractions") == 0
+    answers = HTTP.post(f"{decode.url}/generate", json=body(source.two, NEW_TOKENS), timeout=60).raise_for_status()
+    assert [answer["output_ids"] for answer in answers.json()] == source.expected_of_two
+    assert decode.count("retractions") > 0
     decode.check_clean()
 
 

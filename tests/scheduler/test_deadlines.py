@@ -34,6 +34,17 @@ def submit(
     world.act()
 
 
+def work(world: World) -> None:
+    """Everybody does something, and no time passes."""
+    world.decode_turn()
+    world.rank_turn(eos=False)
+    for which in range(2):
+        world.deliver(which, up=False)
+        world.prefill_turn(which)
+        world.end_write(which, ok=True, late=False)
+        world.deliver(which, up=True)
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "after_s", "message"),
     [
@@ -58,12 +69,7 @@ def test_a_request_that_runs_too_long() -> None:
     world = World()
     submit(world, "r")
     while world.decode.running == 0:
-        world.decode_turn()
-        for which in range(2):
-            world.deliver(which, up=False)
-            world.prefill_turn(which)
-            world.end_write(which, ok=True, late=False)
-            world.deliver(which, up=True)
+        work(world)
     assert not turn_at(world, REQUEST_TIMEOUT_S - 0.01)
     (failed,) = turn_at(world, REQUEST_TIMEOUT_S)
     assert failed.message == "not finished within its deadline of 200 s (request_timeout_s)"
@@ -82,6 +88,31 @@ def test_no_memory() -> None:
     (failed,) = turn_at(world, QUEUE_TIMEOUT_S)
     assert (failed.rid, failed.status) == ("b", 503)
     assert failed.message == "no KV memory became free within 60 s (queue_timeout_s)"
+    world.finish()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("in_time", [False, True])
+def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, in_time: bool) -> None:
+    """Its client has tokens already. It makes no difference whether its KV was kept or is to be computed anew."""
+    world = World(retract_pages=12 if saved else 0, prefix_cache=False)
+    for rid in ("a", "b"):
+        submit(world, rid, tokens=20)
+        world.pass_time(0.001)
+    while not world.decode.counters["retractions"]:
+        work(world)
+    waits = world.decode.requests["b"]
+    assert waits.state.value == ("retracted" if saved else "queued")
+    assert waits.output_ids
+    assert not turn_at(world, REQUEST_TIMEOUT_S - 0.01), "longer than queue_timeout_s"
+    assert waits.state.value == ("retracted" if saved else "queued")
+    if in_time:
+        while world.decode.requests:
+            work(world)
+        assert not world.failures
+    else:
+        message = "not finished within its deadline of 200 s (request_timeout_s)"
+        assert [failed.message for failed in turn_at(world, REQUEST_TIMEOUT_S + 0.01)] == [message] * 2
     world.finish()
 
 

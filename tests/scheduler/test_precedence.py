@@ -9,7 +9,6 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.intake import MAX_OVERTAKES
 from pdserve.scheduler.lifecycle import State
 from pdserve.scheduler.request import Prompt, Request
-from pdserve.scheduler.retraction import Rates
 from tests.scheduler.world import ENDPOINTS, World
 
 
@@ -156,7 +155,8 @@ def test_kv_is_kept_while_nobody_is_there_to_compute_it_anew(servers: int) -> No
     world = World(retract_pages=24)
     requests = [ask(world, 6, 30) for _ in range(2)]
     work(world, lambda: world.decode.running == 2)
-    world.decode.retracted.rates = Rates(copied_pages_per_s=1.0, prefilled_tokens_per_s=1e6)
+    world.decode.retracted.rates.copied_pages.measured(1, 1.0)
+    world.decode.retracted.rates.prefilled_tokens.measured(10**6, 1.0)
     for _ in ENDPOINTS[servers:]:
         world.kill(1 if servers else 0)
     work(world, lambda: world.decode.counters["retractions"], servers=servers)

@@ -12,13 +12,17 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.effects import SendToPeer
+from pdserve.scheduler.effects import CancelChunks, SendToPeer
+from pdserve.scheduler.front import Stop
+from pdserve.scheduler.loop import LAST_WRITES_S
 from pdserve.scheduler.prefill import PrefillScheduler
 from pdserve.scheduler.prefill_limits import PrefillLimits
 from pdserve.scheduler.prefill_loop import PrefillLoop
-from pdserve.scheduler.rank_messages import OpenPeer, PeerRoutes
+from pdserve.scheduler.rank_messages import ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.step import StepResult
+from pdserve.transfer.chunks import ChunkWritten
 from pdserve.transfer.decode_control import DecodeControl
-from pdserve.transfer.events import Event, MessageReceived, PeerClosed, PeerUp
+from pdserve.transfer.events import Event, MessageReceived, PeerClosed, PeerLost, PeerUp
 from pdserve.transfer.layout import KvLayout, Plane
 from pdserve.transfer.messages import (
     PROTOCOL_VERSION,
@@ -144,6 +148,44 @@ def test_an_answer_that_finds_the_link_full_fails_its_transfer(
     assert isinstance(failed, TransferFailed)
     assert (failed.key, failed.retryable) == (KEY, True)
     assert "the limits are 65536 messages and 2000 B" in failed.reason
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["hang", "end"])
+def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: Engine, ends: bool) -> None:
+    """Decode would otherwise hear that a connection was closed, and keep the pages back for a while. Writes that do not
+    end are not waited for.
+    """
+    engine.ranks.busy_seconds.return_value = {}
+    wanted = KvDestination(KEY, "r", SamplingParams(), timeout_s=60.0)
+    prompt, indices = np.zeros(512, dtype=np.int32), np.zeros(32, dtype=np.int32)
+    engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
+    engine.turn()
+    engine.loop._turn()
+    engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
+    engine.turn()
+    ((order,), _) = engine.ranks.tell.call_args
+    assert isinstance(order, WriteChunk)
+
+    def rank(command: object) -> None:
+        """Writes that are cancelled end, or they do not."""
+        if command == CancelChunks(DECODE, KEY) and ends:
+            chunk = order.chunk
+            ended = ChunkWritten(DECODE, KEY, chunk.token_start, chunk.token_end, ok=False, reason="cancelled")
+            engine.inbox.put(ChunkReport(0, ended))
+
+    engine.ranks.tell.side_effect = rank
+    engine.inbox.put(Stop(drain_s=0.0))
+    began = time.monotonic()
+    engine.loop.run()
+    waited_s = time.monotonic() - began
+    engine.control.close()
+    heard: list[object] = []
+    while not isinstance(event := engine.heard.get(timeout=10), PeerLost):
+        heard += [event.message] if isinstance(event, MessageReceived) else []
+    reason = "the server was shut down before the request was done"
+    assert heard == ([TransferFailed(KEY, reason, retryable=True)] if ends else [])
+    assert ends or waited_s >= LAST_WRITES_S
+    engine.ranks.tell.assert_any_call(CancelChunks(DECODE, KEY))
 
 
 def test_what_a_rank_says_of_a_peer_that_is_gone_is_not_kept(engine: Engine) -> None:

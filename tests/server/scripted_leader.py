@@ -40,6 +40,8 @@ VOCAB_SIZE = 258
 EOS = 256
 CONTEXT_LENGTH = 512
 MAX_TOTAL_TOKENS = 400
+SUBMITTED = 2
+"""How many requests run, as the program says once it has been given one."""
 
 
 def make_ready(max_total_tokens: int = MAX_TOTAL_TOKENS) -> Ready:
@@ -57,12 +59,13 @@ def make_ready(max_total_tokens: int = MAX_TOTAL_TOKENS) -> Ready:
     return Ready(model=model, instance="i-1", page_size=16, num_pages=25, max_total_tokens=max_total_tokens)
 
 
-def make_status(loop_age_s: float = 0.0, problems: tuple[str, ...] = ()) -> Status:
+def make_status(loop_age_s: float = 0.0, problems: tuple[str, ...] = (), running: int = 1) -> Status:
     return Status(
         gauges={"kv_pages_free": 25.0, "running_requests": 0.0},
         counters={"transfer_bytes": 4096.0, "retractions_total": 2.0},
         peers=(PeerStatus(endpoint="127.0.0.1:8998", state="lost", detail="no heartbeat"),),
-        states={"RUNNING": 1, "QUEUED": 0},
+        states={"RUNNING": running, "QUEUED": 0},
+        taken_at=1_800_000_000.25,
         loop_age_s=loop_age_s,
         problems=problems,
     )
@@ -90,13 +93,13 @@ class ScriptedLeader:
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
 
     async def send(self, *messages: ToFront) -> None:
-        for message in messages:
-            await self.send_raw(msgspec.msgpack.encode([message]))
+        """At once, as a leader sends what one turn of its loop has brought."""
+        await self.send_raw(msgspec.msgpack.encode(messages))
 
     async def send_raw(self, payload: bytes) -> None:
         await self._socket.send(payload)
 
-    async def expect(self, kind: type[MessageT], within_s: float = 3.0) -> MessageT:
+    async def expect(self, kind: type[MessageT], within_s: float = 30.0) -> MessageT:
         """The next message, which must be of this kind."""
         async with asyncio.timeout(within_s):
             message = self._decoder.decode(await self._socket.recv())
@@ -139,6 +142,7 @@ def main(behaviour: str) -> None:
                 case Submit() if behaviour == "crash-on-submit":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case Submit():
+                    send(make_status(running=SUBMITTED))
                     time.sleep(0.5 if behaviour == "slow" else 0.0)
                     send(Tokens(message.rid, (104, 105)))
                     if behaviour != "deaf":

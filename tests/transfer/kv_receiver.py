@@ -69,7 +69,7 @@ class Receiver:
         """Let the process close its engine and end by itself; its exit code."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        return self._process.wait(timeout=10)
+        return self._process.wait(timeout=60)
 
     def stderr(self) -> str:
         self._stderr.seek(0)

@@ -64,7 +64,7 @@ class WriterProcess:
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()
-        return self._process.wait(timeout=10)
+        return self._process.wait(timeout=60)
 
     def _say(self, message: object) -> None:
         assert self._process.stdin is not None

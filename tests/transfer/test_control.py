@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer import session
 from pdserve.transfer.control import LAST_WORDS_S, Control
 from pdserve.transfer.curve import AUTHENTICATION_FAILED, ClusterKeys
-from pdserve.transfer.decode_control import DecodeControl
+from pdserve.transfer.decode_control import HUNG_UP, DecodeControl
 from pdserve.transfer.events import (
     Event,
     LoadReported,
@@ -207,10 +207,10 @@ class Cluster:
             client.connect(f"127.0.0.1:{port}")
         return client, recorder
 
-    def pair(self) -> tuple[PrefillControl, Recorder, DecodeControl, Recorder]:
+    def pair(self, timing: Timing = FAST) -> tuple[PrefillControl, Recorder, DecodeControl, Recorder]:
         """One prefill and one decode, paired on both sides."""
-        server, above = self.prefill()
-        client, below = self.decode("d1", server.port)
+        server, above = self.prefill(timing=timing)
+        client, below = self.decode("d1", server.port, timing=timing)
         above.wait(PeerUp)
         below.wait(PeerUp)
         return server, above, client, below
@@ -320,7 +320,7 @@ def test_endpoints_are_checked(cluster: Cluster) -> None:
 
 
 def test_messages_arrive_in_order_with_their_arrays(cluster: Cluster) -> None:
-    server, above, client, below = cluster.pair()
+    server, above, client, below = cluster.pair(Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0))
     count = 1000  # several windows
     for index in range(count):
         destination = KvDestination(key(index), f"r{index}", SamplingParams(), 1.0)
@@ -613,9 +613,7 @@ def test_a_refused_pair_forms_when_the_check_passes_later(cluster: Cluster, by: 
 
 
 @pytest.mark.parametrize(
-    ("above_key", "below_key"),
-    [("k" * 16, "w" * 16), ("k" * 16, None), (None, "k" * 16)],
-    ids=["wrong", "none on decode", "none on prefill"],
+    ("above_key", "below_key"), [("k" * 16, "w" * 16), (None, "k" * 16)], ids=["wrong", "none on prefill"]
 )
 def test_another_cluster_key_cannot_pair(cluster: Cluster, above_key: str | None, below_key: str | None) -> None:
     server, above = cluster.prefill(secret=above_key)
@@ -625,6 +623,39 @@ def test_another_cluster_key_cannot_pair(cluster: Cluster, above_key: str | None
     eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", AUTHENTICATION_FAILED))
     assert server.stats()["authentication_failures"] >= 1
     assert above.of(PeerUp) == below.of(PeerUp) == []
+
+
+def test_without_its_cluster_key_nobody_pairs(cluster: Cluster) -> None:
+    """Prefill hangs up, before or after it has said what it expects."""
+    server, above = cluster.prefill(secret="k" * 16)
+    client, below = cluster.decode("d1", server.port)
+    endpoint = f"127.0.0.1:{server.port}"
+    (refused,) = below.wait(PeerRefused)
+    assert refused.peer == endpoint
+    assert refused.reason in (AUTHENTICATION_FAILED, HUNG_UP.format(endpoint))
+    assert above.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
+    eventually(lambda: only_peer(client).state == "refused")
+    assert above.of(PeerUp) == below.of(PeerUp) == []
+
+
+def test_a_server_that_hangs_up_is_not_said_to_have_another_key_where_we_have_none(cluster: Cluster) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as server:
+        hangs_up = threading.Thread(target=hang_up_on_all, args=(server,), daemon=True)
+        hangs_up.start()
+        port = server.getsockname()[1]
+        client, below = cluster.decode("d1", port)
+        (refused,) = below.wait(PeerRefused)
+        assert refused == PeerRefused(f"127.0.0.1:{port}", HUNG_UP.format(f"127.0.0.1:{port}"))
+        eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", refused.reason))
+        client.close()
+        server.shutdown(sockets.SHUT_RDWR)
+        hangs_up.join()
+
+
+def hang_up_on_all(server: sockets.socket) -> None:
+    with suppress(OSError):  # until it is shut down
+        while True:
+            server.accept()[0].close()
 
 
 def test_the_same_cluster_key_pairs(cluster: Cluster) -> None:
@@ -852,13 +883,19 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
 ) -> None:
     process, port = prefill_process
     client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=10)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     process.signal(signal.SIGSTOP)
     client.send(InstanceId("p1"), Abort(key(1), "nobody hears it"))
     before = time.monotonic()
     client.close()
     assert LAST_WORDS_S <= time.monotonic() - before < LAST_WORDS_S + 0.5
     assert f"closed before these peers had acknowledged so many messages: {{'127.0.0.1:{port} (p1)': 1}}" in caplog.text
+
+
+START_TIMEOUT_S = 60.0
+"""Of another process, which has to import everything first."""
+NOTICED_S = DEFAULT.peer_timeout_s + 1.0
+"""Silence is noticed by then, also by a thread that gets little time of a busy machine."""
 
 
 class OtherProcess:
@@ -905,15 +942,15 @@ def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_
 ) -> None:
     process, port = prefill_process
     client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=10)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     client.send(InstanceId("p1"), Abort(key(0), "running"))
     below.wait(MessageReceived)
     process.signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
     client.send(InstanceId("p1"), Abort(key(1), "sent before it was found lost"))
     (lost,) = below.wait(PeerLost, timeout_s=3)
-    assert time.monotonic() - stopped_at < 2.0
-    assert "no heartbeat for 1." in lost.reason
+    assert time.monotonic() - stopped_at < NOTICED_S
+    assert "no heartbeat for " in lost.reason
     eventually(lambda: only_peer(client).state == "lost")
     client.send(InstanceId("p1"), Abort(key(2), "sent while it was lost"))
     time.sleep(1.0)
@@ -937,7 +974,7 @@ def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_
 def test_a_killed_prefill_is_lost_and_closed(cluster: Cluster, prefill_process: tuple[OtherProcess, int]) -> None:
     process, port = prefill_process
     client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=10)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     process.signal(signal.SIGKILL)
     killed_at = time.monotonic()
     below.wait(PeerClosed, timeout_s=3)
@@ -953,11 +990,11 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
     server, above = cluster.prefill(timing=DEFAULT)
     process = OtherProcess("decode", server.port, "d1")
     try:
-        above.wait(PeerUp, timeout_s=10)
+        above.wait(PeerUp, timeout_s=START_TIMEOUT_S)
         process.signal(signal.SIGSTOP)
         stopped_at = time.monotonic()
         above.wait(PeerLost, timeout_s=3)
-        assert time.monotonic() - stopped_at < 2.0
+        assert time.monotonic() - stopped_at < NOTICED_S
         server.send(InstanceId("d1"), AbortAck(key(1)))
         time.sleep(0.5)
         assert above.life("d1") == ["PeerUp", "PeerLost"]

@@ -14,7 +14,8 @@ import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
-from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine
+from pdserve.transfer.mooncake_library import TCP_LANES
+from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine, drop_unsent
 from tests.transfer.kv_receiver import REPOSITORY, Receiver
 
 POOL_BYTES = 32 << 20
@@ -195,12 +196,31 @@ def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) ->
     while not any(unsent_bytes(data_port)):
         assert time.monotonic() < deadline, "the peer takes everything"
         time.sleep(0.01)
-    time.sleep(0.5)  # until all writes have their connections
     engine.destroy()
     deadline = time.monotonic() + 2
     while unsent_bytes(data_port):  # the kernel would keep them for minutes
         assert time.monotonic() < deadline, "they would arrive when the peer goes on"
         time.sleep(0.01)
+
+
+def test_destroying_does_not_miss_connections_that_are_being_opened(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def drop(data_port: int) -> int:
+        found.append(drop_unsent(data_port))
+        return found[-1]
+
+    monkeypatch.setattr("pdserve.transfer.engine.drop_unsent", drop)
+    source = np.ones(16 << 20, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
+    receiver.stop()
+    for _ in range(TCP_LANES + 1):  # the first has a connection, the others are about to get one
+        assert engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) is not None
+    engine.destroy()
+    assert found[-1] == TCP_LANES
 
 
 def test_mooncake_is_silent_even_when_everything_fails() -> None:

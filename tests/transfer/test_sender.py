@@ -241,19 +241,6 @@ def test_a_peer_stopped_in_the_middle_never_sees_reused_source_memory(harness: H
     assert (pool[: 32 * MIB] == np.resize(original, 32 * MIB)).all()
 
 
-def test_a_job_that_exceeds_its_own_time_fails(harness: Harness) -> None:
-    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
-    assert harness.result().ok
-    harness.receiver.stop()
-    started = time.monotonic()
-    harness.sender.submit(SendJob(key(2), fill(4096, 8192), timeout_s=0.3))
-    result = harness.result()
-    assert 0.3 <= time.monotonic() - started < 1.2
-    assert result.late_writes
-    assert result.reason is not None
-    assert "took longer than 0.3 s" in result.reason
-
-
 def test_a_peer_restarted_elsewhere_works_with_a_new_sender(harness: Harness) -> None:
     harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
     assert harness.result().ok

@@ -50,7 +50,16 @@ PART = StagePart(RING.epoch, KEY, 3, 1, StageBlock(0, 30, 2, 3), 512, 700)
 HELLO = Hello(PROTOCOL_VERSION, InstanceId("d1"), "fp", "smollm2", RANKS, enable_hisparse=True)
 WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("p1"), "fp", "smollm2", STAGING_RANKS, enable_hisparse=True)
 DESTINATION = KvDestination(
-    KEY, "rid", SamplingParams(max_new_tokens=3, stop_token_ids=(2,)), 9.5, "token", 4, 17, True, enable_hisparse=True
+    KEY,
+    "rid",
+    SamplingParams(max_new_tokens=3, stop_token_ids=(2,)),
+    9.5,
+    "token",
+    4,
+    17,
+    True,
+    priority=-3,
+    enable_hisparse=True,
 )
 EVERY_MESSAGE: list[AnyMessage] = [
     HELLO,

@@ -1,0 +1,99 @@
+"""Copy or compute anew: decided by what was measured lately, and not by the last measurement alone."""
+
+import queue
+from unittest.mock import Mock
+
+import pytest
+
+from pdserve.memory.index_spaces import KvPage
+from pdserve.scheduler.decode_loop import DecodeLoop
+from pdserve.scheduler.effects import SavePages
+from pdserve.scheduler.rank_messages import OrderDone
+from pdserve.scheduler.rates import SAMPLES, Rate, Rates
+from tests.scheduler.world import World
+
+
+def rate(*samples: tuple[int, float]) -> Rate:
+    measured = Rate()
+    for units, seconds in samples:
+        measured.measured(units, seconds)
+    return measured
+
+
+@pytest.mark.parametrize("seconds", [0.001, 10.0], ids=["fast", "slow"])
+@pytest.mark.parametrize("when", [0, 2, 4])
+def test_one_outlier_does_not_decide(seconds: float, when: int) -> None:
+    samples = [(1000, 0.1 + 0.001 * number) for number in range(4)]
+    samples.insert(when, (1000, seconds))
+    found = rate(*samples).per_s
+    assert found is not None
+    assert 1000 / 0.103 <= found <= 1000 / 0.1
+
+
+def test_short_ones_do_not_outvote_a_long_one() -> None:
+    """To begin takes 50 ms: a prompt that was almost wholly cached says nothing of how fast a long one is."""
+    assert rate((8000, 1.0), *[(16, 0.05)] * 8).per_s == 8000
+
+
+def test_what_has_changed_for_good_is_followed() -> None:
+    measured = rate(*[(100, 1.0)] * SAMPLES)
+    for _ in range(SAMPLES // 2 + 1):
+        measured.measured(100, 0.1)
+    assert measured.per_s == 1000
+    for _ in range(SAMPLES // 2):
+        measured.measured(100, 4.0)
+    assert measured.per_s == 25, "the slower half counts, and the oldest are forgotten"
+
+
+def test_nothing_is_known_of_what_was_nothing_or_took_no_time() -> None:
+    assert rate().per_s is None
+    assert rate((0, 1.0), (5, 0.0)).per_s is None
+
+
+def test_kv_is_copied_unless_computing_is_known_to_be_cheaper() -> None:
+    """Ten pages go out and come back, or 160 tokens are computed."""
+    rates = Rates()
+    assert rates.copy_is_cheaper(10, 160)
+    rates.copied_pages.measured(10, 1.0)
+    assert rates.copy_is_cheaper(10, 160), "two seconds, but of prefill nothing is known"
+    rates.prefilled_tokens.measured(160, 1.9)
+    assert not rates.copy_is_cheaper(10, 160)
+    rates.prefilled_tokens.measured(1000, 1000 / 160 * 2.1)
+    assert rates.copy_is_cheaper(10, 160)
+
+
+def test_what_prefill_computed_is_measured_and_not_what_it_had() -> None:
+    world = World(prefix_cache=False)
+    world.kill(1)
+    for tokens in (9, 19):
+        world.submit(tokens, 0, 1, 1, None, 0)
+        while world.decode.requests:
+            world.decode_turn()
+            world.deliver(0, up=False)
+            world.prefill_turn(0)
+            world.end_write(0, ok=True, late=False)
+            world.deliver(0, up=True)
+            world.pass_time(0.01)
+    done = list(world.decode.retracted.rates.prefilled_tokens._samples)
+    assert [tokens for _, tokens in done] == [9, 11], "four pages of the second were there"
+    world.finish()
+
+
+def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
+    scheduler = World().decode
+    loop = DecodeLoop(
+        scheduler,
+        Mock(),
+        queue.SimpleQueue(),
+        ranks=Mock(),
+        world_size=2,
+        control=Mock(),
+        hello=Mock(),
+        verify_kv=False,
+    )
+    order = scheduler.orders.next()
+    loop._perform(SavePages(order, "r", (KvPage(1), KvPage(2), KvPage(3))))
+    loop._handle(OrderDone(1, order, 0.25), 0.0)
+    assert scheduler.retracted.rates.copied_pages.per_s is None
+    loop._handle(OrderDone(0, order, 0.5), 0.0)
+    assert scheduler.retracted.rates.copied_pages.per_s == 6

@@ -91,11 +91,12 @@ system:
 
 $(PYTHON_STAMP):
 	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
+	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then break; fi
 	    python=""
 	done
 	if [[ -z $$python ]]; then
-	    echo "make: pdserve needs Python 3.11 or newer; found $$(python3 --version 2>&1). Install one, or give PYTHON=/path/to/python" >&2
+	    echo "make: pdserve needs Python 3.11, 3.12 or 3.13, for which there are Mooncake wheels; found" \
+	        "$$($(or $(PYTHON),python3) --version 2>&1). Install one, or give PYTHON=/path/to/python" >&2
 	    exit 1
 	fi
 	echo "make: creating .venv with $$($$python --version)"

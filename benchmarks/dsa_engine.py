@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
@@ -168,13 +169,13 @@ class Engine:
 def fill_pool(pool: KvPool) -> None:
     """With noise; from the GPU, wherever the pool is: that is the faster source of random numbers."""
     for start in range(0, pool.num_pages, pool.pages_per_chunk):
-        for page in pool.data[start : start + pool.pages_per_chunk].split(64):
-            page.copy_(torch.randn(page.shape, dtype=page.dtype, device=DEVICE))
+        for pages in torch.split(pool.data[start : start + pool.pages_per_chunk], 64):
+            pages.copy_(torch.randn(pages.shape, dtype=pages.dtype, device=DEVICE))
 
 
 def following(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
     """The next step of the same sequences, with the same tokens once more."""
-    return [dataclasses.replace(piece, start=piece.start + 1) for piece in slices]
+    return [msgspec.structs.replace(piece, start=piece.start + 1) for piece in slices]
 
 
 def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:

@@ -115,7 +115,7 @@ class Load:
 
     def usage(self) -> dict[str, dict[str, float]]:
         """What each server has done and used so far: its counters, and the CPU time of its processes."""
-        found = {}
+        found: dict[str, dict[str, float]] = {}
         for config in self._pair.config:
             time.sleep(0.6)  # counters are published a few times a second
             info = httpx.get(f"{base_url(config)}/server_info", timeout=5).json()

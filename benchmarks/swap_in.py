@@ -40,7 +40,7 @@ SGLANG_US = {
 }  # fmt: skip
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, BLOCK)
@@ -50,14 +50,14 @@ def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  
 
 def timed_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """GPU time of what `run` enqueues, its launches hidden behind other work."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)  # half a millisecond
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # half a millisecond
     before()
     start.record()
     run()
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end)
+    return 1e3 * float(start.elapsed_time(end))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Pools:
     def allocate(cls, requests: int, row_bytes: int) -> "Pools":
         pages = requests * CONTEXT // PAGE_SIZE
         host = torch.empty(pages, PAGE_SIZE, row_bytes, dtype=torch.uint8, pin_memory=True)
-        for part in host.split(4096):
+        for part in torch.split(host, 4096):
             part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=DEVICE))
         order = torch.randperm(pages, device=DEVICE, dtype=torch.int32)
         hot_pages = requests * buffer_pages(HOT_ROWS, PAGE_SIZE)

@@ -1,6 +1,8 @@
-"""Python's garbage collector in a process that serves."""
+"""Python's garbage collector in a process whose pauses somebody would notice."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def keep_for_good() -> None:
@@ -11,3 +13,13 @@ def keep_for_good() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def kept_for_now() -> Iterator[None]:
+    """The same until the block ends, for a process that goes on with something else."""
+    keep_for_good()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

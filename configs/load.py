@@ -6,7 +6,7 @@ becomes a `StartupError` with one line per problem that names the field, the lim
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -43,6 +43,17 @@ _WORDING = {
     "string_type": "must be text",
     "tuple_type": "must be a list",
 }
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML's own would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, key in enumerate(keys):
+            if key.value in (earlier.value for earlier in keys[:index]):
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(
@@ -95,7 +106,7 @@ def find_config_file(name: str) -> Path:
 def read_config_file(file: Path) -> dict[str, object]:
     """The top-level mapping of a YAML file, keys unchecked; an empty file is an empty mapping."""
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
         raise StartupError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -36,6 +36,10 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+NEUTRAL_SAMPLING = SamplingParams()
+"""The model's own distribution, as OpenAI's API has it by default."""
+
+
 class LogprobParams(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities that a request wants: `top` alternatives per token; of the prompt, tokens from `start` on.
 

@@ -34,7 +34,7 @@ StagingSetting = Literal["auto", "on", "off"]
 class ServerConfig(BaseModel):
     """What prefill and decode servers have in common."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, allow_inf_nan=False)
 
     model: str = Field("smollm2", description="'smollm2' (embedded), a Hugging Face model directory or a .gguf file")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own")
@@ -112,6 +112,9 @@ class ServerConfig(BaseModel):
         120.0, gt=0, description="/health turns 503 when a loop makes no progress for this long"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_requests: bool = Field(
+        False, description="log a line for every request that ends or is refused: tokens and times, never text"
+    )
 
     @model_validator(mode="after")
     def _ranks(self) -> "ServerConfig":
@@ -206,6 +209,11 @@ class DecodeConfig(ServerConfig):
     )
     max_running_requests: int = Field(32, ge=1, le=4096, description="requests in one decode batch")
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="temperature, top_p, top_k, min_p and repetition_penalty where a request does not say: those of "
+        "the model's generation_config.json, or OpenAI's",
+    )
     cuda_graphs: bool = Field(True, description="on CUDA, run decode steps as CUDA graphs")
     enable_hisparse: bool = Field(
         False, description="KV of sparse-attention models in host memory, a small hot buffer per request on the GPU"
@@ -226,7 +234,7 @@ class DecodeConfig(ServerConfig):
         128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"
     )
     retract_memory_gib: float = Field(4.0, ge=0, description="host memory for the KV of retracted requests")
-    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for KV memory")
+    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for KV memory before a request begins")
     prefill_wait_s: float = Field(
         3.0, gt=0, description="longest wait while no prefill server is paired, at arrival and after one was lost"
     )
@@ -235,6 +243,16 @@ class DecodeConfig(ServerConfig):
     quarantine_s: float = Field(
         6.0, ge=0, description="pages of a broken transfer rest this long; above Mooncake's own progress timeout (5 s)"
     )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "DecodeConfig":
+        if ":" in self.public_host or self.public_host in ("", "*", "0.0.0.0"):
+            field = "host" if self.advertise_host is None else "advertise_host"
+            raise ValueError(
+                f"{field} {self.public_host!r} is not where peers can send KV: set advertise_host to the IPv4 address "
+                "or the name of this machine"
+            )
+        return self
 
     @property
     def allowed_bootstrap_hosts(self) -> frozenset[str] | None:

@@ -3,7 +3,7 @@
 NVRTC and the driver are reached through cuda-core: no nvcc and no headers on the serving host. A kernel is compiled
 once per process, device and set of constants (about 0.1 s), for the architecture of that device. A launch allocates
 nothing and waits for nothing, so a CUDA graph captures it like any other. Kernels take pointers and 64-bit integers
-only: a Python int has one width on the way.
+only: a Python int has one width on the way. Of a bool, which has another, the kernel would read too much.
 """
 
 import functools

@@ -50,7 +50,7 @@ def launch_swap_in(
     }
     host_address = device_address(host)
     in_words = (host_address, *host.stride()[:2], hot.data_ptr(), *hot.stride()[:2], row_bytes)
-    early = row_bytes <= MAX_EARLY_ROW_BYTES and all(number % 16 == 0 for number in in_words)
+    fetch_early = int(row_bytes <= MAX_EARLY_ROW_BYTES and all(number % 16 == 0 for number in in_words))
     load_kernel("swap_in.cu", "swap_in", hot.device, tuple(constants.items()), shared_bytes).launch(
         top_k.data_ptr(),
         top_k.stride(0),
@@ -80,7 +80,7 @@ def launch_swap_in(
         hot.data_ptr(),
         hot.stride(0),
         hot.stride(1),
-        early,
+        fetch_early,
         blocks=batch + copy_blocks(hot.device),
         threads=threads,
         shared_bytes=shared_bytes,

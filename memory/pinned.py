@@ -6,6 +6,7 @@ takes long, and one that fails says how far it got. Kernels may read across the 
 plain memory, so that everything above works on any machine.
 """
 
+import contextlib
 import logging
 import math
 import mmap
@@ -86,7 +87,8 @@ class _LockedMemory(mmap.mmap):
     def __init__(self, _size_bytes: int) -> None:
         self.locked_chunks: list[int] = []
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel that has no large pages
+                self.madvise(mmap.MADV_HUGEPAGE)
             self.madvise(mmap.MADV_DONTFORK)  # a child would share it, and writes would go to copies
 
     def unlock(self) -> None:

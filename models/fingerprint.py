@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -47,18 +48,25 @@ def _gguf_records(path: Path) -> Iterator[TensorRecord]:
 
 def _safetensors_records(directory: Path) -> Iterator[TensorRecord]:
     for path in safetensors_files(directory):
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise StartupError(f"model {path}: not a safetensors file (a header of {header_bytes} bytes)")
-            try:
-                header = json.loads(file.read(header_bytes))
-            except ValueError as error:
-                raise StartupError(f"model {path}: the safetensors header is damaged: {error}") from error
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = entry["data_offsets"]
-                middle = (start + end) // 2
-                file.seek(8 + header_bytes + middle)
-                yield name, entry["shape"], entry["dtype"], file.read(min(_SAMPLE_BYTES, end - middle))
+        try:
+            with path.open("rb") as file:
+                yield from _file_records(path, file)
+        except OSError as error:
+            raise StartupError(f"model {path}: cannot be read: {error.strerror}") from None
+
+
+def _file_records(path: Path, file: BinaryIO) -> Iterator[TensorRecord]:
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise StartupError(f"model {path}: not a safetensors file (a header of {header_bytes} bytes)")
+    try:
+        header = json.loads(file.read(header_bytes))
+    except ValueError as error:
+        raise StartupError(f"model {path}: the safetensors header is damaged: {error}") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        middle = (start + end) // 2
+        file.seek(8 + header_bytes + middle)
+        yield name, entry["shape"], entry["dtype"], file.read(min(_SAMPLE_BYTES, end - middle))

@@ -145,7 +145,7 @@ class Leader:
                 return self._inbox.get(timeout=MISSING_RANKS_S)
             except queue.Empty:
                 missing = [rank for rank in range(self._config.world_size) if rank not in ready]
-                log.info("waiting for ranks that load, or were not started yet: %s", ", ".join(map(str, missing)))
+                log.info("still loading, or not started yet: ranks %s", ", ".join(map(str, missing)))
 
     @property
     def _places(self) -> tuple[Rank, ...]:

@@ -1,4 +1,4 @@
-"""The HTTP application of one server: routes, authentication and error answers.
+"""The HTTP application of one server: its routes and their authentication. Errors: server/error_answers.py.
 
 A decode server generates; a prefill server has the same routes, but its generation routes only observe the transfer
 that a decode server asked for (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
@@ -7,25 +7,22 @@ that a decode server asked for (`bootstrap_room`). With an API key every route n
 
 import asyncio
 import hmac
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ..configs.errors import RequestError, UnauthorizedError
-from ..configs.sampling import SamplingParams
+from ..configs.errors import UnauthorizedError
+from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ..configs.schema import AnyServerConfig
 from ..scheduler.front import Failed, Observe, Submit
+from .error_answers import ErrorAnswers
 from .exchange import GenerationResponse, Rendering, read_body
 from .fields import FieldError, Fields, decode_object, shown
 from .generate import GenerateCall, parse_generate, parse_observe
 from .generate_reply import GenerateRendering
-from .http_errors import EngineError, error_response, response_for
 from .info import ServerInfo, package_version
 from .leader_client import LeaderClient
 from .limits import Limits
@@ -38,61 +35,50 @@ from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, new_rid
 from .tokenize_api import detokenize, tokenize
 from .tokenizer import Tokenizer
 
-log = logging.getLogger("pdserve.front")
-
 # Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
 INLINE_BODY_BYTES = 16 << 10
 HEALTH_GENERATE_TIMEOUT_S = 20.0
-OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
-HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 ParsedT = TypeVar("ParsedT")
 
 
-def create_app(config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClient, metrics: Metrics) -> FastAPI:
+class ModelNotFoundError(FieldError):
+    status = 404
+    code = "model_not_found"
+
+
+def create_app(
+    config: AnyServerConfig,
+    tokenizer: Tokenizer,
+    leader: LeaderClient,
+    metrics: Metrics,
+    default_sampling: SamplingParams = NEUTRAL_SAMPLING,
+) -> FastAPI:
     """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
-    app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = Routes(config, tokenizer, leader, metrics)
+    app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
-
-    async def on_request_error(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        if not isinstance(error, EngineError):
-            metrics.request_refused(error.code)
-        return response_for(error)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = HTTP_ERROR_CODES.get(error.status_code, "http_error")
-        path = request.url.path
-        hint = f"; did you mean /v1{path}?" if f"/v1{path}" in OPENAI_PATHS else ""  # a base URL without its /v1
-        response = error_response(error.status_code, code, f"{error.detail}: {request.method} {path}{hint}")
-        response.headers.update(error.headers or {})  # Allow, with 405
-        return response
-
-    async def on_disconnect(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=499)  # never sent: the client left before its body was complete
-
-    async def on_defect(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(500, "internal", "internal error; the server's log has the details")
-
-    app.add_exception_handler(RequestError, on_request_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientDisconnect, on_disconnect)
-    app.add_exception_handler(Exception, on_defect)
+    ErrorAnswers(metrics, log_requests=config.log_requests).install(app)
     return app
 
 
 class Routes:
     """The handlers of one server."""
 
-    def __init__(self, config: AnyServerConfig, tokenizer: Tokenizer, leader: LeaderClient, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        tokenizer: Tokenizer,
+        leader: LeaderClient,
+        metrics: Metrics,
+        default_sampling: SamplingParams = NEUTRAL_SAMPLING,
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._leader = leader
         self._metrics = metrics
+        self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
 
     def public(self) -> APIRouter:
@@ -194,8 +180,9 @@ class Routes:
         self._leader.check_available()
         assert self._leader.ready is not None
         if model != self._info.model_name:
-            message = f"model {shown(model)} is not served here; this server has {shown(self._info.model_name)}"
-            return error_response(404, "model_not_found", message, param="model")
+            raise ModelNotFoundError(
+                "model", f"{shown(model)} is not served here; this server has {shown(self._info.model_name)}"
+            )
         return json_response(self._info.model_card(self._leader.ready))
 
     async def load(self) -> Response:
@@ -263,7 +250,7 @@ class Routes:
     def _limits(self) -> Limits:
         ready = self._leader.ready
         assert ready is not None, "routes check that the leader is ready before they parse"
-        return Limits.of(self._config, ready)
+        return Limits.of(self._config, ready, self._default_sampling)
 
     def _respond(self, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
         messages = [prompt.submit() for prompt in call.prompts]

@@ -9,7 +9,6 @@ bench_plot.py      the picture
 """
 
 import asyncio
-import gc
 import random
 import shlex
 import time
@@ -24,6 +23,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..configs.collector import kept_for_now
 from ..configs.errors import StartupError
 from .bench_client import BenchClient, RequestRecord
 from .bench_options import BenchOptions
@@ -66,7 +66,7 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
     run = _Run(client, options)
     started_at = datetime.now(UTC)
     try:
-        with _quiet_collector(), _progress(screen, run):
+        with kept_for_now(), _progress(screen, run):  # prompts of a long run are millions of objects
             await run.carry_out(workload)
     finally:
         client.close()
@@ -179,17 +179,6 @@ def _limits(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> Mo
         special_token_ids=frozenset(model_info["eos_token_ids"]),
         max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
     )
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector off what exists already: prompts of a long run are millions of objects."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

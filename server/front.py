@@ -4,14 +4,13 @@
     first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 when it had to be
                             killed)
     second signal        -> everything ends now
-    leader dies          -> every open request 503 -> HTTP closes -> exit 1
+    leader dies          -> every open request 503 -> HTTP closes -> exit 1; 2 when it said that it cannot start
 
 No torch in this process: it starts in a fraction of a second and stays small.
 """
 
 import asyncio
 import contextlib
-import errno
 import logging
 import resource
 import signal
@@ -24,13 +23,16 @@ import uvloop
 from ..configs.collector import keep_for_good
 from ..configs.errors import StartupError
 from ..configs.logs import configure_logging
-from ..configs.schema import AnyServerConfig
+from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
+from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..models.catalog import locate_model
 from .app import create_app
+from .default_sampling import read_default_sampling
 from .http_protocol import PatientHttpProtocol
 from .leader_client import LeaderClient
 from .leader_process import LEADER_COMMAND, LeaderProcess
 from .metrics import Metrics
+from .ports import check_port, listen_on
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("pdserve.front")
@@ -46,15 +48,21 @@ EXIT_S = 2.0
 CUDA_EXIT_S = 12.0
 """The same on GPUs, which ranks may take ten seconds to leave (scheduler/ranks.py)."""
 STARTUP_EXIT_S = 2.0
+"""Between the two when the leader cannot start: its saying so, and its end."""
 
 
 def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
     """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
     configure_logging(config.log_level, config.role)
     raise_open_files_limit()
-    with bind_http_socket(config.host, config.port) as http_socket:
-        tokenizer = load_tokenizer(locate_model(config.model, config.load_format))
-        return uvloop.run(Front(config, tokenizer, leader_command).serve(http_socket))
+    if isinstance(config, PrefillConfig):
+        check_port(config.host, config.bootstrap_port, "--bootstrap-port")  # which the leader binds, minutes from now
+    with listen_on(config.host, config.port, "--port") as http_socket:
+        source = locate_model(config.model, config.load_format)
+        sampling = NEUTRAL_SAMPLING
+        if isinstance(config, DecodeConfig) and config.sampling_defaults == "model":
+            sampling = read_default_sampling(source)
+        return uvloop.run(Front(config, load_tokenizer(source), sampling, leader_command).serve(http_socket))
 
 
 def raise_open_files_limit() -> None:
@@ -63,25 +71,6 @@ def raise_open_files_limit() -> None:
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind_http_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; raises StartupError with what to change."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise StartupError(f"host {host} is not an address of this machine: {error.strerror}") from None
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-        bound.listen()  # now, so that a second server on this port fails here and not later
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise StartupError(f"cannot bind port {port} on {host}: {error.strerror}") from None
-    return bound
 
 
 class HttpServer(uvicorn.Server):
@@ -95,9 +84,16 @@ class HttpServer(uvicorn.Server):
 class Front:
     """One run of a server: the leader process, its client and the HTTP server, started and ended in order."""
 
-    def __init__(self, config: AnyServerConfig, tokenizer: Tokenizer, leader_command: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        tokenizer: Tokenizer,
+        default_sampling: SamplingParams,
+        leader_command: Sequence[str],
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._default_sampling = default_sampling
         self._leader_command = leader_command
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
@@ -107,7 +103,7 @@ class Front:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         metrics = Metrics()
-        client = LeaderClient(metrics)
+        client = LeaderClient(metrics, log_requests=self._config.log_requests)
         metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
         process: LeaderProcess | None = None
         http = self._http_server(client, metrics)
@@ -135,7 +131,7 @@ class Front:
                 loop.remove_signal_handler(number)
 
     def _http_server(self, client: LeaderClient, metrics: Metrics) -> HttpServer:
-        app = create_app(self._config, self._tokenizer, client, metrics)
+        app = create_app(self._config, self._tokenizer, client, metrics, self._default_sampling)
         return HttpServer(
             uvicorn.Config(
                 app,
@@ -158,9 +154,8 @@ class Front:
         starting = asyncio.create_task(client.wait_ready())
         try:
             await asyncio.wait({died, signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
-            if died.done() and not starting.done():
-                await self._take_last_messages(client, process)
-                await asyncio.wait({starting})
+            if died.done():
+                await asyncio.wait({starting}, timeout=STARTUP_EXIT_S)  # why it cannot start may be on its way
             if starting.done():
                 ready = starting.result()  # raises StartupError when the leader said so
                 keep_for_good()
@@ -168,6 +163,9 @@ class Front:
                 await asyncio.wait({died, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if signalled.done():
                 return await self._drain(client, process, signalled.result())
+            if not starting.done():
+                log.error("leader %s while it was starting; its log is above", process.describe_exit())
+                return EXIT_UNCLEAN
             await self._take_last_messages(client, process)
             log.error("leader %s; every open request has failed and the server exits", process.describe_exit())
             return EXIT_UNCLEAN

@@ -39,6 +39,7 @@ from ..scheduler.front import (
     ToLeader,
 )
 from .metrics import Metrics
+from .request_log import end_line
 
 log = logging.getLogger("pdserve.front")
 
@@ -137,8 +138,9 @@ class Inbox:
 class LeaderClient:
     """Owns the PAIR socket and its directory. All methods run on the event loop that created it."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, log_requests: bool = False) -> None:
         self._metrics = metrics
+        self._log_requests = log_requests
         self._directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
         self.address = f"ipc://{self._directory}/leader"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -199,7 +201,7 @@ class LeaderClient:
             loop.remove_reader(self._socket.fileno())
 
     async def wait_ready(self) -> Ready:
-        """The leader's introduction; raises StartupError when it cannot start."""
+        """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
         return await asyncio.shield(self._started)
 
     def open(self, messages: Iterable[Submit | Observe], group: str | None = None) -> Inbox:
@@ -284,8 +286,6 @@ class LeaderClient:
         """The leader has gone: end every open request with 503, now and for whoever comes later."""
         if self._end_reason is None:
             self._end_reason = reason
-        if not self._started.done():
-            self._set_startup_error(f"the engine process ended while starting: {reason}; its log is above")
         for rid in list(self._open):
             self._dispatch(_gone(rid, f"leader dead: {reason}"))
 
@@ -361,12 +361,15 @@ class LeaderClient:
             case InputLogprobs():
                 pass
             case Finished() | Failed():
+                elapsed_s = now - entry.opened_at
                 if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
                     log.warning("request %s failed with %d: %s", message.rid, message.status, message.message)
+                elif self._log_requests:
+                    log.info("%s", end_line(message, elapsed_s))
                 del self._open[message.rid]
                 entry.inbox.open_rids.discard(message.rid)
                 first_sample = entry.rid == entry.submitted_as
-                self._metrics.request_ended(message, now - entry.opened_at, first_sample=first_sample)
+                self._metrics.request_ended(message, elapsed_s, first_sample=first_sample)
         entry.inbox.put(message)
 
     def _set_startup_error(self, message: str) -> None:

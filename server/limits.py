@@ -1,7 +1,10 @@
-"""What a request may ask of this server: the configured limits, and what the model and its KV pool can hold."""
+"""What a request may ask of this server: the configured limits, what the model and its KV pool can hold, and what holds
+where the request does not say.
+"""
 
 from dataclasses import dataclass
 
+from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig
 from ..scheduler.front import Ready
 from .fields import FieldError
@@ -31,9 +34,11 @@ class Limits:
     max_batch_items: int
     bootstrap_hosts: frozenset[str] | None
     """Hosts a request may name as its prefill server; None for any."""
+    default_sampling: SamplingParams = NEUTRAL_SAMPLING
+    """What holds where a request does not say."""
 
     @classmethod
-    def of(cls, config: AnyServerConfig, ready: Ready) -> "Limits":
+    def of(cls, config: AnyServerConfig, ready: Ready, default_sampling: SamplingParams) -> "Limits":
         total = min(ready.model.context_length, ready.max_total_tokens)
         new_tokens = config.max_new_tokens_limit if isinstance(config, DecodeConfig) else None
         return cls(
@@ -45,6 +50,7 @@ class Limits:
             max_new_tokens=min(total, new_tokens or total),
             max_batch_items=config.max_batch_items,
             bootstrap_hosts=config.allowed_bootstrap_hosts if isinstance(config, DecodeConfig) else None,
+            default_sampling=default_sampling,
         )
 
     def describe_total(self) -> str:

@@ -4,8 +4,6 @@ A setting goes to the servers that have it. Only `port` exists twice: it is deco
 prefill's is `prefill_port`. Both talk over loopback, so `host` is decode's alone.
 """
 
-import errno
-import socket
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -16,6 +14,7 @@ from pydantic.fields import FieldInfo
 from ..configs.errors import StartupError
 from ..configs.load import PRESETS, build_config, read_config_file, secrets_in
 from ..configs.schema import DecodeConfig, PrefillConfig
+from .ports import check_port
 
 LOOPBACK = "127.0.0.1"
 
@@ -73,15 +72,7 @@ def check_ports(pair: PairConfig) -> None:
         if port in flag_of_port:
             raise StartupError(f"{flag_of_port[port]} and {flag} are both {port}: choose different ports")
         flag_of_port[port] = flag
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(f"port {port} on {host} is in use; choose another with {flag}") from None
-            raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        check_port(host, port, flag)
 
 
 def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:

@@ -74,20 +74,33 @@ def read_sampling(
 ) -> SamplingParams:
     """Sampling parameters with every default filled in."""
     max_new_tokens = _read_max_new_tokens(fields, limits, prompt_tokens, dialect)
-    return SamplingParams(
+    return msgspec.structs.replace(
+        read_distribution(fields, limits.vocab_size, limits.default_sampling),
         max_new_tokens=max_new_tokens,
-        temperature=_read_temperature(fields),
-        top_p=fields.number_within("top_p", 0, 1, default=1.0, above=True),
-        top_k=_read_top_k(fields, limits.vocab_size),
         stop_token_ids=_read_stop_token_ids(fields, limits.vocab_size),
         ignore_eos=fields.boolean("ignore_eos", False),
         seed=_read_seed(fields, samples),
-        min_p=fields.number_within("min_p", 0, 1, default=0.0),
-        repetition_penalty=fields.number_within("repetition_penalty", 0, 2, default=1.0, above=True),
         presence_penalty=fields.number_within("presence_penalty", -2, 2, default=0.0),
         frequency_penalty=fields.number_within("frequency_penalty", -2, 2, default=0.0),
         logit_bias=_read_logit_bias(fields, limits.vocab_size),
         min_new_tokens=fields.integer(dialect.min_new_tokens, 0, max_new_tokens) or 0,
+    )
+
+
+def read_distribution(fields: Fields, vocab_size: int, default: SamplingParams) -> SamplingParams:
+    """`default` with what `fields` say of the distribution that tokens are drawn from.
+
+    These five a checkpoint may recommend (server/default_sampling.py); the names and ranges are the same there.
+    """
+    return msgspec.structs.replace(
+        default,
+        temperature=_read_temperature(fields, default.temperature),
+        top_p=fields.number_within("top_p", 0, 1, default=default.top_p, above=True),
+        top_k=_read_top_k(fields, vocab_size, default.top_k),
+        min_p=fields.number_within("min_p", 0, 1, default=default.min_p),
+        repetition_penalty=fields.number_within(
+            "repetition_penalty", 0, 2, default=default.repetition_penalty, above=True
+        ),
     )
 
 
@@ -136,19 +149,21 @@ def _read_max_new_tokens(fields: Fields, limits: Limits, prompt_tokens: int, dia
     return asked
 
 
-def _read_temperature(fields: Fields) -> float:
+def _read_temperature(fields: Fields, default: float) -> float:
     temperature = fields.number("temperature")
     if temperature is None:
-        return 1.0
+        return default
     if temperature < 0:
         raise fields.error("temperature", f"must be at least 0 (0 is greedy), got {shown(temperature)}")
     return temperature
 
 
-def _read_top_k(fields: Fields, vocab_size: int) -> int | None:
+def _read_top_k(fields: Fields, vocab_size: int, default: int | None) -> int | None:
     """None keeps the whole vocabulary, which clients write as -1 (SGLang) or 0 (vLLM, transformers)."""
     top_k = fields.integer("top_k", -1)
-    return None if top_k is None or top_k < 1 or top_k >= vocab_size else top_k
+    if top_k is None:
+        return default
+    return None if top_k < 1 or top_k >= vocab_size else top_k
 
 
 def _read_stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from ..configs.errors import ClientError, StartupError
 from ..models.catalog import ModelSource
 from ..models.gguf_file import GgufFile
 from ..models.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
+from ..models.json_fields import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
@@ -288,12 +289,8 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            settings.update(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError) as error:
-            raise StartupError(f"{path}: cannot be read: {error}") from error
+        if path.is_file():
+            settings.update(read_json(path))
     return settings
 
 
@@ -308,8 +305,12 @@ def _hf_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | Non
     """chat_template.jinja goes first; in tokenizer_config.json it is one template, or a list with one named default."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise StartupError(f"{path}: cannot be read: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None

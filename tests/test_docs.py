@@ -16,8 +16,9 @@ from pdserve.configs import errors
 from pdserve.configs.load import load_config
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.scheduler.counters import DECODE_COUNTERS, PREFILL_COUNTERS
-from pdserve.server.app import HTTP_ERROR_CODES, Routes
+from pdserve.server.app import Routes
 from pdserve.server.cli import make_parser
+from pdserve.server.error_answers import HTTP_ERROR_CODES
 from pdserve.server.fields import FieldError, Fields
 from pdserve.server.generate import NEUTRAL_CALL_FIELDS, parse_generate
 from pdserve.server.http_errors import response_for
@@ -170,7 +171,7 @@ def test_errors() -> None:
             yield from below(child)
 
     raised = {(kind.status, kind.code) for kind in below(errors.RequestError) if kind.__name__ != "EngineError"}
-    answered = {*HTTP_ERROR_CODES.items(), (404, "model_not_found"), (431, "too_large")}
+    answered = {*HTTP_ERROR_CODES.items(), (431, "too_large")}
     assert documented == raised | answered
 
 

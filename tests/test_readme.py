@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import yaml
 
 from pdserve.configs.flags import given_flags
-from pdserve.configs.load import CONFIG_OF_ROLE, find_config_file, load_config
-from pdserve.server.cli import make_parser
+from pdserve.configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
+from pdserve.server.cli import exit_code_of, make_parser
+from pdserve.server.up import KILL_MARGIN_S
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "examples/curl.sh", "deploy/docker-compose.yml")
@@ -58,6 +60,29 @@ def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
     assert config.public_host == name, "peers reach a container by the name of its service"
     assert f"127.0.0.1:{config.port}/health" in services()[name]["healthcheck"]["test"][-1]
     assert config.shutdown_timeout_s < int(services()[name]["stop_grace_period"].removesuffix("s"))
+
+
+@pytest.mark.parametrize("role", CONFIG_OF_ROLE)
+def test_the_systemd_unit_starts_and_stops_either_server(role: Role, tmp_path: Path) -> None:
+    unit = ConfigParser(interpolation=None, comment_prefixes="#")
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # names with capitals: the documented way
+    unit.read(ROOT / "deploy" / "pdserve@.service", encoding="utf-8")
+    service = unit["Service"]
+    _, *arguments = service["ExecStart"].replace("%i", role).split()
+    options, unknown = make_parser().parse_known_args(arguments)
+    assert (options.command, options.config, unknown) == (role, f"/etc/pdserve/{role}.yaml", [])
+    (tmp_path / "cluster_key").write_text("a key of more than sixteen characters\n", encoding="utf-8")
+    variable, value = service["Environment"].replace("%d", str(tmp_path)).split("=")
+    config = load_config(role, None, {}, {variable: value})
+    assert config.cluster_key is not None
+    assert int(service["TimeoutStopSec"]) >= config.shutdown_timeout_s + KILL_MARGIN_S
+    assert service["KillMode"] == "mixed", "a leader that gets SIGTERM itself drains nothing"
+    assert int(service["RestartPreventExitStatus"]) == exit_code_of(lambda: load_and_fail(role))
+
+
+def load_and_fail(role: Role) -> int:
+    load_config(role, None, {"port": "0"}, {})
+    return 0
 
 
 def test_the_image_gets_what_the_wheel_is_built_from() -> None:

@@ -36,6 +36,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
     return time.monotonic() - started
 
 
+def gone(pid: int) -> bool:
+    """Ended, whether or not its new parent has collected it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 class Server:
     """One server: its front process (a child of ours), its leader (a child of the front) and its log.
 
@@ -73,7 +81,7 @@ class Server:
         return self
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
-        """Until /health is 200 and, where given, so many peers are paired."""
+        """Until /health is 200, the engine has reported and, where given, so many peers are paired."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -83,7 +91,7 @@ class Server:
             except httpx.TransportError:
                 return False
             paired = sum(peer["state"] == "paired" for peer in health.json()["peers"])
-            return health.status_code == 200 and (peers is None or paired == peers)
+            return health.status_code == 200 and (peers is None or paired == peers) and bool(self.info()["states"])
 
         wait_until(ready, START_TIMEOUT_S, f"{self.role} ready")
         return self
@@ -101,9 +109,15 @@ class Server:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9 for both processes."""
-        self.signal_all(signal.SIGKILL)
+        """kill -9 for both processes, as if at once: the front does not answer for a leader that has gone."""
         assert self.process is not None
+        leader = self.leader_pid()
+        for pid, number in (
+            (self.process.pid, signal.SIGSTOP),
+            (leader, signal.SIGKILL),
+            (self.process.pid, signal.SIGKILL),
+        ):
+            os.kill(pid, number)
         self.process.wait(10)
 
     def stop(self) -> int:
@@ -114,27 +128,33 @@ class Server:
         return self.process.wait(30)
 
     def count(self, counter: str) -> int:
-        """A counter of the leader, once what has just happened is in it."""
+        """A counter of the leader, with all that has happened before this call."""
         return int(self.settled_info()["counters"][counter])
 
     def settled_info(self) -> dict[str, Any]:
-        """/server_info once what has just happened is in it: the leader reports a few times a second."""
-        time.sleep(0.6)
-        return self.info()
+        """/server_info with all that has happened before this call: the leader reports a few times a second."""
+        now = time.time()
+        found: list[dict[str, Any]] = []
+
+        def taken_since() -> bool:
+            found[:] = [self.info()]
+            return bool(found[0]["taken_at"] > now)
+
+        wait_until(taken_since, 10, f"{self.role} reports")
+        return found[0]
 
     def info(self) -> dict[str, Any]:
+        """/server_info: how the server was at `taken_at`, which may be half a second ago."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 
     def idle(self) -> bool:
         """No request in any state, every page free, nothing fenced."""
-        info = self.info()
-        gauges = info["gauges"]
-        return bool(sum(info["states"].values()) == 0 and gauges["kv_pages_available"] == gauges["kv_pages"])
+        return is_idle(self.info())
 
     def check_clean(self) -> None:
         """Becomes idle, is healthy, and logged no error."""
-        wait_until(self.idle, 15, f"{self.role} idle with a full pool, now {self.info()}")
+        wait_until(lambda: is_idle(self.settled_info()), 15, f"{self.role} idle with a full pool, now {self.info()}")
         assert HTTP.get(f"{self.url}/health", timeout=5).json()["reasons"] == []
         errors = [line for line in self.log.read_text().splitlines() if " E " in line or "Traceback" in line]
         assert not errors, errors
@@ -146,6 +166,11 @@ class Server:
 
     def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:
         return HTTP.post(f"{self.url}/generate", json=body(input_ids, new_tokens, **extra), timeout=timeout_s)
+
+
+def is_idle(info: dict[str, Any]) -> bool:
+    gauges = info["gauges"]
+    return bool(sum(info["states"].values()) == 0 and gauges["kv_pages_available"] == gauges["kv_pages"])
 
 
 def body(input_ids: Any, new_tokens: int, **extra: Any) -> dict[str, Any]:

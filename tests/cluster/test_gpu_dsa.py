@@ -4,26 +4,17 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import torch
 
-from tests.checkpoints import (
-    VOCAB_SIZE,
-    DsaArchitecture,
-    load_reference,
-    make_dsa_checkpoint,
-    reference_greedy,
-    reference_logits,
-)
-from tests.cluster.servers import Server, body, cluster
+from tests.checkpoints import VOCAB_SIZE, DsaArchitecture, load_reference, make_dsa_checkpoint
+from tests.cluster.greedy import BF16_LOGIT_NOISE, ask, same_tokens
+from tests.cluster.servers import Server, cluster
 
 pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 16
 LENGTHS = (1, 9, 16, 17, 49, 200)
-BF16_LOGIT_NOISE = 0.12
-"""As in test_gpu_pair.py."""
 
 
 class Case(NamedTuple):
@@ -53,7 +44,7 @@ class Pair(NamedTuple):
     decode: Server
     reference: Any
     prompts: list[list[int]]
-    exact: bool
+    noise: float | None
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -70,32 +61,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
         draw = random.Random(3)
         prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-        yield Pair(decode, load_reference(model, case.dtype).cuda(), prompts, case.dtype == torch.float32)
+        noise = BF16_LOGIT_NOISE if case.dtype == torch.bfloat16 else None
+        yield Pair(decode, load_reference(model, case.dtype).cuda(), prompts, noise)
         prefill.check_clean()
         decode.check_clean()
         assert decode.info()["counters"]["chunks_verified"] > 0
         assert ("CUDA graphs captured" in decode.log.read_text()) == case.in_graphs
 
 
-def check(pair: Pair, prompt: list[int], got: list[int]) -> bool:
-    """Whether the tokens are transformers'; in bf16 they may part only where its own logits are a tie within noise."""
-    expected = reference_greedy(pair.reference, prompt, NEW_TOKENS)
-    if got == expected:
-        return True
-    assert not pair.exact, f"float32 tokens differ: {got} != {expected}"
-    step = next(index for index in range(NEW_TOKENS) if got[index] != expected[index])
-    logits = reference_logits(pair.reference, prompt + expected[:step])[-1]
-    gap = float(logits[expected[step]] - logits[got[step]])
-    assert gap <= BF16_LOGIT_NOISE, f"token {step}: {got[step]} is {gap} below transformers' {expected[step]}"
-    return False
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])
 def test_greedy_tokens_are_transformers(pair: Pair, together: bool) -> None:
-    if together:
-        response = httpx.post(f"{pair.decode.url}/generate", json=body(pair.prompts, NEW_TOKENS), timeout=120)
-        outputs = [result["output_ids"] for result in response.raise_for_status().json()]
-    else:
-        outputs = [pair.decode.generate(prompt, NEW_TOKENS) for prompt in pair.prompts]
-    same = [check(pair, prompt, got) for prompt, got in zip(pair.prompts, outputs, strict=True)]
+    outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
+    same = same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
     assert sum(same) >= len(same) / 2, "ties are rare: most prompts must agree to the last token"

@@ -6,26 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import torch
 import transformers
 
 from pdserve.models.catalog import locate_model
 from pdserve.server.tokenizer import load_tokenizer
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy, reference_logits
-from tests.cluster.servers import Server, body, cluster
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
+from tests.cluster.greedy import BF16_LOGIT_NOISE, ask, same_tokens
+from tests.cluster.servers import Server, cluster
 
 pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 16
 LENGTHS = (1, 15, 16, 17, 47, 48, 49, 200)
 CASES: dict[str, tuple[Any, int]] = {"llama": ("llama", 16), "qwen2": ("qwen2", 64), "qwen3": ("qwen3", 4)}
-BF16_LOGIT_NOISE = 0.12
-"""Two bf16 evaluations of one model differ by a few units in the last place of logits around 4 (ulp 0.03)."""
 SMOLLM2_FILE = os.environ.get("PDSERVE_SMOLLM2")
 SMOLLM2_LOGIT_NOISE = 0.5
-"""The same for logits around 20 (ulp 0.125)."""
+"""As BF16_LOGIT_NOISE, for logits around 20 (ulp 0.125)."""
 QUESTIONS = (
     "What is the capital of France?",
     "Name three primary colors.",
@@ -38,8 +36,7 @@ class Pair(NamedTuple):
     decode: Server
     reference: Any
     prompts: list[list[int]]
-    dtype: str
-    noise: float = BF16_LOGIT_NOISE
+    noise: float | None
 
 
 @pytest.fixture(scope="module", params=[(case, dtype) for case in CASES for dtype in ("float32", "bfloat16")], ids=str)
@@ -59,34 +56,18 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
         draw = random.Random(3)
         prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-        yield Pair(decode, load_reference(model, torch_dtype).cuda(), prompts, dtype)
+        noise = BF16_LOGIT_NOISE if dtype == "bfloat16" else None
+        yield Pair(decode, load_reference(model, torch_dtype).cuda(), prompts, noise)
         prefill.check_clean()
         decode.check_clean()
         assert decode.info()["counters"]["chunks_verified"] > 0
         assert f"({transport})" in prefill.log.read_text()
 
 
-def check(pair: Pair, prompt: list[int], got: list[int]) -> bool:
-    """Whether the tokens are transformers'; in bf16 they may part only where its own logits are a tie within noise."""
-    expected = reference_greedy(pair.reference, prompt, NEW_TOKENS)
-    if got == expected:
-        return True
-    assert pair.dtype == "bfloat16", f"float32 tokens differ: {got} != {expected}"
-    step = next(index for index in range(NEW_TOKENS) if got[index] != expected[index])
-    logits = reference_logits(pair.reference, prompt + expected[:step])[-1]
-    gap = float(logits[expected[step]] - logits[got[step]])
-    assert gap <= pair.noise, f"token {step}: {got[step]} is {gap} below transformers' {expected[step]}"
-    return False
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])
 def test_greedy_tokens_are_transformers(pair: Pair, together: bool) -> None:
-    if together:
-        response = httpx.post(f"{pair.decode.url}/generate", json=body(pair.prompts, NEW_TOKENS), timeout=120)
-        outputs = [result["output_ids"] for result in response.raise_for_status().json()]
-    else:
-        outputs = [pair.decode.generate(prompt, NEW_TOKENS) for prompt in pair.prompts]
-    same = [check(pair, prompt, got) for prompt, got in zip(pair.prompts, outputs, strict=True)]
+    outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
+    same = same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
     assert sum(same) >= len(same) / 2, "ties are rare: most prompts must agree to the last token"
 
 
@@ -114,8 +95,9 @@ def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             file.parent, gguf_file=file.name, dtype=getattr(torch, dtype)
         )
         prefill.wait_ready(peers=2)
+        noise = SMOLLM2_LOGIT_NOISE if dtype == "bfloat16" else None
         pairs = {
-            graphs: Pair(decode.wait_ready(peers=1), reference.cuda().eval(), prompts, dtype, SMOLLM2_LOGIT_NOISE)
+            graphs: Pair(decode.wait_ready(peers=1), reference.cuda().eval(), prompts, noise)
             for graphs, decode in decodes.items()
         }
         yield pairs
@@ -126,9 +108,6 @@ def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("graphs", ["--cuda-graphs", "--no-cuda-graphs"])
 def test_smollm2_tokens_are_transformers(smollm2: dict[str, Pair], graphs: str) -> None:
     pair = smollm2[graphs]
-    alone = [pair.decode.generate(prompt, NEW_TOKENS) for prompt in pair.prompts]
-    response = httpx.post(f"{pair.decode.url}/generate", json=body(pair.prompts, NEW_TOKENS), timeout=120)
-    together = [result["output_ids"] for result in response.raise_for_status().json()]
-    for outputs in (alone, together):
-        for prompt, got in zip(pair.prompts, outputs, strict=True):
-            check(pair, prompt, got)
+    for together in (False, True):
+        outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
+        same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster, wait_until
+from tests.cluster.servers import Cluster, Server, cluster, gone, wait_until
 from tests.ports import free_port
 
 NEW_TOKENS = 10
@@ -127,7 +127,8 @@ def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
 def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     """With eight requests and two stages, the stages are busy for longer than they could be one after the other.
 
-    The model is large enough for its steps to take longer than what is between them.
+    The model is large enough for its steps to take longer than what is between them. On a machine that does other
+    things as well, one try may fail; stages that took turns would never succeed.
     """
     model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6, hidden_size=512, intermediate_size=2048)
     prompt = list(range(20))
@@ -138,14 +139,17 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
         def busy() -> dict[str, float]:
             return {name: value for name, value in decode.settled_info()["gauges"].items() if "busy_seconds" in name}
 
-        before, started = busy(), time.monotonic()
-        with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(lambda _: decode.generate(prompt, 200), range(8))) == [alone] * 8
-        wall = time.monotonic() - started
-        shares = {name: (value - before[name]) / wall for name, value in busy().items()}
-    print(f"share of the time each stage was at work: {shares}, bubble fraction {1 - sum(shares.values()) / 2:.2f}")
-    assert len(shares) == 2
-    assert sum(shares.values()) > 1.1
+        for _ in range(3):
+            before, started = busy(), time.monotonic()
+            with ThreadPoolExecutor(8) as pool:
+                assert list(pool.map(lambda _: decode.generate(prompt, 200), range(8))) == [alone] * 8
+            wall = time.monotonic() - started
+            shares = {name: (value - before[name]) / wall for name, value in busy().items()}
+            print(f"share of the time each stage was at work: {shares}, bubble {1 - sum(shares.values()) / 2:.2f}")
+            assert len(shares) == 2
+            if sum(shares.values()) > 1.1:
+                return
+    raise AssertionError("the stages took turns")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -169,7 +173,7 @@ def test_a_lost_rank_takes_its_server_down_within_seconds(
         assert time.monotonic() - lost_at < 8
     assert decode.process is not None
     assert decode.process.wait(10) == 1
-    wait_until(lambda: not Path(f"/proc/{ranks[0]}").exists(), 5, "the rank is gone")
+    wait_until(lambda: gone(ranks[0]), 5, "the rank is gone")
 
 
 def test_a_server_on_two_machines(model: Model, tmp_path: Path) -> None:

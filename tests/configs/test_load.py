@@ -92,6 +92,11 @@ def test_a_secret_may_be_in_a_file_that_the_environment_names(tmp_path: Path) ->
         ("prefill", "port: 8998", {}, ["HTTP port and bootstrap_port of prefill are both 8998: choose"]),
         ("decode", "- a\n- b", {}, ["{file}: must hold settings as 'name: value' lines, found list"]),
         ("decode", "port: [", {}, ["{file}: not valid YAML: while parsing"]),
+        ("decode", "tp: 2\npp: 2\ntp: 4", {}, ["{file}: not valid YAML: 'tp' is given twice", "line 3"]),
+        ("decode", "kv_memory_gib: .inf", {}, ["kv_memory_gib: must be a finite number, got inf in {file}"]),
+        ("decode", "", {"queue_timeout_s": "inf"}, ["queue_timeout_s: must be a finite number, got 'inf' from the"]),
+        ("decode", "", {"host": "0.0.0.0"}, ["host '0.0.0.0' is not where peers can send KV: set advertise_host"]),
+        ("decode", "", {"advertise_host": "::1"}, ["advertise_host '::1' is not where peers can send KV"]),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_line_that_names_it(
@@ -144,7 +149,7 @@ def test_public_dict_is_json_without_secrets() -> None:
 def test_presets_fit_both_roles(preset: Path, role: Role) -> None:
     assert find_config_file(preset.stem) == preset
     assert read_config_file(preset)
-    config = load_config(role, preset, {}, {"PDSERVE_CLUSTER_KEY": SECRET})
+    config = load_config(role, preset, {"advertise_host": "this-machine"}, {"PDSERVE_CLUSTER_KEY": SECRET})
     assert config.model_fields_set > {"cluster_key"}
 
 

@@ -345,10 +345,11 @@ def drifting_trace(world: World, generator: random.Random, steps: int, admitted:
         world.step(selected)
 
 
+@pytest.mark.parametrize("row_bytes", [48, 40, 2064])  # the last two are fetched when all is planned, and not before
 @pytest.mark.parametrize("times", [1, 2, 4])
-def test_long_traces_of_many_requests(times: int, where: Where) -> None:
+def test_long_traces_of_many_requests(times: int, row_bytes: int, where: Where) -> None:
     geometry = Geometry(
-        top_k=72, hot_rows=72 * times, page_size=8, row_bytes=48, requests=5, max_context=72 * times + 120
+        top_k=72, hot_rows=72 * times, page_size=8, row_bytes=row_bytes, requests=5, max_context=72 * times + 120
     )
     world = World(geometry, where, batch=4, seed=times)
     admitted = [geometry.hot_rows + offset for offset in (-9, -1, 0, 1, 90)]

@@ -1,6 +1,8 @@
 """Page-locked memory: of what pages it is, and that it goes without a trace, whoever forgets to close it."""
 
+import errno
 import gc
+import mmap
 import re
 from pathlib import Path
 
@@ -28,6 +30,23 @@ def test_it_may_have_large_pages_and_a_child_process_does_not_share_it() -> None
     flags = flags_of(memory.data.data_ptr())
     assert {"hg", "dc"} <= flags  # advised: huge pages, do not copy on fork
     assert "sh" not in flags  # of shared memory the kernel makes no huge pages by default
+    memory.close()
+
+
+def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one for real-time work: it refuses the advice."""
+    refused = []
+
+    def madvise(memory: mmap.mmap, advice: int) -> None:
+        if advice == mmap.MADV_HUGEPAGE:
+            refused.append(advice)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        mmap.mmap.madvise(memory, advice)
+
+    monkeypatch.setattr(pinned._LockedMemory, "madvise", madvise, raising=False)
+    memory = PinnedMemory(8 << 20)
+    assert len(refused) == 1
+    assert "dc" in flags_of(memory.data.data_ptr())
     memory.close()
 
 

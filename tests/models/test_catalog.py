@@ -12,6 +12,7 @@ import pytest
 from pdserve.configs.errors import StartupError
 from pdserve.models.catalog import locate_model
 from pdserve.models.config import RopeConfig, read_hf_config
+from pdserve.models.fingerprint import fingerprint
 from tests.checkpoints import EOS_ID, make_checkpoint
 
 
@@ -65,6 +66,26 @@ def test_locating_a_model_imports_no_torch() -> None:
 def test_nothing_there(name: str, checkpoint: Path) -> None:
     with pytest.raises(StartupError, match=r"no such directory or \.gguf file; give --model"):
         locate_model(str(checkpoint / name))
+
+
+def test_weights_that_cannot_be_read(copy: Path) -> None:
+    """Such as those that another user owns; a directory cannot be read by root either."""
+    (weights,) = copy.glob("*.safetensors")
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(StartupError, match=rf"model {weights}: cannot be read: Is a directory"):
+        fingerprint(locate_model(str(copy)))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"\xff" * 16, "not a safetensors file"), ((64).to_bytes(8, "little") + b"{", "header is damaged")],
+)
+def test_weights_that_are_none(copy: Path, content: bytes, problem: str) -> None:
+    (weights,) = copy.glob("*.safetensors")
+    weights.write_bytes(content)
+    with pytest.raises(StartupError, match=problem):
+        fingerprint(locate_model(str(copy)))
 
 
 def test_the_embedded_model_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

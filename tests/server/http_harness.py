@@ -14,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
 from pdserve.models.catalog import locate_model
+from pdserve.scheduler.front import Status
 from pdserve.server.app import create_app
 from pdserve.server.front import HttpServer
 from pdserve.server.http_protocol import PatientHttpProtocol
@@ -77,16 +79,29 @@ class RunningServer:
     client: LeaderClient
     port: int
 
+    async def report(self, status: Status | None = None) -> None:
+        """The leader says how it is. Returns when the front has heard that, and all that was said before."""
+        before = self.client.status
+        await self.leader.send(status or make_status())
+        async with asyncio.timeout(10):
+            while self.client.status is before:
+                await asyncio.sleep(0.001)
+
 
 @asynccontextmanager
 async def running_server(
-    tokenizer: Tokenizer, config: AnyServerConfig | None = None, *, ready: bool = True
+    tokenizer: Tokenizer,
+    config: AnyServerConfig | None = None,
+    *,
+    ready: bool = True,
+    default_sampling: SamplingParams = NEUTRAL_SAMPLING,
 ) -> AsyncIterator[RunningServer]:
     """Everything but the leader process. On leaving, no request may be left open and no task may have failed."""
+    config = config or DecodeConfig(bootstrap_hosts=("p1",))
     metrics = Metrics()
-    client = LeaderClient(metrics)
+    client = LeaderClient(metrics, log_requests=config.log_requests)
     metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
-    app = create_app(config or DecodeConfig(bootstrap_hosts=("p1",)), tokenizer, client, metrics)
+    app = create_app(config, tokenizer, client, metrics, default_sampling)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -112,7 +127,7 @@ async def running_server(
 async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
     """The leader says that it is ready and how it is; returns when the front has heard both."""
     await leader.send(make_ready(), make_status())
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         await client.wait_ready()
         while client.status is None:
             await asyncio.sleep(0.001)
@@ -133,7 +148,7 @@ async def stop_http(server: HttpServer) -> None:
         listening.close()
     for connection in list(server.server_state.connections):
         connection.shutdown()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         while server.server_state.tasks:
             await asyncio.sleep(0.005)
 

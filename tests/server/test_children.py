@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from pdserve.server.children import ChildEndedError, Children
+from tests.cluster.servers import gone, wait_until
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
@@ -42,28 +43,13 @@ def output(console: Console) -> str:
     return console.file.getvalue()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Running, not merely a zombie that its new parent has not collected yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def python(script: str) -> list[str]:
     return [sys.executable, "-P", "-c", script]
 
 
 def test_lines_carry_the_name_of_the_child_and_no_colour_off_a_terminal(children: Children, console: Console) -> None:
     children.start("prefill", python("import sys; print('one [b]'); print('two', file=sys.stderr); input()"), ENVIRON)
-    wait_for(lambda: "EOFError" in output(console))
+    wait_until(lambda: "EOFError" in output(console), 30, "its last word")
     assert output(console).splitlines()[:2] == ["[prefill] one [b]", "[prefill] two"]
 
 
@@ -88,15 +74,15 @@ def test_a_killed_child_is_reported_with_its_signal(children: Children) -> None:
 def test_stop_ends_a_deaf_child_and_its_own_children_in_bounded_time(children: Children, console: Console) -> None:
     deaf = children.start("deaf", python(IGNORES_TERM), ENVIRON)
     parent = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)
-    wait_for(lambda: "started" in output(console) and "[parent]" in output(console))
+    wait_until(lambda: "started" in output(console) and "[parent]" in output(console), 30, "both have started")
     grandchild = int(output(console).split("[parent]")[1].split()[0])
-    assert alive(grandchild)
+    assert not gone(grandchild)
     begun = time.monotonic()
     children.stop(1.0)
     assert 1.0 <= time.monotonic() - begun < 3.0
     assert "deaf did not stop in time" in output(console)
     assert "parent did not stop" not in output(console)
-    wait_for(lambda: not any(map(alive, (deaf.process.pid, parent.process.pid, grandchild))))
+    wait_until(lambda: all(map(gone, (deaf.process.pid, parent.process.pid, grandchild))), 10, "all have ended")
 
 
 def test_held_lines_are_printed_afterwards(children: Children, console: Console) -> None:
@@ -123,9 +109,9 @@ def test_children_end_when_their_parent_is_killed() -> None:
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert alive(pid)
+        assert not gone(pid)
         parent.kill()
-    wait_for(lambda: not alive(pid))
+    wait_until(lambda: gone(pid), 10, "the child has ended")
 
 
 def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:

@@ -18,18 +18,23 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.servers import gone, wait_until
 from tests.ports import free_port
 from tests.server.http_harness import write_byte_model
+from tests.server.scripted_leader import SUBMITTED
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
 
 ROOT = Path(__file__).parents[2]
 DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword arguments differ in type
+AUTHORIZED = {"Authorization": "Bearer front-secret"}
+START_TIMEOUT_S = 60.0
+"""Of two Python processes on a machine that is busy with other tests."""
 PROGRAM = """
 import json, sys
-from pdserve.configs.schema import DecodeConfig
+from pdserve.configs.load import parse_config
 from pdserve.server.cli import exit_code_of
 from pdserve.server.front import run_front
-config, leader = DecodeConfig(**json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
+config, leader = parse_config(json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
 code = exit_code_of(lambda: run_front(config, leader_command=leader))
 assert "torch" not in sys.modules, "the front imported torch"
 sys.exit(code)
@@ -51,8 +56,13 @@ class RunningFront:
     def wait_healthy(self) -> None:
         self.wait_state("ready")
 
+    def wait_submitted(self) -> None:
+        """Until the leader has a request."""
+        info = {"url": f"{self.url}/server_info", "headers": AUTHORIZED, **DIRECT}
+        wait_until(lambda: httpx.get(**info).json()["states"]["RUNNING"] == SUBMITTED, 10, "submitted")
+
     def wait_state(self, state: str) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 if httpx.get(f"{self.url}/health", **DIRECT).json()["state"] == state:
@@ -77,9 +87,9 @@ class RunningFront:
 @contextmanager
 def front(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
     port = free_port()
-    arguments = json.dumps({"model": str(model), "port": port, "api_key": "front-secret"} | config)
+    settings = {"role": "decode", "model": str(model), "port": port, "api_key": "front-secret"} | config
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
-    command = [sys.executable, "-c", PROGRAM, arguments, LEADER_PROGRAM, behaviour]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(settings), LEADER_PROGRAM, behaviour]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     try:
         yield RunningFront(process, port, temp)
@@ -89,17 +99,11 @@ def front(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator
 
 
 def generate(running: RunningFront) -> httpx.Response:
-    headers = {"Authorization": "Bearer front-secret"}
-    return httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=headers, timeout=10, **DIRECT)
+    return httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=AUTHORIZED, timeout=10, **DIRECT)
 
 
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
-        if not Path(f"/proc/{pid}").exists():
-            return True
-        time.sleep(0.02)
-    return False
+def check_gone(pid: int) -> None:
+    wait_until(lambda: gone(pid), 5, "the leader has gone")
 
 
 def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
@@ -108,14 +112,14 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
         leader = running.leader_pid()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(generate, running)
-            time.sleep(0.25)
+            running.wait_submitted()
             running.process.send_signal(signal.SIGTERM)
             response = answer.result()
         assert (response.status_code, response.json()["text"]) == (200, "hi")
         assert "server" not in response.headers
         code, stderr = running.end()
         assert code == 0, stderr
-        assert gone(leader)
+        check_gone(leader)
         lines = [line for line in stderr.splitlines() if line]
         assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [IW] decode: ", line) for line in lines), stderr
         for words in (f"ready: bytes at http://127.0.0.1:{running.port}", "SIGTERM: draining"):
@@ -137,16 +141,19 @@ def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "message"),
+    ("behaviour", "expected_code", "message"),
     [
-        ("startup-failed", "pdserve: error: model /nowhere: no such directory\n"),
-        ("crash-at-start", "pdserve: error: the engine process ended while starting: process"),
+        ("startup-failed", 2, "pdserve: error: model /nowhere: no such directory\n"),
+        ("crash-at-start", 1, "while it was starting; its log is above"),
     ],
 )
-def test_leader_that_cannot_start(model: Path, tmp_path: Path, behaviour: str, message: str) -> None:
+def test_leader_that_cannot_start(
+    model: Path, tmp_path: Path, behaviour: str, expected_code: int, message: str
+) -> None:
+    """2 is for what somebody has to mend first; after 1 another try may help."""
     with front(model, tmp_path, behaviour) as running:
-        code, stderr = running.end(within_s=15)
-        assert code == 2
+        code, stderr = running.end(within_s=START_TIMEOUT_S)
+        assert code == expected_code, stderr
         assert message in stderr
         assert "Traceback" not in stderr
 
@@ -155,9 +162,18 @@ def test_busy_port(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with front(model, tmp_path, "serve", port=port) as running:
-            code, stderr = running.end(within_s=15)
+            code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+
+
+def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with front(model, tmp_path, "serve", role="prefill", bootstrap_port=port) as running:
+            code, stderr = running.end(within_s=START_TIMEOUT_S)
+    assert code == 2
+    assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
 
 
 def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:
@@ -166,16 +182,15 @@ def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path:
         leader = running.leader_pid()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(generate, running)
-            time.sleep(0.25)
+            running.wait_submitted()
             running.process.send_signal(signal.SIGINT)
-            time.sleep(0.25)
-            health = httpx.get(f"{running.url}/health", **DIRECT)
-            assert (health.status_code, health.json()["state"]) == (503, "stopping")
+            running.wait_state("stopping")
+            assert httpx.get(f"{running.url}/health", **DIRECT).status_code == 503
             running.process.send_signal(signal.SIGINT)
             assert answer.result().status_code == 503
-        code, stderr = running.end(within_s=5)
+        code, stderr = running.end(within_s=30)
         assert code == 130, stderr
-        assert gone(leader)
+        check_gone(leader)
 
 
 def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
@@ -187,7 +202,7 @@ def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
         code, stderr = running.end(within_s=12)
         assert time.monotonic() - started < 8
         assert (code, "sending SIGTERM" in stderr, "sending SIGKILL" in stderr) == (1, True, True)
-        assert gone(leader)
+        check_gone(leader)
 
 
 def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
@@ -195,9 +210,9 @@ def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
         running.wait_state("starting")
         leader = running.leader_pid()
         running.process.send_signal(signal.SIGTERM)
-        code, stderr = running.end(within_s=5)
+        code, stderr = running.end(within_s=30)
         assert code == 0, stderr
-        assert gone(leader)
+        check_gone(leader)
 
 
 def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> None:
@@ -205,7 +220,7 @@ def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> No
         running.wait_healthy()
         leader = running.leader_pid()
         running.process.kill()
-        assert gone(leader)
+        check_gone(leader)
 
 
 def test_clients_may_take_more_files_than_the_soft_limit(model: Path, tmp_path: Path) -> None:

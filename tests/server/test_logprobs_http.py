@@ -65,7 +65,7 @@ async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningSe
     await decode.leader.expect(Submit)
     for rid in ("r", "r_1"):
         await decode.leader.send(InputLogprobs(rid, (TokenLogprob(97, None),)), scored(rid, b"A"))
-    await asyncio.sleep(0.05)
+    await decode.report()
     for rid in ("r", "r_1"):
         await decode.leader.send(scored(rid, b"B!C"), make_finished(rid, 4))
     events: list[Any] = sse_events((await asking).text)
@@ -107,7 +107,7 @@ async def test_completion_stream_adds_up_to_the_whole(decode: RunningServer) -> 
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams()
     for data in (b"A", CRAB[:3], CRAB[3:], b"B"):
         await decode.leader.send(scored("c", data))
-        await asyncio.sleep(0.03)
+        await decode.report()
     await decode.leader.send(scored("c", [EOS]), make_finished("c", 7, FinishReason("stop", matched=EOS)))
     events: list[Any] = sse_events((await asking).text)
     assert events.pop() == "[DONE]"
@@ -125,9 +125,9 @@ async def test_chat(decode: RunningServer, stream: bool) -> None:
     )
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=1)
     await decode.leader.send(scored("c", CRAB[:2], top=1))
-    await asyncio.sleep(0.03)
+    await decode.report()
     await decode.leader.send(scored("c", CRAB[2:], top=1))
-    await asyncio.sleep(0.03)
+    await decode.report()
     await decode.leader.send(scored("c", [EOS], top=1), make_finished("c", 5, FinishReason("stop", matched=EOS)))
     response = await asking
     if stream:

@@ -91,7 +91,7 @@ async def test_its_stream_helper_puts_chunks_together(decode: RunningServer, cli
     for token in "Aé".encode():
         for rid in rids:
             await decode.leader.send(Tokens(rid, (token,), scored([token])))
-        await asyncio.sleep(0.02)
+        await decode.report()
     for rid in rids:
         await decode.leader.send(make_finished(rid, 3, FinishReason("stop", matched=EOS)))
     answer = await asking
@@ -136,7 +136,7 @@ async def test_a_closed_stream_aborts_its_request(decode: RunningServer, client:
 
 async def test_a_timeout_of_the_client_aborts_its_request(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
-        await client.completions.create(model="any", prompt="a", timeout=0.2)
+        await client.completions.create(model="any", prompt="a", timeout=openai.Timeout(10, read=0.2))
     submit = await decode.leader.expect(Submit)
     assert await decode.leader.expect(Cancel) == Cancel(submit.rid)
 
@@ -156,6 +156,10 @@ async def test_routes_that_are_not_here(decode: RunningServer, client: openai.As
     async with client_of(decode, path="") as without_v1:
         with pytest.raises(openai.NotFoundError, match=r"did you mean /v1/chat/completions\?"):
             await without_v1.chat.completions.create(model="any", messages=[])
+    for path in ("/generate/", "/v1/completions//"):
+        response = await decode.http.post(path, json={"text": "a"})
+        assert response.status_code == 404, "no redirect, which clients of POST do not follow and curl does not show"
+        assert response.json()["error"]["message"].endswith(f"did you mean {path.rstrip('/')}?")
 
 
 async def test_refusals_name_the_field(client: openai.AsyncOpenAI) -> None:

@@ -51,7 +51,7 @@ async def test_completion_stream_carries_deltas(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt=[97, 98], rid="c", stream=True, stream_options=options)
     assert (await decode.leader.expect(Submit)).prompt_ids == (97, 98)
     await decode.leader.send(Tokens("c", (65,)))
-    await asyncio.sleep(0.05)
+    await decode.report()
     await decode.leader.send(Tokens("c", (66,)), make_finished("c", 2))
     events: list[Any] = sse_events((await asking).text)
     assert events.pop() == "[DONE]"
@@ -83,7 +83,7 @@ async def test_chat_stream(decode: RunningServer) -> None:
     asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", stream=True, stop="!")
     assert (await decode.leader.expect(Submit)).sampling.max_new_tokens == 400 - len("user: Hello\nassistant: ")
     await decode.leader.send(Tokens("c", tuple(b"Hi")))
-    await asyncio.sleep(0.05)
+    await decode.report()
     await decode.leader.send(Tokens("c", tuple(b" you! more")))
     assert await decode.leader.expect(Cancel) == Cancel("c", stopped=True)
     await decode.leader.send(make_finished("c", 12, FinishReason("stop")))
@@ -154,7 +154,7 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
     asking = post(decode, "/v1/completions", prompt="a", rid="c", stream=True)
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("c", (65,)))
-    await asyncio.sleep(0.05)
+    await decode.report()
     await decode.leader.send(Failed("c", 503, "unavailable", "prefill lost"))
     events: list[Any] = sse_events((await asking).text)
     assert events[-1] == "[DONE]"

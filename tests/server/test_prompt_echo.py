@@ -33,7 +33,7 @@ async def answer(server: RunningServer, data: bytes) -> None:
         await server.leader.send(InputLogprobs(rid, (TokenLogprob(first, None), *scored(rest))))
         for token in data:
             await server.leader.send(Tokens(rid, (token,), scored([token])))
-            await asyncio.sleep(0.01)
+            await server.report()
         await server.leader.send(make_finished(rid, len(data)))
 
 

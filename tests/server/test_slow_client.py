@@ -104,7 +104,7 @@ async def test_a_request_that_is_never_whole_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """On a new connection and on one that has served before; one that goes on in time is answered."""
-    monkeypatch.setattr(PatientHttpProtocol, "header_timeout_s", 0.4)
+    monkeypatch.setattr(PatientHttpProtocol, "header_timeout_s", 0.6)
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
         writer.write(sent)
@@ -116,9 +116,9 @@ async def test_a_request_that_is_never_whole_ends(
         reader, writer = await connect(server)
         for half in (b"GET /version HTTP/1.1\r\nHost: x\r\n", b"\r\n"):
             writer.write(half)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         assert b'{"version"' in await reader.read(1000)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.8)
         writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b'{"version"' in await reader.read(1000), "an idle connection is kept"
         writer.write(b"GET ")

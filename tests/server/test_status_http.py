@@ -36,17 +36,14 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
         assert response.status_code == 200, "a lost prefill does not make decode unhealthy"
         assert response.json()["peers"][0]["state"] == "lost"
 
-        await server.leader.send(make_status(loop_age_s=6.0))
-        await asyncio.sleep(0.05)
+        await server.report(make_status(loop_age_s=6.0))
         status, reasons = await health_reasons(server)
         assert (status, "loop stalled" in reasons, "stall_timeout_s is 5" in reasons) == (503, True, True)
 
-        await server.leader.send(make_status(problems=("sender thread has ended",)))
-        await asyncio.sleep(0.05)
+        await server.report(make_status(problems=("sender thread has ended",)))
         assert await health_reasons(server) == (503, "sender thread has ended")
 
-        await server.leader.send(make_status())
-        await asyncio.sleep(0.05)
+        await server.report(make_status())
         assert await health_reasons(server) == (200, "")
 
         server.client.request_stop(1.0)
@@ -60,9 +57,11 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
 
 
 async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
-    async with running_server(tokenizer, DecodeConfig(stall_timeout_s=0.2)) as server:
-        assert (await server.http.get("/health")).status_code == 200
-        await asyncio.sleep(0.3)
+    async with running_server(tokenizer, DecodeConfig(stall_timeout_s=1)) as server:
+        assert await health_reasons(server) == (200, "")
+        async with asyncio.timeout(10):
+            while (await health_reasons(server))[0] == 200:
+                await asyncio.sleep(0.05)
         status, reasons = await health_reasons(server)
         assert (status, "loop stalled" in reasons) == (503, True)
 
@@ -110,7 +109,7 @@ async def test_information_routes(tokenizer: Tokenizer) -> None:
             assert info["disaggregation_bootstrap_port"] == 8998
             assert info["pool"] == {"page_size": 16, "num_pages": 25, "tokens": 400, "max_total_tokens": 400}
             assert info["peers"][0]["endpoint"] == "127.0.0.1:8998"
-            assert info["states"] == {"RUNNING": 1, "QUEUED": 0}
+            assert (info["states"], info["taken_at"]) == ({"RUNNING": 1, "QUEUED": 0}, 1_800_000_000.25)
             assert info["config"]["api_key"] == "set"
             assert info["config"]["page_size"] == 16
         models = (await server.http.get("/v1/models")).json()
@@ -135,8 +134,7 @@ async def test_load_as_routers_ask_for_it(
     """Tokens in memory and, on prefill, those that wait to be computed."""
     waiting = {"waiting_tokens": 16.0} if role == "prefill" else {}
     async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
-        await server.leader.send(msgspec.structs.replace(make_status(), states=states, gauges=gauges | waiting))
-        await asyncio.sleep(0.05)
+        await server.report(msgspec.structs.replace(make_status(), states=states, gauges=gauges | waiting))
         load = {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 2, "num_tokens": 5 * 16}
         assert (await server.http.get("/get_load")).json() == [load]
 
@@ -191,6 +189,8 @@ async def test_metrics(decode: RunningServer) -> None:
     await decode.leader.send(Tokens("m", (65,)), Tokens("m", (66, 67)), make_finished("m", 3))
     await asking
     await decode.http.post("/generate", json={})
+    for path in ("/nowhere", "/generate", "/v1/models/other"):
+        await decode.http.get(path)
     response = await decode.http.get("/metrics")
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     samples = {
@@ -199,7 +199,8 @@ async def test_metrics(decode: RunningServer) -> None:
         for sample in family.samples
     }
     assert samples["pdserve_requests_total", "length"] == 1
-    assert samples["pdserve_requests_refused_total", "invalid_request"] == 1
+    for code in ("invalid_request", "not_found", "method_not_allowed", "model_not_found"):
+        assert samples["pdserve_requests_refused_total", code] == 1
     assert samples["pdserve_generation_tokens_total",] == 3
     assert samples["pdserve_prompt_tokens_total",] == 5
     assert samples["pdserve_time_to_first_token_seconds_count",] == 1
@@ -229,6 +230,5 @@ async def test_failures_of_ours_are_logged_with_their_id(
 
 async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningServer) -> None:
     await decode.leader.send_raw(b"\xc1 not msgpack")
-    await decode.leader.send(make_status(problems=("seen",)))
-    await asyncio.sleep(0.05)
+    await decode.report(make_status(problems=("seen",)))
     assert await health_reasons(decode) == (503, "seen")

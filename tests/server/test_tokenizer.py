@@ -167,6 +167,21 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(locate_model(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        ("tokenizer_config.json", b"[1, 2]", "expected a JSON object"),
+        ("special_tokens_map.json", b"{", "cannot be read: Expecting"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes, problem: str) -> None:
+    directory = make_checkpoint(tmp_path)
+    (directory / name).write_bytes(data)
+    with pytest.raises(StartupError, match=f"{name}: {problem}"):
+        load_tokenizer(locate_model(str(directory)))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     text=st.one_of(st.text(max_size=40), st.lists(st.integers(0, 49151), max_size=30)),

@@ -21,22 +21,22 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
 
-# A stand-in server: `starting` for a while, then healthy; a token goes through on the second try; GET /die ends it.
+# A stand-in server: `starting` the first times it is asked, then healthy; a token goes through on the second try; GET
+# /die ends it.
 SERVER = """
-import http.server, os, sys, time
-role, port, delay_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+import collections, http.server, os, sys
+role, port, unready = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 print(f"{role} is starting", flush=True)
-if delay_s < 0:
+if unready < 0:
     print("pdserve: error: no such model", flush=True)
-    sys.exit(int(-delay_s))
-born, tries = time.monotonic(), 0
+    sys.exit(-unready)
+asked = collections.Counter()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        global tries
         if self.path == "/die":
             os._exit(7)
-        tries += self.path == "/health_generate"
-        ok = time.monotonic() - born > delay_s and (self.path != "/health_generate" or tries > 1)
+        asked[self.path] += 1
+        ok = asked["/health"] > unready and (self.path != "/health_generate" or asked[self.path] > 1)
         body = b'{"status": "ok"}' if ok else b'{"status": "starting"}'
         self.send_response(200 if ok else 503)
         self.send_header("Content-Length", str(len(body)))
@@ -51,10 +51,10 @@ import sys
 from pdserve.server import up
 from pdserve.server.pair import load_pair_config
 ports = dict(zip(("port", "prefill_port", "bootstrap_port"), sys.argv[2:5]))
-delays = {"prefill": sys.argv[5], "decode": "0"}
+unready = {"prefill": sys.argv[5], "decode": "0"}
 up.PROGRESS_LINE_S = 0.0
 up.server_command = lambda server: [
-    sys.executable, "-P", "-c", sys.argv[1], server.role, str(server.port), delays[server.role]]
+    sys.executable, "-P", "-c", sys.argv[1], server.role, str(server.port), unready[server.role]]
 sys.exit(up.run_up(load_pair_config(None, ports, {})))
 """
 
@@ -66,8 +66,8 @@ def ports() -> list[int]:
 
 @pytest.fixture
 def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """`run_up` in its own process; the parameter is how many seconds prefill takes to become healthy."""
-    command = [sys.executable, "-P", "-c", DRIVER, SERVER, *map(str, ports), str(getattr(request, "param", 0.6))]
+    """`run_up` in its own process; the parameter is how often prefill is asked before it is healthy."""
+    command = [sys.executable, "-P", "-c", DRIVER, SERVER, *map(str, ports), str(getattr(request, "param", 2))]
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         yield process
         process.terminate()  # not kill: a test that failed halfway must not leave the stand-ins behind
@@ -121,7 +121,7 @@ def test_when_one_server_dies_the_other_is_stopped_and_up_says_why(up: subproces
     assert not listening(ports[0])
 
 
-@pytest.mark.parametrize(("up", "code"), [(-1.0, 1), (-2.0, 2), (-7.0, 1)], indirect=["up"])
+@pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])
 def test_a_server_that_cannot_start_ends_up_with_its_reason(
     up: subprocess.Popen[str], code: int, ports: list[int]
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_server_that_cannot_start_ends_up_with_its_reason(
     assert not listening(ports[0])
 
 
-@pytest.mark.parametrize("up", [60.0], indirect=True)
+@pytest.mark.parametrize("up", [1_000_000], indirect=True)
 def test_a_signal_also_ends_it_while_it_waits(up: subprocess.Popen[str], ports: list[int]) -> None:
     read_until(up, "waiting for prefill (starting)")
     up.send_signal(signal.SIGINT)

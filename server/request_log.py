@@ -1,0 +1,32 @@
+"""Lines of `--log-requests`: how each request ended and where its time went. Never what was said in it.
+
+Messages of refusals are left out: they quote the field that was wrong, which may hold a part of a prompt.
+"""
+
+from starlette.requests import Request
+
+from ..scheduler.front import Failed, Finished
+from .fields import shortened, shown
+
+SHORTEST_SHOWN_S = 0.0005
+"""Stages that would be shown as 0.000 are not."""
+
+
+def end_line(end: Finished | Failed, elapsed_s: float) -> str:
+    """Of a request that the engine has seen."""
+    if isinstance(end, Failed):
+        return f"request {end.rid}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
+    stages = [f"{stage} {seconds:.3f}" for stage, seconds in end.timeline.items() if seconds >= SHORTEST_SHOWN_S]
+    return (
+        f"request {end.rid}: {end.reason.type}, {end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
+        f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)})"
+    )
+
+
+def refusal_line(request: Request, status: int, code: str, param: str | None = None) -> str:
+    """Of a request that never reached the engine; `param` is the field that was wrong."""
+    client = "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
+    # both are the client's words: the path as it came, percent-encoded, the field as JSON; a line stays a line
+    path = request.scope["raw_path"].decode("ascii")
+    field = "" if param is None else f" for {shown(param)}"
+    return f"{request.method} {shortened(path)} from {client}: {status} {code}{field}"

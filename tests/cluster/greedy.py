@@ -1,0 +1,40 @@
+"""Greedy tokens of a server against those of transformers, on a GPU."""
+
+from typing import Any
+
+import httpx
+
+from tests.checkpoints import reference_greedy, reference_logits
+from tests.cluster.servers import Server, body
+
+BF16_LOGIT_NOISE = 0.12
+"""Two bf16 evaluations of one model differ by a few units in the last place of logits around 4 (ulp 0.03)."""
+
+
+def ask(decode: Server, prompts: list[list[int]], new_tokens: int, *, together: bool) -> list[list[int]]:
+    """What the server continues the prompts with: one after the other, or all in one request."""
+    if not together:
+        return [decode.generate(prompt, new_tokens) for prompt in prompts]
+    response = httpx.post(f"{decode.url}/generate", json=body(prompts, new_tokens), timeout=120)
+    return [result["output_ids"] for result in response.raise_for_status().json()]
+
+
+def same_tokens(
+    reference: Any, prompts: list[list[int]], outputs: list[list[int]], new_tokens: int, *, noise: float | None
+) -> list[bool]:
+    """Of each output, whether it is transformers' to the last token. It must be, unless there is `noise`: then they may
+    part where transformers' own logits are a tie within that.
+    """
+    return [_is_same(reference, prompt, got, new_tokens, noise) for prompt, got in zip(prompts, outputs, strict=True)]
+
+
+def _is_same(reference: Any, prompt: list[int], got: list[int], new_tokens: int, noise: float | None) -> bool:
+    expected = reference_greedy(reference, prompt, new_tokens)
+    if got == expected:
+        return True
+    assert noise is not None, f"tokens differ: {got} != {expected}"
+    step = next(index for index in range(new_tokens) if got[index] != expected[index])
+    logits = reference_logits(reference, prompt + expected[:step])[-1]
+    gap = float(logits[expected[step]] - logits[got[step]])
+    assert gap <= noise, f"token {step}: {got[step]} is {gap} below transformers' {expected[step]}"
+    return False

@@ -1,0 +1,44 @@
+"""Kernels of csrc/ as their sources declare them: nothing else checks what a launch passes, which is bare numbers."""
+
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from pdserve.kernels.nvrtc import SOURCE_FOLDER
+
+_FIRST_ADDRESS = 1 << 32
+"""No memory is below, and no size or stride of a test is as large."""
+
+
+@functools.cache
+def parameters(source: str, name: str) -> tuple[str, ...]:
+    """The types of what kernel `name` takes, without their qualifiers."""
+    code = (SOURCE_FOLDER / source).read_text(encoding="utf-8")
+    found = re.search(rf'extern "C" __global__[^;{{}}]*?\b{name}\(([^)]*)\)', code)
+    assert found is not None, f"{source} has no kernel {name}"
+    declared = [re.sub(r"\b(const|__restrict__)\b", "", part) for part in found[1].split(",")]
+    return tuple(re.sub(r"\s*\w+\s*$", "", part).strip() for part in declared)
+
+
+def check_launch(source: str, name: str, args: tuple[Any, ...]) -> None:
+    """Raise AssertionError unless a kernel takes these arguments, addresses and 64-bit integers, in this order."""
+    taken = parameters(source, name)
+    assert len(args) == len(taken), f"{name} takes {len(taken)} arguments, not {len(args)}"
+    for number, (arg, kind) in enumerate(zip(args, taken, strict=True)):
+        assert type(arg) is int, f"argument {number} of {name} is {arg!r}: only an int has the width of a parameter"
+        assert kind.endswith("*") or kind == "long long", f"parameter {number} of {name} is {kind}"
+        assert (arg >= _FIRST_ADDRESS) == kind.endswith("*"), f"argument {number} of {name}, {kind}, is {arg}"
+
+
+def load_kernel(source: str, name: str, *_args: Any, **_options: Any) -> Any:
+    """In place of that of nvrtc.py: checks launches, and does nothing."""
+
+    def launch(*args: Any, blocks: int, threads: int, shared_bytes: int = 0, overlap_previous: bool = False) -> None:
+        assert blocks > 0
+        assert 0 < threads <= 1024
+        assert 0 <= shared_bytes <= 227 << 10
+        assert isinstance(overlap_previous, bool)
+        check_launch(source, name, args)
+
+    return SimpleNamespace(launch=launch)

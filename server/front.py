@@ -32,7 +32,7 @@ from .http_protocol import PatientHttpProtocol
 from .leader_client import LeaderClient
 from .leader_process import LEADER_COMMAND, LeaderProcess
 from .metrics import Metrics
-from .ports import check_port, listen_on
+from .ports import PREDECESSOR_S, check_port, listen_on
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("pdserve.front")
@@ -56,7 +56,8 @@ def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_CO
     configure_logging(config.log_level, config.role)
     raise_open_files_limit()
     if isinstance(config, PrefillConfig):
-        check_port(config.host, config.bootstrap_port, "--bootstrap-port")  # which the leader binds, minutes from now
+        # the leader binds it, minutes from now; that of the server before may just be ending
+        check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
         source = locate_model(config.model, config.load_format)
         sampling = NEUTRAL_SAMPLING

@@ -163,7 +163,8 @@ def test_pool_for_three_under_twelve(source: Source, llama: Path, retract_memory
     assert outputs == [reference_greedy(reference, prompt, 80) for prompt in prompts]
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0
-    assert (counters["retractions_recomputed"] > 0) == (retract_memory_gib == "0")
+    copied = counters["retractions"] - counters["retractions_recomputed"]
+    assert (copied > 0) == (retract_memory_gib == "1"), "at least until it is known that computing takes less time"
     source.end(decode)
 
 

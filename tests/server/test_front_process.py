@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.server.ports import check_port
 from tests.cluster.servers import gone, wait_until
 from tests.ports import free_port
 from tests.server.http_harness import write_byte_model
@@ -174,6 +176,14 @@ def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tm
             code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
+
+
+def test_a_control_port_that_becomes_free_is_waited_for() -> None:
+    """A server that is started again at once may find the leader of the one before ending."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        threading.Timer(0.3, taken.close).start()
+        check_port("127.0.0.1", port, "--bootstrap-port", patience_s=START_TIMEOUT_S)
 
 
 def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:

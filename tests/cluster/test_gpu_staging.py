@@ -6,7 +6,6 @@ one process the tests share them, and with several (pytest -n) no process starts
 
 import functools
 import random
-import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -160,8 +159,7 @@ def check_tokens(model: Model, decode: Server, sources: dict[Source, Server]) ->
 
 def counters(sources: dict[Source, Server]) -> dict[Source, dict[str, float]]:
     """Of the leaders, once what has just happened is in them."""
-    time.sleep(0.6)
-    return {source: server.info()["counters"] for source, server in sources.items()}
+    return {source: server.settled_info()["counters"] for source, server in sources.items()}
 
 
 def check_writes(counted: dict[str, int], source_tp: int, tp: int, staging: str) -> None:
@@ -179,9 +177,8 @@ def check_left_behind(servers: Collection[Server]) -> None:
     """Nothing, and no complaints."""
     for server in servers:
         server.check_clean()
-    time.sleep(0.6)
     for server in servers:
-        gauges = server.info()["gauges"]
+        gauges = server.settled_info()["gauges"]
         assert gauges.get("staging_ring_bytes_granted", 0) == gauges.get("staging_parts", 0) == 0, gauges
         assert gauges.get("staging_parts_waiting", 0) == 0, gauges
 

@@ -130,6 +130,7 @@ class SendEngine:
         self._port = self._engine.get_rpc_port()
         self._in_flight: set[WriteId] = set()
         self._connected = False
+        self._broken = False
         if not rdma or _is_loopback(host):
             try:
                 _confine(self._port)
@@ -174,6 +175,7 @@ class SendEngine:
         if status == 0:
             return WriteState.PENDING
         self._in_flight.remove(write)
+        self._broken |= status != 1
         return WriteState.DONE if status == 1 else WriteState.FAILED
 
     def destroy(self) -> None:
@@ -193,10 +195,13 @@ class SendEngine:
     def _drop_unsent(self, data_port: int) -> None:
         """Drop it on all connections, also on those that Mooncake opens only now: it would fill them, and close them in
         its destructor like the others. While that runs no thread of ours does, so they have to be there before. Once
-        every write in flight has its connection, or all lanes are there, none is opened any more.
+        every write in flight has its connection, or all lanes are there, none is opened any more; nor is one where a
+        write has failed, which means that the peer has gone.
         """
         deadline = time.monotonic() + CONNECTING_S
-        while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()) and time.monotonic() < deadline:
+        while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()):
+            if self._broken or time.monotonic() >= deadline:
+                return
             time.sleep(0.001)
 
     def _count_pending(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.ports import free_port
+from tests.processes import stop_process
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -34,14 +35,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
         assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
         time.sleep(0.02)
     return time.monotonic() - started
-
-
-def gone(pid: int) -> bool:
-    """Ended, whether or not its new parent has collected it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 class Server:
@@ -108,16 +101,19 @@ class Server:
         os.kill(self.leader_pid(), number)
         self.process.send_signal(number)
 
+    def freeze(self) -> None:
+        """SIGSTOP for both processes; returns when neither runs any more."""
+        assert self.process is not None
+        stop_process(self.leader_pid())
+        stop_process(self.process.pid)
+
     def kill(self) -> None:
         """kill -9 for both processes, as if at once: the front does not answer for a leader that has gone."""
         assert self.process is not None
         leader = self.leader_pid()
-        for pid, number in (
-            (self.process.pid, signal.SIGSTOP),
-            (leader, signal.SIGKILL),
-            (self.process.pid, signal.SIGKILL),
-        ):
-            os.kill(pid, number)
+        stop_process(self.process.pid)
+        os.kill(leader, signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
 
     def stop(self) -> int:

@@ -162,7 +162,7 @@ def strike(storm: Storm, draw: random.Random) -> None:
     match draw.choice(["stop", "stop", "kill", "cut", "cut unnoticed", "half-close", "hold", "delay", "chop"]):
         case "stop":
             stopped = draw.choice([storm.prefills[0], storm.decode])
-            stopped.signal_all(signal.SIGSTOP)
+            stopped.freeze()
             time.sleep(duration_s)
             stopped.signal_all(signal.SIGCONT)
         case "kill":

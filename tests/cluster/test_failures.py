@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
-from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, gone, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
+from tests.processes import gone
 
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
@@ -129,7 +130,7 @@ def test_prefill_stopped_and_continued(pair: tuple[Server, Server], expected: li
     client = Client(decode, LONG_PROMPT, 4)
     in_state(decode, "prefilling")
     stopped_at = time.monotonic()
-    prefill.signal_all(signal.SIGSTOP)
+    prefill.freeze()
     assert client.wait().status_code == 503
     assert client.ended_at - stopped_at <= NOTICED_S + ANSWERED_S + SLACK_S
     time.sleep(2.5)  # longer than the quarantine

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
-from tests.cluster.servers import Cluster, Server, cluster, gone, wait_until
+from tests.cluster.servers import Cluster, Server, cluster, wait_until
 from tests.ports import free_port
+from tests.processes import gone
 
 NEW_TOKENS = 10
 LENGTHS = (1, 17, 48, 131)

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.servers import REPOSITORY, gone, python_path, wait_until
+from tests.cluster.servers import REPOSITORY, python_path, wait_until
+from tests.processes import gone
 
 TEST_RUN = """
 import pathlib, sys, time

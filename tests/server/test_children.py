@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from pdserve.server.children import ChildEndedError, Children
-from tests.cluster.servers import gone, wait_until
+from tests.cluster.servers import wait_until
+from tests.processes import gone
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}

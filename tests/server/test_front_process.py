@@ -20,8 +20,9 @@ import httpx
 import pytest
 
 from pdserve.server.ports import check_port
-from tests.cluster.servers import gone, wait_until
+from tests.cluster.servers import wait_until
 from tests.ports import free_port
+from tests.processes import gone
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import SUBMITTED
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812

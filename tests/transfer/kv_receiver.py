@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.processes import stop_process
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ class Receiver:
         self.pool: NDArray[np.uint8] = np.memmap(self._file.name, dtype=np.uint8, mode="r+")
         self.size_bytes = size_bytes
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
-        path = filter(None, (str(REPOSITORY / ".dev"), os.environ.get("PYTHONPATH")))
+        path = filter(None, (str(REPOSITORY / ".dev"), str(REPOSITORY), os.environ.get("PYTHONPATH")))
         self._process = subprocess.Popen(
             [sys.executable, __file__, self._file.name],
             stdin=subprocess.PIPE,
@@ -53,10 +54,7 @@ class Receiver:
 
     def stop(self) -> None:
         """Freeze the process, and return once it is frozen."""
-        self._process.send_signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self._process.pid}/stat")
-        while status.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+        stop_process(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -16,6 +16,7 @@ from pdserve.configs.schema import PrefillConfig
 from pdserve.transfer.chunk_writer import ChunkWriter
 from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import Hello, Welcome
+from tests.processes import stop_process
 from tests.transfer.kv_cells import filled_pool, kv_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ class WriterProcess:
 
     def stop(self) -> None:
         """Freeze the process."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop_process(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -65,6 +65,7 @@ from pdserve.transfer.prefill_control import PrefillControl
 from pdserve.transfer.session import Timing
 from pdserve.transfer.wire import Envelope, decode, encode
 from tests.ports import free_port
+from tests.processes import stop_process
 from tests.transfer.tcp_proxy import TcpProxy
 
 T = TypeVar("T")
@@ -884,7 +885,7 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
     process, port = prefill_process
     client, below = cluster.decode("d1", port, timing=DEFAULT)
     below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
-    process.signal(signal.SIGSTOP)
+    process.stop()
     client.send(InstanceId("p1"), Abort(key(1), "nobody hears it"))
     before = time.monotonic()
     client.close()
@@ -918,6 +919,9 @@ class OtherProcess:
         for line in self._process.stdout:
             self.lines.append(json.loads(line))
 
+    def stop(self) -> None:
+        stop_process(self._process.pid)
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -945,7 +949,7 @@ def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_
     below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     client.send(InstanceId("p1"), Abort(key(0), "running"))
     below.wait(MessageReceived)
-    process.signal(signal.SIGSTOP)
+    process.stop()
     stopped_at = time.monotonic()
     client.send(InstanceId("p1"), Abort(key(1), "sent before it was found lost"))
     (lost,) = below.wait(PeerLost, timeout_s=3)
@@ -991,7 +995,7 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
     process = OtherProcess("decode", server.port, "d1")
     try:
         above.wait(PeerUp, timeout_s=START_TIMEOUT_S)
-        process.signal(signal.SIGSTOP)
+        process.stop()
         stopped_at = time.monotonic()
         above.wait(PeerLost, timeout_s=3)
         assert time.monotonic() - stopped_at < NOTICED_S

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
+from pdserve.transfer.engine import CONNECTING_S, PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake_library import TCP_LANES
 from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine, drop_unsent
 from tests.transfer.kv_receiver import REPOSITORY, Receiver
@@ -221,6 +221,18 @@ def test_destroying_does_not_miss_connections_that_are_being_opened(
         assert engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) is not None
     engine.destroy()
     assert found[-1] == TCP_LANES
+
+
+def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiver: Receiver) -> None:
+    """Its other ranks hear of it only afterwards."""
+    source = np.ones(16 << 20, dtype=np.uint8)
+    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    writes = [engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) for _ in range(16)]
+    receiver.kill()
+    assert any(write is not None and wait_for(engine, write) is WriteState.FAILED for write in writes)
+    started = time.monotonic()
+    engine.destroy()
+    assert time.monotonic() - started < CONNECTING_S / 2
 
 
 def test_mooncake_is_silent_even_when_everything_fails() -> None:

@@ -30,14 +30,17 @@ setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies 
 demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
-# Tests in tests/cluster start servers and know how soon these answer: they run alone.
+# Tests in tests/cluster start servers; those that know how soon these answer run alone.
+TIMED := $(patsubst %,tests/cluster/test_%.py,chaos failures launch random_mix ranks requests servers topology)
+IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=logical --maxprocesses=4 --dist=loadfile
-	$(BIN)/python -m pytest tests/cluster
+	@$(BIN)/python -m pytest $(IN_PARALLEL) --ignore=tests/cluster
+	$(BIN)/python -m pytest $(IN_PARALLEL) tests/cluster $(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest $(TIMED)
 endif
 
 .PHONY: test-matrix

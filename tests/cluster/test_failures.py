@@ -105,6 +105,8 @@ def test_request_moves_to_another_prefill(servers: Cluster, llama: Path) -> None
     """The client sees nothing of it: prefill died before the first token."""
     first, second = (servers.add("prefill", llama, *SLOW_PREFILL) for _ in range(2))
     decode = servers.add("decode", llama, "--prefill", f"{first.endpoint},{second.endpoint}", *DECODE)
+    for server in (first, second):
+        server.wait_ready()
     decode.wait_ready(peers=2)
     client = Client(decode, LONG_PROMPT, 8)
     busy: list[Server] = []

@@ -38,7 +38,7 @@ WriteId = NewType("WriteId", int)
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
 CUT_AGAIN_S: Final = 0.2
-CONNECTING_S: Final = 1.0
+CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
 
 

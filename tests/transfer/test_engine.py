@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.transfer.engine import CONNECTING_S, PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
+from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake_library import TCP_LANES
 from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine, drop_unsent
 from tests.transfer.kv_receiver import REPOSITORY, Receiver
@@ -182,6 +182,13 @@ def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver
     assert time.monotonic() - started < 0.5  # up to 1 s without waking the listener
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections may take their time, as they do on a busy machine."""
+    monkeypatch.setattr("pdserve.transfer.engine.CONNECTING_S", 20.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) -> None:
     """What waits for a network that is down, or for room at a hung peer, would arrive when its pages are another's."""
     source = np.ones(16 << 20, dtype=np.uint8)
@@ -203,6 +210,7 @@ def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) ->
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("patient")
 def test_destroying_does_not_miss_connections_that_are_being_opened(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +231,7 @@ def test_destroying_does_not_miss_connections_that_are_being_opened(
     assert found[-1] == TCP_LANES
 
 
+@pytest.mark.usefixtures("patient")
 def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiver: Receiver) -> None:
     """Its other ranks hear of it only afterwards."""
     source = np.ones(16 << 20, dtype=np.uint8)
@@ -232,7 +241,7 @@ def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiv
     assert any(write is not None and wait_for(engine, write) is WriteState.FAILED for write in writes)
     started = time.monotonic()
     engine.destroy()
-    assert time.monotonic() - started < CONNECTING_S / 2
+    assert time.monotonic() - started < 5
 
 
 def test_mooncake_is_silent_even_when_everything_fails() -> None:

@@ -11,6 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
+def can_receive_kv(host: str) -> bool:
+    """Whether peers can be told to send KV there: to one address, of IPv4, or its name. Mooncake knows no others."""
+    return ":" not in host and host not in ("", "*", "0.0.0.0")
+
+
 def _split_commas(value: object) -> object:
     """A flag gives `a:1,b:2`, a YAML file may give a list."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -246,7 +251,7 @@ class DecodeConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _reachable(self) -> "DecodeConfig":
-        if ":" in self.public_host or self.public_host in ("", "*", "0.0.0.0"):
+        if not can_receive_kv(self.public_host):
             field = "host" if self.advertise_host is None else "advertise_host"
             raise ValueError(
                 f"{field} {self.public_host!r} is not where peers can send KV: set advertise_host to the IPv4 address "

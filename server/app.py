@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import Response
 
 from ..configs.errors import UnauthorizedError
-from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
+from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig
 from ..scheduler.front import Failed, Observe, Submit
 from .error_answers import ErrorAnswers
@@ -52,7 +52,7 @@ def create_app(
     tokenizer: Tokenizer,
     leader: LeaderClient,
     metrics: Metrics,
-    default_sampling: SamplingParams = NEUTRAL_SAMPLING,
+    default_sampling: SamplingParams,
 ) -> FastAPI:
     """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -72,7 +72,7 @@ class Routes:
         tokenizer: Tokenizer,
         leader: LeaderClient,
         metrics: Metrics,
-        default_sampling: SamplingParams = NEUTRAL_SAMPLING,
+        default_sampling: SamplingParams,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 
 from pdserve.configs import errors
 from pdserve.configs.load import load_config
+from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.scheduler.counters import DECODE_COUNTERS, PREFILL_COUNTERS
 from pdserve.server.app import Routes
@@ -91,7 +92,7 @@ async def test_routes(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
     client = LeaderClient(Metrics())
     try:
-        routes = Routes(config, tokenizer, client, Metrics())
+        routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING)
         served = {
             f"{method} {route.path.replace(':path', '')}"
             for router in (routes.public(), routes.protected())

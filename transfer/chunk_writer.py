@@ -53,18 +53,14 @@ class _LinkPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _LinkRoute:
+class _LinkRoute(_LinkPlan):
     """One link: from a pool of ours into a pool of a decode rank, and the thread that writes there.
 
     A staged link has nothing to plan: its KV goes through the decode rank's PartWriter.
     """
 
-    link: Link
-    source: LocalPool
-    pools: PoolPair
     sender: PeerSender
-    write_bytes: int
-    staged: bool = False
+    staged: bool
 
     def plan(self, chunk: ChunkWrite) -> Runs:
         """The copies of a chunk; raises PlanError."""
@@ -337,9 +333,7 @@ class ChunkWriter:
                 sender.close()
             raise
         links = (
-            _LinkRoute(
-                plan.link, plan.source, plan.pools, senders[plan.route], _write_bytes(plan.route), plan.link in staged
-            )
+            _LinkRoute(plan.link, plan.source, plan.pools, plan.route, senders[plan.route], plan.link in staged)
             for plan in plans
         )
         return _Route(len(hello.ranks), tuple(senders.values()), tuple(links), writers)
@@ -414,7 +408,7 @@ def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None
         runs=partial(route.plan, order),
         ready=prepare,
         pools=route.pools,
-        write_bytes=route.write_bytes,
+        write_bytes=_write_bytes(route.route),
         chunk=chunk,
         route=route,
     )

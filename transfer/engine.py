@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Final, NewType
 
 from ..configs.errors import StartupError
-from ..configs.schema import LOOPBACK_HOSTS
+from ..configs.schema import LOOPBACK_HOSTS, can_receive_kv
 from .mooncake_library import TCP_LANES, MooncakeEngine, Transport, create_engine
 from .mooncake_sockets import (
     PeerUnreachableError,
@@ -65,7 +65,7 @@ class ReceiveEngine:
         devices: Sequence[str] = (),
         gid_index: int | None = None,
     ) -> None:
-        if ":" in host or host in ("", "0.0.0.0", "*"):
+        if not can_receive_kv(host):
             raise StartupError(
                 f"peers cannot send KV to host {host!r}: set advertise_host to the IPv4 address or name of this machine"
             )

@@ -34,17 +34,6 @@ def submit(
     world.act()
 
 
-def work(world: World) -> None:
-    """Everybody does something, and no time passes."""
-    world.decode_turn()
-    world.rank_turn(eos=False)
-    for which in range(2):
-        world.deliver(which, up=False)
-        world.prefill_turn(which)
-        world.end_write(which, ok=True, late=False)
-        world.deliver(which, up=True)
-
-
 @pytest.mark.parametrize(
     ("timeout_s", "after_s", "message"),
     [
@@ -69,7 +58,7 @@ def test_a_request_that_runs_too_long() -> None:
     world = World()
     submit(world, "r")
     while world.decode.running == 0:
-        work(world)
+        world.work()
     assert not turn_at(world, REQUEST_TIMEOUT_S - 0.01)
     (failed,) = turn_at(world, REQUEST_TIMEOUT_S)
     assert failed.message == "not finished within its deadline of 200 s (request_timeout_s)"
@@ -100,7 +89,7 @@ def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, i
         submit(world, rid, tokens=20)
         world.pass_time(0.001)
     while not world.decode.counters["retractions"]:
-        work(world)
+        world.work()
     waits = world.decode.requests["b"]
     assert waits.state.value == ("retracted" if saved else "queued")
     assert waits.output_ids
@@ -108,7 +97,7 @@ def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, i
     assert waits.state.value == ("retracted" if saved else "queued")
     if in_time:
         while world.decode.requests:
-            work(world)
+            world.work()
         assert not world.failures
     else:
         message = "not finished within its deadline of 200 s (request_timeout_s)"

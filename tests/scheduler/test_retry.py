@@ -112,13 +112,7 @@ def pass_turns(world: World, seconds: float) -> None:
     """Everybody works, a hundred times a second."""
     for _ in range(round(seconds * 100)):
         world.pass_time(0.01)
-        world.decode_turn()
-        world.rank_turn(eos=False)
-        for which in range(2):
-            world.deliver(which, up=False)
-            world.prefill_turn(which)
-            world.end_write(which, ok=True, late=False)
-            world.deliver(which, up=True)
+        world.work()
         world.check()
 
 

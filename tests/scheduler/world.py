@@ -414,6 +414,16 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
+    def work(self) -> None:
+        """Everybody does something, and no time passes."""
+        self.decode_turn()
+        self.rank_turn(eos=False)
+        for which in range(len(ENDPOINTS)):
+            self.deliver(which, up=False)
+            self.prefill_turn(which)
+            self.end_write(which, ok=True, late=False)
+            self.deliver(which, up=True)
+
     # -- what must hold ----------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..kernels.slot_tables import SlotTables, buffer_pages, check_geometry
+from ..kernels.streams import wait_for_stream
 from ..kernels.swap_in import SwapPlan
 from .index_spaces import HotPage, HotPlace, KvPage, RequestSlot
 from .kv_pool import KvCache, KvPool
@@ -121,8 +122,7 @@ class HiSparseCache(KvCache):
 
     def wait(self) -> None:
         """Until all that was enqueued is done: what it wrote is in host memory then, and nothing reads it any more."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        wait_for_stream(self.device)
 
     # -- hot buffers -------------------------------------------------------------------------------------------
 

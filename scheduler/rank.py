@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ..kernels.streams import use_own_stream, wait_for_stream
 from ..memory.device import resolve_device
 from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
@@ -100,8 +101,10 @@ class RankEngine:
         self._device = resolve_device(config.device, local, len(config.local_ranks))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        use_own_stream(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at, listener)
         self._executor = RankBuilder(config, source, self._parallel, self._device).build()
+        wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
@@ -265,8 +268,7 @@ class RankEngine:
                 del self._saved[rid]
             case Settle():
                 pass
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for_stream(self._device)
         self._report(OrderDone(self._rank, command.order, time.monotonic() - started))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:

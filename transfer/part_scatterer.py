@@ -9,11 +9,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 
 from ..kernels.kv_stage import kv_scatter, warm_up_kv_stage
+from ..kernels.streams import use_own_stream, wait_for_stream
 from .chunks import PartScatter
 from .layout import KvLayout
 from .messages import StagePart
@@ -46,11 +46,9 @@ class PartScatterer:
         self._on_scattered = on_scattered
         self._on_failed = on_failed
         self._orders: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
-        self._stream: torch.cuda.Stream | None = None
         if pool.device.type == "cuda":
-            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
             warm_up_kv_stage(pool)
-            torch.cuda.current_stream(pool.device).synchronize()  # before the first scatter, on another stream
+            wait_for_stream(pool.device)  # before the first scatter, on another stream
         self._thread = threading.Thread(target=self._work, name="scatter", daemon=True)
         self._thread.start()
 
@@ -65,12 +63,11 @@ class PartScatterer:
 
     def _work(self) -> None:
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                while (order := self._orders.get()) is not None:
-                    self._scatter(order)
-                    if self._stream is not None:
-                        self._stream.synchronize()
-                    self._on_scattered(order.part)
+            use_own_stream(self._pool.device)
+            while (order := self._orders.get()) is not None:
+                self._scatter(order)
+                wait_for_stream(self._pool.device)
+                self._on_scattered(order.part)
         except Exception as error:
             log.exception("scattering staged KV")
             self._on_failed(f"scattering staged KV failed: {error!r}")

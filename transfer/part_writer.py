@@ -8,7 +8,6 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from ..kernels.kv_stage import kv_gather, warm_up_kv_stage
+from ..kernels.streams import use_own_stream
 from .chunks import PartWrite, PartWritten
 from .layout import KvLayout, Plane
 from .messages import Pool, StageRing, TransferKey
@@ -95,9 +95,6 @@ class PartWriter:
         self._free = list(range(BUFFERS))
         self._gathering: _Gathering | None = None
         self._closing = False
-        self._stream: torch.cuda.Stream | None = None
-        if pool.device.type == "cuda":
-            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._work, name=f"gather-{sender.session}", daemon=True)
         self._thread.start()
 
@@ -131,17 +128,17 @@ class PartWriter:
         self._thread.join()
 
     def _work(self) -> None:
-        with _stream_context(self._stream):
-            while (taken := self._take()) is not None:
-                gathering, slot = taken
-                order = gathering.order
-                try:
-                    ready = self._gather(order, slot)
-                except Exception as error:
-                    self._let_go(slot)
-                    self._on_written(_stopped(order, f"the part could not be gathered: {error!r}"))
-                    continue
-                self._submit(gathering, slot, ready)
+        use_own_stream(self._pool.device)
+        while (taken := self._take()) is not None:
+            gathering, slot = taken
+            order = gathering.order
+            try:
+                ready = self._gather(order, slot)
+            except Exception as error:
+                self._let_go(slot)
+                self._on_written(_stopped(order, f"the part could not be gathered: {error!r}"))
+                continue
+            self._submit(gathering, slot, ready)
         with self._changed:
             left = list(self._queue)
             self._queue.clear()
@@ -170,10 +167,10 @@ class PartWriter:
             layers=range(part.block.layer_start - layout.layer_start, part.block.layer_end - layout.layer_start),
             heads=range(part.block.head_start - layout.head_start, part.block.head_end - layout.head_start),
         )
-        if self._stream is None:
+        if self._pool.device.type != "cuda":
             return None
         gathered = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        gathered.record(self._stream)
+        gathered.record(torch.cuda.current_stream(self._pool.device))
         return gathered.synchronize
 
     def _submit(self, gathering: _Gathering, slot: int, ready: Callable[[], None] | None) -> None:
@@ -227,7 +224,3 @@ class PartWriter:
 
 def _stopped(order: PartWrite, reason: str) -> PartWritten:
     return PartWritten(order.instance, order.part, ok=False, reason=reason)
-
-
-def _stream_context(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

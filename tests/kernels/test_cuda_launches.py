@@ -9,6 +9,7 @@ import torch
 from pdserve.kernels import sparse_mla_cuda, write_back
 from pdserve.kernels.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.slot_tables import HotRows, KvRows, SlotTables
+from pdserve.kernels.streams import use_own_stream
 from pdserve.kernels.swap_in import SwapPlan, copy_misses, swap_in
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -29,6 +30,7 @@ def test_of_hot_buffers(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None
     sizes = {"groups": 1, "requests": BATCH, "hot_rows": HOT_ROWS, "max_context": 64, "page_size": PAGE_SIZE}
     launched = counted(monkeypatch)
     with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
         host = gpu.pin(torch.zeros(PAGES, LAYERS, PAGE_SIZE, row_bytes, dtype=torch.uint8))
         hot = torch.zeros(PAGES, LAYERS, PAGE_SIZE, row_bytes, dtype=torch.uint8, device=DEVICE)
         tables, plan = SlotTables.allocate(**sizes, device=DEVICE).group(0), SwapPlan.allocate(BATCH, TOP_K, DEVICE)
@@ -45,6 +47,7 @@ def test_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     monkeypatch.setattr(sparse_mla_cuda, "load_kernel", cuda_sources.load_kernel)
     with PretendGpu():
+        use_own_stream(DEVICE)
         query = torch.zeros(BATCH, 64, 576, dtype=torch.bfloat16, device=DEVICE)
         rows, out = torch.zeros(PAGES, PAGE_SIZE, 576, dtype=torch.bfloat16, device=DEVICE), query[..., :512].clone()
         sparse_mla_cuda.launch_sparse_mla_cuda(query, rows, integers(BATCH, TOP_K), out, scale=0.1)

@@ -9,8 +9,9 @@ kernels, in its interpreter; CUDA graphs; pinned buffers; look-ahead) then runs,
                been waited for) and arrives late (the target holds nonsense until then)
     graphs     a replay repeats the operations that were captured on the memory that they were captured with. What the
                host decided is as it was at the capture, and new tensors hold what is left from the last replay
+    streams    work on the legacy default stream is an error: kernels/streams.py says why
 
-Not covered: several streams at a time (everything runs in the order in which it is enqueued), real kernels of csrc/
+Not covered: what runs on two streams at a time (everything runs in the order it is enqueued), real kernels of csrc/
 (their references run), memory that is given back too early.
 """
 
@@ -35,6 +36,7 @@ DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _AMPERE = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=163 << 10)
 """Older than Hopper: what only that has (programmatic dependent launch, wgmma) cannot be interpreted."""
+_MEMORY_BYTES = 1 << 30
 
 _WAITING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "equal"}
 _WAITING |= {"bincount", "unique", "repeat_interleave", "allclose"}
@@ -62,6 +64,9 @@ class PretendGpu(TorchFunctionMode):
         """By address. They stay, so that nothing else is ever there."""
         self._under_way: list[_Copy] = []
         self._recording: CapturedGraph | None = None
+        self._stream = _Stream()
+        """The current one: at first the legacy default stream, as in a new thread."""
+        self._legacy = self._stream
         self._patches = pytest.MonkeyPatch()
 
     def __enter__(self) -> "PretendGpu":
@@ -92,6 +97,7 @@ class PretendGpu(TorchFunctionMode):
 
     def launch(self, kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run what stands for a kernel, on tensors of the GPU or pinned ones. A graph captures it as a whole."""
+        self._enqueue("a kernel")
         pinned: list[torch.Tensor] = []
 
         def reachable(argument: Any) -> Any:
@@ -176,6 +182,8 @@ class PretendGpu(TorchFunctionMode):
         if on_gpu and (name in _WAITING or name in _FROM_HOST):
             self._wait(name)
         result = func(*args, **kwargs)
+        if on_gpu and _computes(name, tensors, result):
+            self._enqueue(name)
         if pinned:
             self.pin(result)
         return tree_map(_gpu if on_gpu else _plain, result) if name != "__setitem__" else result
@@ -201,6 +209,8 @@ class PretendGpu(TorchFunctionMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         to_gpu, from_gpu = isinstance(target, GpuTensor), isinstance(source, GpuTensor)
+        if to_gpu or from_gpu:
+            self._enqueue("copy_")
         if to_gpu == from_gpu:
             torch.Tensor.copy_(target, source)
             return target
@@ -230,6 +240,11 @@ class PretendGpu(TorchFunctionMode):
         self.waits.append(name)
         self.settle()
 
+    def _enqueue(self, name: str) -> None:
+        """Work for the device comes: on which stream?"""
+        if self._stream is self._legacy:
+            raise AssertionError(f"{name} on the legacy default stream, which transfers between GPUs wait for")
+
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return _plain(tensor).untyped_storage().data_ptr() in self._pinned
 
@@ -239,29 +254,48 @@ class PretendGpu(TorchFunctionMode):
         from triton.runtime.interpreter import GridExecutor
 
         event, stream = type("Event", (_Event,), {"gpu": self}), type("Stream", (_Stream,), {"gpu": self})
-        interpret, only_stream = GridExecutor.__call__, stream()
+        interpret = GridExecutor.__call__
+        self._legacy = self._stream = stream()
         for name, value in {
             "Event": event,
             "Stream": stream,
-            "CUDAGraph": CapturedGraph,
+            "CUDAGraph": functools.partial(CapturedGraph, self),
             "graph": self._capture,
             "graph_pool_handle": lambda: None,
-            "current_stream": lambda *_: only_stream,
-            "stream": lambda _: contextlib.nullcontext(),
+            "current_stream": lambda *_: self._stream,
+            "set_stream": lambda stream: setattr(self, "_stream", stream),
+            "stream": self._on_stream,
             "synchronize": lambda *_: self.settle(),
             "get_device_properties": lambda *_: _AMPERE,
             "get_device_capability": lambda *_: (8, 0),
+            "set_device": lambda _: None,
+            "mem_get_info": lambda *_: (_MEMORY_BYTES, _MEMORY_BYTES),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: None,
+            "max_memory_reserved": lambda *_: 0,
+            "memory_reserved": lambda *_: 0,
+            "MemPool": lambda: None,
+            "use_mem_pool": lambda *_: contextlib.nullcontext(),
         }.items():
             self._patches.setattr(torch.cuda, name, value)
         self._patches.setattr(GridExecutor, "__call__", lambda *args, **kwargs: self.launch(interpret, *args, **kwargs))
         self._patch_cuda_kernels()
 
     @contextlib.contextmanager
+    def _on_stream(self, stream: "_Stream") -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    @contextlib.contextmanager
     def _capture(self, graph: "CapturedGraph", **_options: Any) -> Iterator[None]:
+        """On a stream of its own, as torch does it."""
         assert self._recording is None, "one graph at a time"
         self._recording = graph
         try:
-            with graph:
+            with self._on_stream(_Stream()), graph:
                 yield
         finally:
             self._recording = None
@@ -301,9 +335,10 @@ class PretendGpu(TorchFunctionMode):
 class CapturedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
     """The operations that a graph consists of."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Callable[[], None]] = []
+        self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -313,6 +348,7 @@ class CapturedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def replay(self) -> None:
         assert self.operations, "nothing was captured"
+        self._gpu._enqueue("a graph")
         with torch.inference_mode(), torch._C.DisableTorchFunction():
             for operation in self.operations:
                 operation()
@@ -338,7 +374,7 @@ class _Event:
 
 
 class _Stream:
-    """All are one: what is enqueued runs at once."""
+    """What is enqueued on any of them runs at once."""
 
     gpu: PretendGpu
     cuda_stream = 0
@@ -393,6 +429,17 @@ def _repeat(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     for old, new in zip(tree_iter(result), tree_iter(again), strict=True):
         if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
             old.copy_(new)
+
+
+def _computes(name: str, arguments: Sequence[torch.Tensor], result: Any) -> bool:
+    """Whether this launches something: it writes in place, or its result is more than a view or an allocation."""
+    if name.startswith(("empty", "new_empty")):
+        return False
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        return True
+    known = {argument.untyped_storage().data_ptr() for argument in arguments}
+    made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+    return any(tensor.untyped_storage().data_ptr() not in known for tensor in made)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

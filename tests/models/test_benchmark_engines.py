@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import dsa_engine, engine
+from pdserve.kernels.streams import use_own_stream
 from pdserve.models.config import ModelConfig
 from pdserve.scheduler.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
@@ -64,6 +65,7 @@ def test_swapped_in_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TOP_K": 8, "HOT_ROWS": 16, "CONTEXT": 256, "PAGE_SIZE": 4, "DEVICE": DEVICE}.items():
         monkeypatch.setattr(swap_in, name, value)
     with PretendGpu():
+        use_own_stream(DEVICE)
         pools = swap_in.Pools.allocate(3, 32)
         swap_in.verify(pools)
         pools.host.add_(1)

@@ -12,6 +12,7 @@ import torch
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.kernels.slot_tables import buffer_pages
+from pdserve.kernels.streams import use_own_stream
 from pdserve.memory.hisparse import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
@@ -89,6 +90,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
     with PretendGpu() as pretended:
+        use_own_stream(DEVICE)
         yield pretended
 
 
@@ -141,6 +143,7 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
 def test_steps_in_graphs_say_what_the_cpu_says_and_wait_for_nothing(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
     with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
         runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)
         executor = on_gpu(model, runner.make_cache(NUM_PAGES, PAGE_SIZE), runner)
         with gpu.no_waits():
@@ -236,6 +239,17 @@ class TestThePretendedGpu:
         assert values._values.isnan().all()
         assert values() == [[1.0, 2.0]]
         assert not gpu.waits
+
+    def test_work_on_the_legacy_default_stream(self) -> None:
+        with PretendGpu():
+            memory = torch.empty(3, device=DEVICE)
+            for work in (memory.zero_, lambda: memory + 1, lambda: memory.copy_(torch.ones(3)), memory.cpu):
+                with pytest.raises(AssertionError, match="on the legacy default stream"):
+                    work()
+            with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # type: ignore[no-untyped-call]
+                assert memory.fill_(2).view(3, 1).tolist() == [[2.0]] * 3
+            with pytest.raises(AssertionError, match="on the legacy default stream"):
+                memory.zero_()
 
     def test_what_a_graph_keeps_and_what_it_computes_anew(self, gpu: PretendGpu) -> None:
         values, factor = torch.ones(3, device=DEVICE), 2

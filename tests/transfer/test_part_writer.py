@@ -194,7 +194,7 @@ def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Ca
             torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
         steps_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         steps_done.record()
-        with torch.cuda.stream(writer._stream):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # as the writer's thread
             wait = writer._gather(prefill.order(part, 0), slot=0)
         assert wait is not None
         wait()

@@ -1,0 +1,93 @@
+"""A rank on a GPU works on a stream of its own, from loading to the last step: the pretended GPU refuses the other."""
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.models.catalog import locate_model
+from pdserve.scheduler.effects import CopyPage, LoadPages, SavePages, Settle
+from pdserve.scheduler.rank import RankEngine
+from pdserve.scheduler.rank_messages import (
+    CheckCache,
+    ComputeCommand,
+    OrderDone,
+    RankReport,
+    RunStep,
+    StepDone,
+    StopRank,
+)
+from pdserve.scheduler.step import Draw, StepRow
+from tests.checkpoints import make_checkpoint
+from tests.kernels.interpreter import INTERPRETED
+from tests.models.pretend_gpu import PretendGpu
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+DRAWS = (Draw(SamplingParams(temperature=0.0), 0),)
+PROMPT = [5, 3, 200, 7, 7]
+
+
+def serve(config: AnyServerConfig, *commands: ComputeCommand) -> list[RankReport]:
+    """What the only rank of a server reports when it is given these commands."""
+    reports: list[RankReport] = []
+    inbox: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    for command in (*commands, Settle(9), CheckCache(), StopRank()):
+        inbox.put(command)
+    with PretendGpu():
+        rank = RankEngine(config, locate_model(config.model), 0, meet_at=None, report=reports.append)
+        try:
+            rank.serve(inbox)
+        finally:
+            rank.close()
+    return reports
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    directory: Path = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", **sizes)
+    return {
+        "model": str(directory),
+        "device": "cuda:0",
+        "dtype": "float16",
+        "page_size": 8,
+        "kv_tokens": 64,
+        "transport": "tcp",
+    }
+
+
+def test_prefill_steps(settings: dict[str, Any]) -> None:
+    step = RunStep(1, (StepRow(PROMPT, 0, [3], draws=DRAWS),))
+    reports = serve(PrefillConfig(**settings, chunk_size=16, max_queued_requests=2), step)
+    done = [report for report in reports if isinstance(report, StepDone)]
+    assert [report.error for report in done] == [None]
+
+
+@pytest.mark.parametrize("staging", ["off", "on"])
+def test_decode_steps_and_pages(settings: dict[str, Any], staging: str) -> None:
+    config = DecodeConfig.model_validate({**settings, "max_running_requests": 1, "staging": staging})
+    reports = serve(
+        config,
+        RunStep(1, (StepRow([5], 0, [3], draws=DRAWS),)),
+        CopyPage(2, 3, 4),  # type: ignore[arg-type]  # plain numbers
+        SavePages(3, "r", (4,)),  # type: ignore[arg-type]
+        LoadPages(4, "r", (5,)),  # type: ignore[arg-type]
+    )
+    assert [report.error for report in reports if isinstance(report, StepDone)] == [None]
+    assert [report.order for report in reports if isinstance(report, OrderDone)] == [2, 3, 4, 9]

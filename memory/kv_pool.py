@@ -16,13 +16,16 @@ DTYPE_NAMES = {
     torch.uint8: "uint8",
 }
 
+PROBE_BYTES = 1 << 10
+"""Behind the pages of a pool: bytes that peers write and read back to try a transport."""
+
 _COPY_BYTES = 64 << 20
 """Pages that are saved or loaded at once."""
 
 
 class KvPool:
     """Owns its memory, or lies in what it is given. One contiguous range, so it is one registered region, and so is a
-    page of it.
+    page of it. The last `PROBE_BYTES` of the memory are `probe`.
 
     `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
     ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
@@ -62,10 +65,13 @@ class KvPool:
         self._pinned: PinnedMemory | None = None
         if pinned:
             assert device.type == "cpu", f"memory of {device} cannot be page-locked"
-            self._pinned = PinnedMemory(num_pages * page_bytes, unit_bytes=page_bytes)
+            self._pinned = PinnedMemory(num_pages * page_bytes + PROBE_BYTES, unit_bytes=page_bytes)
             memory = self._pinned.data
         elif memory is None:
             memory = zeroed(num_pages * page_bytes, device)
+        assert len(memory) >= num_pages * page_bytes + PROBE_BYTES, "memory of `zeroed` has room for probes"
+        self.probe = memory[-PROBE_BYTES:]
+        self.registered_bytes = len(memory)
         self.data = memory[: num_pages * page_bytes].view(dtype).view(shape)
         self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
 
@@ -193,11 +199,12 @@ class KvCache:
 
 
 def zeroed(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, as bytes: rows that were never written are read and masked out, and NaN would survive the mask of dense
-    attention.
+    """Zeros, as bytes, and PROBE_BYTES behind them: rows that were never written are read and masked out, and NaN would
+    survive the mask of dense attention.
 
     Host memory comes from the kernel, zeroed page by page as it is used: `torch.zeros` would touch all of it at start.
     """
+    size_bytes += PROBE_BYTES
     if device.type != "cpu":
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)

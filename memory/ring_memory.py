@@ -6,6 +6,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig, ServerConfig
+from .kv_pool import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,11 @@ class RingMemory:
         if self.on_gpu:
             self._pool = torch.cuda.MemPool()  # its first tensor is at the start of a new allocation
             with torch.cuda.use_mem_pool(self._pool, device):
-                self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+                memory = torch.empty(size_bytes + PROBE_BYTES, dtype=torch.uint8, device=device)
         else:
-            self.data = torch.empty(size_bytes, dtype=torch.uint8)
+            memory = torch.empty(size_bytes + PROBE_BYTES, dtype=torch.uint8)
+        self.data, self.probe = memory[:size_bytes], memory[size_bytes:]
+        self.registered_bytes = len(memory)
 
     @property
     def base_address(self) -> int:

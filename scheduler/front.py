@@ -157,6 +157,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     round_trip_ms: float | None = None
     transports: dict[str, str] = {}
     """How KV of each pool goes there (prefill)."""
+    unusable_transports: dict[str, str] = {}
+    """Those that should work between the two servers and do not, and why (prefill)."""
 
 
 class Status(FrontMessage, frozen=True):

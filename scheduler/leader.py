@@ -47,7 +47,7 @@ from .hot_buffers import HotLimits
 from .intake import DecodeLimits
 from .prefill import PrefillScheduler
 from .prefill_limits import PrefillLimits
-from .prefill_loop import PrefillLoop
+from .prefill_loop import NO_ROUTES, PrefillLoop
 from .rank_builder import looks_ahead
 from .rank_messages import RankFailed, RankReady
 from .ranks import RankLostError, Ranks
@@ -279,7 +279,7 @@ class Leader:
 
     def _run(self, loop: DecodeLoop | PrefillLoop, control: Control) -> None:
         def status() -> Status:
-            transports = loop.transports if isinstance(loop, PrefillLoop) else {}
+            routes = loop.routes if isinstance(loop, PrefillLoop) else {}
             problems = loop.problems()
             if control.progress_age_s() > CONTROL_STALL_S:
                 problems.append(f"the control thread has not turned for {control.progress_age_s():.0f} s")
@@ -294,7 +294,7 @@ class Leader:
                         peer.instance,
                         peer.detail,
                         peer.round_trip_ms,
-                        transports.get(peer.instance or "", {}),
+                        *routes.get(peer.instance or "", NO_ROUTES),
                     )
                     for peer in control.peers()
                 ),

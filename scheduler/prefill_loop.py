@@ -3,6 +3,7 @@
 import logging
 import queue
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,16 @@ log = logging.getLogger(__name__)
 _ChunkRef = tuple[InstanceId, TransferKey, int]
 
 
+class KvRoutes(NamedTuple):
+    """How KV of each pool goes to a decode server, and which transports do not work and why."""
+
+    transports: dict[str, str]
+    unusable: dict[str, str]
+
+
+NO_ROUTES = KvRoutes({}, {})
+
+
 class PrefillLoop(EngineLoop[PrefillScheduler]):
     """Turns decode's requests into chunks of KV and sends them while the next ones compute."""
 
@@ -57,8 +68,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         super().__init__(scheduler, front, inbox, ranks, world_size)
         self._control = control
         self._welcome = welcome
-        self.transports: dict[str, dict[str, str]] = {}
-        """How KV of each pool goes to each decode server. Read by another thread."""
+        self.routes: dict[str, KvRoutes] = {}
+        """To each decode server. Read by another thread."""
         self._open: set[InstanceId] = set()
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
@@ -79,9 +90,10 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
-            case PeerRoutes(instance=instance, transports=transports):
+            case PeerRoutes(instance=instance, transports=transports, unusable=unusable):
                 if instance in self._open:  # a rank may say so late
-                    self.transports[instance] = {**self.transports.get(instance, {}), **transports}
+                    known = self.routes.get(instance, NO_ROUTES)
+                    self.routes[instance] = KvRoutes(known.transports | transports, known.unusable | unusable)
             case ChunkReport(written=written):
                 self._chunk_written(written, now)
             case PartReport(written=written):
@@ -98,7 +110,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 self._open.discard(instance)
                 self._ranks.tell(ClosePeer(instance))
                 scheduler.peer_closed(instance)
-                self.transports.pop(instance, None)
+                self.routes.pop(instance, None)
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case LoadReported() | PeerRefused() | SendFailed():

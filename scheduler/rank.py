@@ -122,6 +122,7 @@ class RankEngine:
                     local_rank=local,
                     on_written=lambda written: report(ChunkReport(rank, written)),
                     on_part_written=lambda written: report(PartReport(rank, written)),
+                    on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
                 )
         self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
         # on the CPU, and through gloo, a step is done when it was started: its tokens need not wait for the next one
@@ -186,7 +187,6 @@ class RankEngine:
                 self._writer.cancel(instance, key)
             case OpenPeer(hello=hello, welcome=welcome):
                 self._writer.open(hello, welcome)
-                self._report(PeerRoutes(self._rank, hello.instance, self._writer.transports(hello.instance)))
             case ClosePeer(instance=instance):
                 self._writer.close(instance)
 
@@ -342,6 +342,8 @@ class RankEngine:
                 pool.memory.base_address,
                 pool.memory.size_bytes,
                 memory="host" if hot is not None and pool.memory is hot.host else "device",
+                probe_address=pool.memory.probe.data_ptr(),
+                probe_bytes=len(pool.memory.probe),
             )
             for pool in self._pools
         ]
@@ -367,9 +369,13 @@ class RankEngine:
     def _announced_ring(self) -> StageRing | None:
         if self._ring is None:
             return None
-        epoch = secrets.randbits(62)
         return StageRing(
-            self._ring.base_address, self._ring.size_bytes, epoch, "device" if self._ring.on_gpu else "host"
+            self._ring.base_address,
+            self._ring.size_bytes,
+            epoch=secrets.randbits(62),
+            memory="device" if self._ring.on_gpu else "host",
+            probe_address=self._ring.probe.data_ptr(),
+            probe_bytes=len(self._ring.probe),
         )
 
 

@@ -180,10 +180,11 @@ class HotCounters(Report, frozen=True):
 
 
 class PeerRoutes(Report, frozen=True):
-    """How this rank's KV goes to a decode server: a transport for each pool (prefill)."""
+    """How this rank's KV goes to a decode server: a transport for each pool, and why others do not work (prefill)."""
 
     instance: InstanceId
     transports: dict[str, str]
+    unusable: dict[str, str]
 
 
 class RankAlive(Report, frozen=True):

@@ -26,12 +26,13 @@ from .infiniband import SYSFS
 from .links import Link
 from .local_pool import LocalPool
 from .messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
+from .mooncake_library import Transport
 from .mooncake_sockets import Region
 from .part_writer import PartJob, PartWriter, StageBuffers
 from .runs import Runs, expand_runs, expand_token_runs
-from .sender import MAX_DIRECT_WRITE_BYTES, MAX_WRITE_BYTES, PeerSender, PoolPair, RdmaSender, SendJob, SendResult
-from .staged_links import MAX_PART_BYTES, STAGED_KIND, StagedLink, pair_links, staged_links
-from .transports import KvRoute, choose_route, drop_unusable_rdma, resolve_transport
+from .sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .staged_links import STAGED_KIND, StagedLink, pair_links, staged_links
+from .transports import KvRoute, drop_unusable_rdma, possible_routes, resolve_transport
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class _LinkPlan:
     link: Link
     source: LocalPool
     pools: PoolPair
-    route: KvRoute
+    routes: tuple[KvRoute, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,10 @@ class ChunkWriter:
     """Writes chunks of one prefill rank to decode servers. All methods return without waiting, close_all() excepted.
 
     `on_written` is called once per write(), and `on_part_written` once per write_part(): on a sender's thread or, when
-    there is nothing to send, on the caller's. They should hand the result over and return. `pools` are all pools of
-    this rank, and stay alive until close_all(). `local_rank` is the index of this rank's GPU on its machine. Raises
-    StartupError.
+    there is nothing to send, on the caller's. `on_routed` is called on a sender's thread with how KV of each pool goes
+    to a decode server, and which transports do not work and why: at pairing, and whenever that changes. They should
+    hand the result over and return. `pools` are all pools of this rank, and stay alive until close_all(). `local_rank`
+    is the index of this rank's GPU on its machine. Raises StartupError.
     """
 
     def __init__(
@@ -172,17 +174,19 @@ class ChunkWriter:
         local_rank: int,
         on_written: Callable[[ChunkWritten], None],
         on_part_written: Callable[[PartWritten], None] = lambda _: None,
+        on_routed: Callable[[InstanceId, dict[str, str], dict[str, str]], None] = lambda *_: None,
         sysfs: Path = SYSFS,
     ) -> None:
         self._rank = rank
         self._pools = {pool.layout.kind: pool for pool in pools}
         self._transport = drop_unusable_rdma(
             resolve_transport(config, local_rank, sysfs=sysfs),
-            [Region(pool.memory.base_address, pool.memory.size_bytes) for pool in pools],
+            [Region(pool.memory.base_address, pool.memory.registered_bytes) for pool in pools],
         )
         self._send_window = config.send_window
         self._on_written = on_written
         self._on_part_written = on_part_written
+        self._on_routed = on_routed
         self._lock = threading.Lock()
         self._routes: dict[InstanceId, _Route] = {}
         self._unopened: dict[InstanceId, str] = {}
@@ -208,13 +212,6 @@ class ChunkWriter:
                 self._unopened[hello.instance] = f"prefill rank {self._rank} cannot write to the server: {error!r}"
             if hello.instance in self._unopened:
                 log.error("KV for decode %s cannot be sent: %s", hello.instance, self._unopened[hello.instance])
-
-    def transports(self, instance: InstanceId) -> dict[str, str]:
-        """How KV of each pool goes to a decode server; empty for one that is not open, or to which nothing goes."""
-        with self._lock:
-            route = self._routes.get(instance)
-        links = route.links if route is not None else ()
-        return {"+".join(link.source.layout.kind): link.sender.transport for link in links}
 
     def close(self, instance: InstanceId) -> None:
         """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""
@@ -314,18 +311,16 @@ class ChunkWriter:
         staged = {one.link: one for one in staged_links(hello, welcome) if one.link.source == self._rank}
         buffers = self._make_buffers(staged.values())
         plans = list(self._plan_links(hello, welcome, {link: buffers[link.destination] for link in staged}))
-        pairs: dict[KvRoute, list[PoolPair]] = {}
+        by_routes: dict[tuple[KvRoute, ...], list[_LinkPlan]] = {}
         for plan in plans:
-            pairs.setdefault(plan.route, []).append(plan.pools)
-        senders = {route: self._start_sender(route, pools) for route, pools in pairs.items()}
-        for transport, session in senders:
-            log.info("KV of rank %d for decode %s goes to %s (%s)", self._rank, hello.instance, session, transport)
+            by_routes.setdefault(plan.routes, []).append(plan)
+        senders = {routes: self._start_sender(hello.instance, routes, same) for routes, same in by_routes.items()}
         writers: dict[int, PartWriter] = {}
         try:
             for plan in plans:
                 rank = plan.link.destination
                 if plan.link in staged and rank not in writers:
-                    writers[rank] = self._start_part_writer(plan, buffers[rank], senders[plan.route])
+                    writers[rank] = self._start_part_writer(plan, buffers[rank], senders[plan.routes])
         except BaseException:
             for writer in writers.values():
                 writer.close()
@@ -333,7 +328,7 @@ class ChunkWriter:
                 sender.close()
             raise
         links = (
-            _LinkRoute(plan.link, plan.source, plan.pools, plan.route, senders[plan.route], plan.link in staged)
+            _LinkRoute(plan.link, plan.source, plan.pools, plan.routes, senders[plan.routes], plan.link in staged)
             for plan in plans
         )
         return _Route(len(hello.ranks), tuple(senders.values()), tuple(links), writers)
@@ -341,16 +336,19 @@ class ChunkWriter:
     def _plan_links(self, hello: Hello, welcome: Welcome, staged: Mapping[Link, StageBuffers]) -> Iterator[_LinkPlan]:
         """Where this rank's KV goes: into pools of decode ranks or, for the links with buffers, into their rings."""
         for kind, source in self._pools.items():
+            ours = Region(source.memory.base_address, source.memory.registered_bytes)
+            direct = [PoolPair(ours, _pool_of(rank, kind), source.memory.probe) for rank in hello.ranks]
             for link in pair_links(hello, welcome, kind):
                 if link.source != self._rank:
                     continue
-                rank = hello.ranks[link.destination]
-                if link in staged:
-                    pools = staged[link].pair
-                else:
-                    pools = PoolPair(source.memory.base_address, source.memory.size_bytes, _pool_of(rank, kind))
-                route = choose_route(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
-                yield _LinkPlan(link, source, pools, route)
+                pools = staged[link].pair if link in staged else direct[link.destination]
+                routes = possible_routes(
+                    self._transport,
+                    hello.ranks[link.destination],
+                    pools.destination,
+                    on_gpu=source.memory.on_gpu,
+                )
+                yield _LinkPlan(link, source, pools, routes)
 
     def _make_buffers(self, staged: Iterable[StagedLink]) -> dict[int, StageBuffers]:
         """Room to gather parts in, for each decode rank that they go to."""
@@ -374,22 +372,28 @@ class ChunkWriter:
             plan.source.layout,
             buffers,
             sender,
-            # Mooncake's TCP has several lanes, which a single write does not fill
-            write_bytes=MAX_WRITE_BYTES if plan.route.transport == "tcp" else MAX_PART_BYTES,
             on_written=self._on_part_written,
         )
 
-    def _start_sender(self, route: KvRoute, pairs: Sequence[PoolPair]) -> PeerSender:
-        first, *others = pairs
+    def _start_sender(
+        self, instance: InstanceId, routes: tuple[KvRoute, ...], plans: Sequence[_LinkPlan]
+    ) -> PeerSender:
+        """One for links that can take the same routes."""
+        kinds = {"+".join(plan.source.layout.kind) for plan in plans}
+
+        def routed(transport: Transport, dropped: Mapping[Transport, str]) -> None:
+            log.info("KV of rank %d for decode %s (%s) goes over %s", self._rank, instance, ", ".join(kinds), transport)
+            self._on_routed(
+                instance, dict.fromkeys(kinds, transport), {str(name): why for name, why in dropped.items()}
+            )
+
         return PeerSender(
-            route.session,
-            first.destination,
-            first.source_base,
-            first.source_bytes,
+            routes,
+            list({id(plan.pools): plan.pools for plan in plans}.values()),
             window=self._send_window,
             on_result=self._take_result,
-            transport=route.transport,
-            more_pools=others,
+            on_routed=routed,
+            device=plans[0].source.memory.probe.device,
             rdma=RdmaSender(self._transport.host, self._transport.rdma_devices, self._transport.gid_index),
         )
 
@@ -408,14 +412,9 @@ def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None
         runs=partial(route.plan, order),
         ready=prepare,
         pools=route.pools,
-        write_bytes=_write_bytes(route.route),
         chunk=chunk,
         route=route,
     )
-
-
-def _write_bytes(route: KvRoute) -> int:
-    return MAX_WRITE_BYTES if route.transport == "tcp" else MAX_DIRECT_WRITE_BYTES
 
 
 def _pool_of(rank: Rank, kind: tuple[str, ...]) -> Pool:

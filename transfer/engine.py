@@ -95,8 +95,9 @@ class ReceiveEngine:
 class SendEngine:
     """Writes into one peer's registered memory. Not thread-safe; destroy() ends it, whatever is in flight.
 
-    Opening it asks the peer for a sign of life and for the region that the writes will go to, so that a peer that is
-    dead, hung or another process than expected is noticed within PREFLIGHT_TIMEOUT_S and before anything is written.
+    Opening it asks the peer for a sign of life and for the `targets`, the regions that the writes will go to, so that a
+    peer that is dead, hung or another process than expected is noticed within PREFLIGHT_TIMEOUT_S and before anything
+    is written.
     Raises PeerUnreachableError, and StartupError where Mooncake cannot make such an engine.
 
     Over RDMA, `sources` is the memory that writes are read from, and `host` how the peer reaches us: it calls back to
@@ -106,8 +107,7 @@ class SendEngine:
     def __init__(
         self,
         session: str,
-        address: int,
-        size_bytes: int,
+        targets: Sequence[Region],
         *,
         transport: Transport = "tcp",
         host: str = "127.0.0.1",
@@ -117,11 +117,12 @@ class SendEngine:
     ) -> None:
         self.session = session
         description = describe_engine(session, PREFLIGHT_TIMEOUT_S)
-        if not description.holds(address, size_bytes):
-            raise PeerUnreachableError(
-                f"decode {session} has not registered the pool it announced ({size_bytes} bytes at {address:#x}): "
-                "it is probably a new process at an old address"
-            )
+        for target in targets:
+            if not description.holds(target):
+                raise PeerUnreachableError(
+                    f"decode {session} has not registered the memory it announced ({target.length} bytes at "
+                    f"{target.addr:#x}): it is probably a new process at an old address"
+                )
         self._data_port = description.tcp_data_port if transport == "tcp" else None
         rdma = transport == "rdma"
         self._engine: MooncakeEngine | None = create_engine(
@@ -166,6 +167,13 @@ class SendEngine:
             return None
         self._in_flight.add(WriteId(write))
         return WriteId(write)
+
+    def read(self, destination: int, source: int, size_bytes: int) -> bool:
+        """Copy from the peer's address `source` to ours, and wait for it: for seconds where the peer hangs. Whether it
+        worked. Only after a write has.
+        """
+        assert self._engine is not None, "read on a destroyed engine"
+        return self._engine.transfer_sync_read(self.session, destination, source, size_bytes) == 0
 
     def poll(self, write: WriteId) -> WriteState:
         """Where a write stands. Does not block."""

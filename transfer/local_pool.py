@@ -20,6 +20,14 @@ class KvMemory(Protocol):
     @property
     def on_gpu(self) -> bool: ...
 
+    @property
+    def probe(self) -> torch.Tensor:
+        """Bytes behind the pages, registered with them, to try transports with."""
+
+    @property
+    def registered_bytes(self) -> int:
+        """From `base_address` to the end of `probe`."""
+
     def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor: ...
 
 

@@ -66,6 +66,9 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
     base_address: int
     size_bytes: int
     memory: Literal["device", "host"] = "device"
+    probe_address: int = 0
+    """Where prefill may write at any time to try a transport (`probe.py`): registered with the pool, outside of it."""
+    probe_bytes: int = 0
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
@@ -75,6 +78,8 @@ class StageRing(msgspec.Struct, array_like=True, frozen=True):
     size_bytes: int
     epoch: int
     memory: Literal["device", "host"] = "device"
+    probe_address: int = 0
+    probe_bytes: int = 0
 
 
 class Rank(msgspec.Struct, array_like=True, frozen=True):

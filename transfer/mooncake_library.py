@@ -77,6 +77,9 @@ class MooncakeEngine(Protocol):
     def transfer_submit_write(self, session: str, source: int, destination: int, size: int, /) -> int:
         """An id (a raw pointer), or 0 when the peer cannot be reached."""
 
+    def transfer_sync_read(self, session: str, destination: int, source: int, size: int, /) -> int:
+        """Returns when the bytes are here."""
+
     def transfer_check_status(self, write_id: int, /) -> int:
         """0 pending, 1 done, negative failed. Anything but 0 frees the id."""
 

@@ -44,9 +44,10 @@ class EngineDescription(msgspec.Struct, frozen=True):
     tcp_data_port: int | None = None
     buffers: tuple[Region, ...] = ()
 
-    def holds(self, address: int, size_bytes: int) -> bool:
+    def holds(self, wanted: Region) -> bool:
         return any(
-            region.addr <= address and address + size_bytes <= region.addr + region.length for region in self.buffers
+            region.addr <= wanted.addr and wanted.addr + wanted.length <= region.addr + region.length
+            for region in self.buffers
         )
 
 

@@ -19,6 +19,7 @@ from ..kernels.streams import use_own_stream
 from .chunks import PartWrite, PartWritten
 from .layout import KvLayout, Plane
 from .messages import Pool, StageRing, TransferKey
+from .mooncake_sockets import Region
 from .ring import ALIGNMENT
 from .runs import Runs
 from .sender import PeerSender, PoolPair, SendJob, SendResult
@@ -56,12 +57,12 @@ class StageBuffers:
     """The memory that parts for one decode rank are gathered in: two slots, each for a part of at most `part_bytes`."""
 
     def __init__(self, part_bytes: int, ring: StageRing, device: torch.device) -> None:
-        self.data = torch.empty(gather_bytes(part_bytes), dtype=torch.uint8, device=device)
+        memory = torch.empty(gather_bytes(part_bytes) + ring.probe_bytes, dtype=torch.uint8, device=device)
+        self.data, probe = memory[: gather_bytes(part_bytes)], memory[gather_bytes(part_bytes) :]
         self.slot_bytes = len(self.data) // BUFFERS
         row = KvLayout((Plane("ring", 1),), 0, 1, 0, 1, 1, ring.size_bytes, "uint8")
-        self.pair = PoolPair(
-            self.data.data_ptr(), len(self.data), Pool(row, ring.base_address, ring.size_bytes, ring.memory)
-        )
+        target = Pool(row, ring.base_address, ring.size_bytes, ring.memory, ring.probe_address, ring.probe_bytes)
+        self.pair = PoolPair(Region(memory.data_ptr(), len(memory)), target, probe)
 
     def slot(self, index: int, size_bytes: int) -> torch.Tensor:
         return self.data[index * self.slot_bytes :][:size_bytes]
@@ -80,15 +81,12 @@ class PartWriter:
         buffers: StageBuffers,
         sender: PeerSender,
         *,
-        write_bytes: int,
         on_written: Callable[[PartWritten], None],
     ) -> None:
-        """`write_bytes` is the most that one Mooncake write carries."""
         self._pool = pool
         self._layout = layout
         self._buffers = buffers
         self.sender = sender
-        self._write_bytes = write_bytes
         self._on_written = on_written
         self._changed = threading.Condition()
         self._queue: collections.deque[PartWrite] = collections.deque()
@@ -181,7 +179,6 @@ class PartWriter:
             runs=Runs(*(np.array([number], dtype=np.int64) for number in span)),
             ready=ready,
             pools=self._buffers.pair,
-            write_bytes=self._write_bytes,
             order=order,
             ended=lambda result: self._sent(order, slot, result),
         )

@@ -20,7 +20,7 @@ class RingBytes(Protocol):
     @property
     def base_address(self) -> int: ...
 
-    size_bytes: int
+    registered_bytes: int
     on_gpu: bool
 
 
@@ -42,7 +42,7 @@ class Receivers:
     ) -> None:
         local = resolve_transport(config, local_rank, sysfs=sysfs)
         held = [pool.memory for pool in pools] + ([ring] if ring is not None else [])
-        memory = [Region(part.base_address, part.size_bytes) for part in held]
+        memory = [Region(part.base_address, part.registered_bytes) for part in held]
         on_gpu = [region for part, region in zip(held, memory, strict=True) if part.on_gpu]
         if config.transport == "nvlink" and not on_gpu:
             raise StartupError(

@@ -10,26 +10,34 @@ kernel, may still land: `late_writes` says so, and the peer must not reuse those
 """
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
+
 from ..configs.errors import StartupError
-from .engine import SendEngine, WriteId, WriteState
+from ..kernels.streams import use_own_stream
+from .engine import PREFLIGHT_TIMEOUT_S, SendEngine, WriteId, WriteState
 from .messages import Pool, TransferKey
 from .mooncake_library import Transport
-from .mooncake_sockets import PeerUnreachableError, Region
+from .mooncake_sockets import PeerUnreachableError, Region, describe_engine
+from .probe import probe
 from .runs import PlanError, Runs, check_bounds
+from .transports import KvRoute, remedy
 
 log = logging.getLogger(__name__)
 
+_CPU: Final = torch.device("cpu")
 MAX_WINDOW: Final = 512
 """Writes in flight to one peer. Mooncake's queue breaks for good at 1,024 (2,048 with luck)."""
 MAX_WRITE_BYTES: Final = 4 << 20
+"""Over TCP: Mooncake has several lanes, which a single write does not fill."""
 MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
 """Over CUDA IPC and RDMA, where each write has a fixed cost and none holds up the others."""
 STALL_BASE_S: Final = 1.0
@@ -42,13 +50,15 @@ ABSENCE_S: Final = 0.25
 """Between two looks at the writes in flight. When there is more this process was stopped or starved, not the peer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolPair:
-    """The memory that offsets of copies count from: ours, and a pool of the peer."""
+    """The memory that offsets of copies count from: ours, and a pool of the peer. With `probe`, bytes of our memory, it
+    is tried whether writes arrive.
+    """
 
-    source_base: int
-    source_bytes: int
+    source: Region
     destination: Pool
+    probe: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +76,14 @@ class SendJob:
 
     `runs` may be a function: planning takes milliseconds, and is then done on the sender's thread; a PlanError fails
     the job. `ready` is called there before the first byte is read, and may wait (for a CUDA event, say).
-    `pools` says where the copies are, if not in the pools the sender was made for; then it is one of its `more_pools`.
-    Copies longer than `write_bytes` are cut. A job may take as long as it makes progress.
+    `pools` says where the copies are: one of the sender's, by default its first. A job may take as long as it makes
+    progress.
     """
 
     key: TransferKey
     runs: Runs | Callable[[], Runs]
     ready: Callable[[], None] | None = None
     pools: PoolPair | None = None
-    write_bytes: int = MAX_WRITE_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,46 +123,60 @@ class _SendError(Exception):
         self.late_writes = late_writes
 
 
+class _WriteError(_SendError):
+    """A write was refused, has failed or does not end: by the transport's fault, or the peer's."""
+
+
 class PeerSender:
     """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
-    `more_pools` are further pools that the peer has registered at this session; `rdma` is for that transport only.
-    `on_result` runs on the sender's thread; it should hand the result over and return. Owns a thread and, from the
-    first job on, a SendEngine; close() ends both.
+    `routes` are tried in this order, at once and not with the first job: a route is used when a probe of every pool
+    works over it. One that does not, or that fails later, is not used again as long as another is
+    left. `rdma` is for that transport only. `on_result` and `on_routed`, which is told the transport in use and why
+    others are not, run on the sender's thread; they should hand the result over and return. Owns a thread and a
+    SendEngine; close() ends both.
     """
 
     def __init__(
         self,
-        session: str,
-        destination: Pool,
-        source_base: int,
-        source_bytes: int,
+        routes: Sequence[KvRoute],
+        pools: Sequence[PoolPair],
         *,
         window: int,
         on_result: Callable[[SendResult], None],
-        transport: Transport = "tcp",
-        more_pools: Sequence[PoolPair] = (),
+        on_routed: Callable[[Transport, Mapping[Transport, str]], None] = lambda *_: None,
+        device: torch.device = _CPU,
         rdma: RdmaSender | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
-        self.session = session
-        self._pools = PoolPair(source_base, source_bytes, destination)
-        self._sources = {Region(pair.source_base, pair.source_bytes) for pair in (self._pools, *more_pools)}
+        self._routes = list(routes)
+        self._pools = list(pools)
         self._window = window
         self._on_result = on_result
-        self.transport = transport
+        self._on_routed = on_routed
+        self._device = device
         self._rdma = rdma or RdmaSender("127.0.0.1", ())
+        self._dropped: dict[Transport, str] = {}
         self._engine: SendEngine | None = None
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
         self._unreported: set[_Pending] = set()
         self._closing = False
         self._progress_at = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name=f"send-{session}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"send-{self.session}", daemon=True)
         self._thread.start()
         # A daemon thread inside Mooncake at interpreter exit aborts the process.
         atexit.register(self.close)
+
+    @property
+    def transport(self) -> Transport:
+        """What KV travels over now. May be read from another thread, like `session`."""
+        return self._routes[0].transport
+
+    @property
+    def session(self) -> str:
+        return self._routes[0].session
 
     def submit(self, job: SendJob) -> None:
         """Queue a job. Raises PlanError, and queues nothing, when a copy of a finished plan leaves either pool."""
@@ -208,15 +231,24 @@ class PeerSender:
             return bool(found)
 
     def _work(self) -> None:
+        use_own_stream(self._device)
+        try:
+            self._open_engine()
+        except (PeerUnreachableError, StartupError) as error:  # the first job will say so, if it is still true
+            log.debug("opening the way to %s: %s", self.session, error)
+        except Exception:
+            log.exception("opening the way to %s", self.session)
         while (pending := self._take()) is not None:
             self._progress_at = pending.started_at = time.monotonic()
             reason: str | None = None
             late_writes = False
             unreachable = False
+            failed_write = False
             try:
                 self._send(pending)
             except _SendError as failure:
                 reason, late_writes = str(failure), failure.late_writes
+                failed_write = isinstance(failure, _WriteError)
             except (PeerUnreachableError, StartupError) as error:  # the latter: no RDMA engine for our own memory
                 reason, unreachable = str(error), True
             except Exception as error:
@@ -224,6 +256,8 @@ class PeerSender:
                 reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
             if reason is not None:
                 self._drop_engine()
+                if failed_write:
+                    self._drop_failed_route(reason)
             self._finish(pending, reason, late_writes)
             if unreachable:
                 # Everything that waits here is for the same peer: asking again for each would take a second each.
@@ -261,20 +295,21 @@ class PeerSender:
                 raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
         if pending.cancelled:
             return
-        pieces = self._planned(job).split(job.write_bytes)
-        pending.total_bytes = pieces.total_bytes
-        if not len(pieces):
+        runs = self._planned(job)
+        pending.total_bytes = runs.total_bytes
+        if not len(runs):
             pending.complete = True
             return
-        self._write(pending, pieces)
+        engine = self._open_engine()
+        pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+        self._write(pending, pieces, engine)
         pending.complete = pending.bytes_written == pending.total_bytes
 
-    def _write(self, pending: _Pending, pieces: Runs) -> None:
+    def _write(self, pending: _Pending, pieces: Runs, engine: SendEngine) -> None:
         """Keep a window of writes in flight until all have ended; once cancelled, until those in flight have."""
-        engine = self._open_engine()
-        pools = pending.job.pools or self._pools
+        pools = pending.job.pools or self._pools[0]
         waiting = zip(
-            (pieces.source + pools.source_base).tolist(),
+            (pieces.source + pools.source.addr).tolist(),
             (pieces.destination + pools.destination.base_address).tolist(),
             pieces.length.tolist(),
             strict=True,
@@ -290,7 +325,7 @@ class PeerSender:
                 source, destination, size_bytes = next(waiting)
                 write = engine.submit(source, destination, size_bytes)
                 if write is None:
-                    raise _SendError(f"decode {self.session} is gone", late_writes=bool(pending.writes))
+                    raise _WriteError(f"decode {self.session} is gone", late_writes=bool(pending.writes))
                 in_flight[write] = size_bytes
                 pending.writes += 1
                 left -= 1
@@ -316,8 +351,8 @@ class PeerSender:
         return runs
 
     def _check_bounds(self, job: SendJob, runs: Runs) -> None:
-        pools = job.pools or self._pools
-        check_bounds(runs, pools.source_bytes, pools.destination.size_bytes)
+        pools = job.pools or self._pools[0]
+        check_bounds(runs, pools.source.length, pools.destination.size_bytes)
 
     def _collect(self, pending: _Pending, engine: SendEngine) -> bool:
         """Take the finished writes out of flight; whether there were any."""
@@ -328,7 +363,7 @@ class PeerSender:
                 continue
             del pending.in_flight[write]
             if state is WriteState.FAILED:
-                raise _SendError(
+                raise _WriteError(
                     f"write of {size_bytes} bytes to decode {self.session} failed after "
                     f"{time.monotonic() - pending.started_at:.2f} s",
                     late_writes=True,
@@ -342,7 +377,7 @@ class PeerSender:
         still_s = time.monotonic() - moved_at
         in_flight_bytes = sum(pending.in_flight.values())
         if still_s > STALL_BASE_S + in_flight_bytes / (SLOWEST_SHARE * EXPECTED_BYTES_PER_S):
-            raise _SendError(
+            raise _WriteError(
                 f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight did not move for "
                 f"{still_s:.2f} s",
                 late_writes=True,
@@ -371,18 +406,65 @@ class PeerSender:
             log.exception("on_result of the sender to %s", self.session)
 
     def _open_engine(self) -> SendEngine:
-        if self._engine is None:
-            self._engine = SendEngine(
-                self.session,
-                self._pools.destination.base_address,
-                self._pools.destination.size_bytes,
-                transport=self.transport,
-                host=self._rdma.host,
-                devices=self._rdma.devices,
-                gid_index=self._rdma.gid_index,
-                sources=sorted(self._sources, key=lambda region: region.addr),
-            )
+        """The engine of the first route that works. Raises the last one's error where none does: then it is the peer
+        that is gone, and no route is dropped.
+        """
+        problem = ""
+        for index, route in enumerate(self._routes):
+            if self._engine is not None:
+                break
+            try:
+                self._engine = self._try_route(route)
+            except (PeerUnreachableError, StartupError) as error:
+                if index + 1 == len(self._routes):
+                    raise
+                problem = problem or str(error)
+            else:
+                self._drop_routes(index, problem)
+                self._on_routed(self.transport, self._dropped)
+        assert self._engine is not None, "there is a route"
         return self._engine
+
+    def _try_route(self, route: KvRoute) -> SendEngine:
+        """An engine that has written to all pools of the peer. Raises PeerUnreachableError and StartupError."""
+        sources = {pair.source for pair in self._pools}
+        targets = {Region(pair.destination.base_address, pair.destination.size_bytes) for pair in self._pools}
+        engine = SendEngine(
+            route.session,
+            sorted(targets, key=lambda region: region.addr),
+            transport=route.transport,
+            host=self._rdma.host,
+            devices=self._rdma.devices,
+            gid_index=self._rdma.gid_index,
+            sources=sorted(sources, key=lambda region: region.addr),
+        )
+        for pair in self._pools:
+            problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
+            if problem is not None:
+                engine.destroy()
+                raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
+        return engine
+
+    def _drop_failed_route(self, reason: str) -> None:
+        """Use the next route, if there is one, from the next job on: the peer is there, so it was the transport."""
+        if len(self._routes) > 1:
+            with contextlib.suppress(PeerUnreachableError):
+                describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)
+                self._drop_routes(1, reason)
+
+    def _drop_routes(self, count: int, reason: str) -> None:
+        """Do without the first `count` routes."""
+        for _ in range(count):
+            route = self._routes.pop(0)
+            self._dropped[route.transport] = reason
+            log.warning(
+                "KV for decode %s goes over %s from now on, because %s does not work: %s. %s",
+                self.session,
+                self.transport,
+                route.transport,
+                reason,
+                remedy(route.transport),
+            )
 
     def _drop_engine(self) -> None:
         if self._engine is not None:

@@ -1,7 +1,8 @@
-"""Which transport a pair uses: RDMA between HCAs, CUDA IPC ("nvlink") between GPUs of one machine, TCP everywhere.
+"""Which transports a pair can use: RDMA between HCAs, CUDA IPC ("nvlink") between GPUs of one machine, TCP everywhere.
 
-The choice is made for each (prefill rank, decode rank, pool). `auto` takes RDMA where both ranks have an HCA, else
-nvlink where both pools are on GPUs of one machine, else TCP. Host memory never goes over nvlink.
+There is a list for each (prefill rank, decode rank, pool), best first. `auto` has RDMA where both ranks have an HCA,
+nvlink where both pools are on GPUs of one machine, and TCP. Host memory never goes over nvlink. Which of them works is
+found out at pairing (`probe.py`); the sender takes the first that does.
 
 RDMA has not been run on hardware by this project: tests see what Mooncake is told, not what an HCA makes of it.
 """
@@ -23,6 +24,13 @@ from .mooncake_library import Transport
 from .mooncake_sockets import Region
 
 log = logging.getLogger(__name__)
+
+
+_REMEDIES: dict[Transport, str] = {
+    "nvlink": "CUDA IPC needs both servers in one PID namespace (containers: pid: host and ipc: host) and each other's "
+    "GPUs visible (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
+    "rdma": "check that the HCAs reach each other (ib_device, ib_gid_index) and, for KV on GPUs, nvidia-peermem",
+}
 
 
 class KvRoute(NamedTuple):
@@ -100,15 +108,26 @@ def machine_id() -> str:
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
-def choose_route(local: LocalTransport, destination: Rank, pool: Pool, *, on_gpu: bool) -> KvRoute:
-    """How this prefill rank writes into a pool of that decode rank; `on_gpu` says where its own pool is."""
+def possible_routes(local: LocalTransport, destination: Rank, pool: Pool, *, on_gpu: bool) -> tuple[KvRoute, ...]:
+    """How this prefill rank may write into a pool of that decode rank, best first; `on_gpu` says where its own pool is.
+
+    A transport that is set is the only one where it is possible at all.
+    """
     assert destination.session is not None, "decode announced no session; pairing should have refused it"
+    routes: list[KvRoute] = []
     if local.setting in ("auto", "rdma") and local.rdma_devices and destination.rdma_session is not None:
-        return KvRoute("rdma", destination.rdma_session)
+        routes.append(KvRoute("rdma", destination.rdma_session))
     between_gpus = on_gpu and pool.memory == "device" and destination.machine == machine_id()
     if local.setting in ("auto", "nvlink") and between_gpus and destination.nvlink_session is not None:
-        return KvRoute("nvlink", destination.nvlink_session)
-    return KvRoute("tcp", destination.session)
+        routes.append(KvRoute("nvlink", destination.nvlink_session))
+    if local.setting in ("auto", "tcp") or not routes:
+        routes.append(KvRoute("tcp", destination.session))
+    return tuple(routes)
+
+
+def remedy(transport: Transport) -> str:
+    """What to look at where this transport should work and does not."""
+    return _REMEDIES.get(transport, "")
 
 
 def describe_transport_mismatch(setting: TransportSetting, prefill: Rank, decode: Rank) -> str | None:

@@ -105,9 +105,9 @@ def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine)
     for number in range(100):
         wanted = KvDestination(TransferKey(number, 1), f"r{number}", SamplingParams(), timeout_s=60.0)
         engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
-    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}))
+    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert DECODE in engine.loop.transports, "what ranks report comes first"
+    assert DECODE in engine.loop.routes, "what ranks report comes first"
     turns = 1
     while len(engine.scheduler.transfers) < 100:
         engine.turn()
@@ -189,10 +189,10 @@ def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: En
 
 
 def test_what_a_rank_says_of_a_peer_that_is_gone_is_not_kept(engine: Engine) -> None:
-    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}))
+    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert engine.loop.transports == {DECODE: {"k+v": "tcp"}}
+    assert engine.loop.routes == {DECODE: ({"k+v": "tcp"}, {})}
     engine.inbox.put(PeerClosed(DECODE))
-    engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}))
+    engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert engine.loop.transports == {}
+    assert engine.loop.routes == {}

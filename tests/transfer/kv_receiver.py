@@ -15,6 +15,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.transfer.mooncake_sockets import Region
 from tests.processes import stop_process
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ class Receiver:
         assert len(answer) == 2, f"the receiver failed: {self.stderr()}"
         self.session = answer[0]
         self.base_address = int(answer[1])
+        self.region = Region(self.base_address, size_bytes)
 
     def __enter__(self) -> "Receiver":
         return self

@@ -15,7 +15,13 @@ import pytest
 from pdserve.configs.errors import StartupError
 from pdserve.transfer.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake_library import TCP_LANES
-from pdserve.transfer.mooncake_sockets import PeerUnreachableError, cut_connections, describe_engine, drop_unsent
+from pdserve.transfer.mooncake_sockets import (
+    PeerUnreachableError,
+    Region,
+    cut_connections,
+    describe_engine,
+    drop_unsent,
+)
 from tests.transfer.kv_receiver import REPOSITORY, Receiver
 
 POOL_BYTES = 32 << 20
@@ -49,7 +55,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 def test_writes_land_exactly_and_ids_end_once(receiver: Receiver) -> None:
     source = np.random.default_rng(0).integers(1, 256, 1 << 20, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     write = engine.submit(source.ctypes.data + 5, receiver.base_address + 1001, 700_001)
     assert wait_for(engine, write) is WriteState.DONE
     assert (receiver.pool[1001 : 1001 + 700_001] == source[5 : 5 + 700_001]).all()
@@ -66,7 +72,7 @@ def test_writes_land_exactly_and_ids_end_once(receiver: Receiver) -> None:
 
 def test_a_write_outside_the_registered_region_fails(receiver: Receiver) -> None:
     source = np.ones(4096, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     outside = engine.submit(source.ctypes.data, receiver.base_address + receiver.size_bytes - 100, 4096)
     assert wait_for(engine, outside) is WriteState.FAILED
     engine.destroy()
@@ -105,14 +111,14 @@ def test_opening_notices_a_port_nobody_listens_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(PeerUnreachableError, match=f"decode 127.0.0.1:{port} refuses connections"):
-        SendEngine(f"127.0.0.1:{port}", 0, 1)
+        SendEngine(f"127.0.0.1:{port}", [Region(0, 1)])
 
 
 def test_opening_notices_a_stopped_process_within_its_timeout(receiver: Receiver) -> None:
     receiver.stop()
     started = time.monotonic()
     with pytest.raises(PeerUnreachableError, match=f"decode {receiver.session} does not answer"):
-        SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+        SendEngine(receiver.session, [receiver.region])
     assert PREFLIGHT_TIMEOUT_S <= time.monotonic() - started < PREFLIGHT_TIMEOUT_S + 0.5
 
 
@@ -129,15 +135,15 @@ def test_opening_notices_another_service_and_another_process(receiver: Receiver)
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(PeerUnreachableError, match="does not speak Mooncake's handshake"):
-            SendEngine(f"127.0.0.1:{port}", 0, 1)
+            SendEngine(f"127.0.0.1:{port}", [Region(0, 1)])
         thread.join()
-    with pytest.raises(PeerUnreachableError, match="has not registered the pool it announced"):
-        SendEngine(receiver.session, receiver.base_address, receiver.size_bytes + 1)
+    with pytest.raises(PeerUnreachableError, match="has not registered the memory it announced"):
+        SendEngine(receiver.session, [receiver.region, Region(receiver.base_address, receiver.size_bytes + 1)])
 
 
 def test_a_peer_that_hangs_after_the_preflight_is_given_up(receiver: Receiver) -> None:
     source = np.ones(4096, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     receiver.stop()
     started = time.monotonic()
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
@@ -157,7 +163,7 @@ def test_a_first_write_that_connects_after_its_time_is_given_up_too(
 
     monkeypatch.setattr("pdserve.transfer.engine.cut_connections", cut)
     source = np.ones(4096, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     receiver.stop()
     started = time.monotonic()
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
@@ -171,7 +177,7 @@ def test_a_first_write_that_connects_after_its_time_is_given_up_too(
 
 def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver: Receiver) -> None:
     source = np.ones(16 << 20, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
     receiver.stop()
     writes = [engine.submit(source.ctypes.data, receiver.base_address, 4 << 20) for _ in range(8)]
@@ -192,7 +198,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) -> None:
     """What waits for a network that is down, or for room at a hung peer, would arrive when its pages are another's."""
     source = np.ones(16 << 20, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     data_port = describe_engine(receiver.session, 1).tcp_data_port
     assert data_port
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
@@ -222,7 +228,7 @@ def test_destroying_does_not_miss_connections_that_are_being_opened(
 
     monkeypatch.setattr("pdserve.transfer.engine.drop_unsent", drop)
     source = np.ones(16 << 20, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
     receiver.stop()
     for _ in range(TCP_LANES + 1):  # the first has a connection, the others are about to get one
@@ -235,7 +241,7 @@ def test_destroying_does_not_miss_connections_that_are_being_opened(
 def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiver: Receiver) -> None:
     """Its other ranks hear of it only afterwards."""
     source = np.ones(16 << 20, dtype=np.uint8)
-    engine = SendEngine(receiver.session, receiver.base_address, receiver.size_bytes)
+    engine = SendEngine(receiver.session, [receiver.region])
     writes = [engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) for _ in range(16)]
     receiver.kill()
     assert any(write is not None and wait_for(engine, write) is WriteState.FAILED for write in writes)
@@ -248,13 +254,13 @@ def test_mooncake_is_silent_even_when_everything_fails() -> None:
     session = """
 import sys, time, ctypes
 from pdserve.transfer.engine import ReceiveEngine, SendEngine, WriteState
-from pdserve.transfer.mooncake_sockets import PeerUnreachableError
+from pdserve.transfer.mooncake_sockets import PeerUnreachableError, Region
 memory = ctypes.create_string_buffer(4096)
 address = ctypes.addressof(memory)
 receive = ReceiveEngine("127.0.0.1")
 receive.register(address, 4096)
 for offset, expected in ((0, WriteState.DONE), (100, WriteState.FAILED)):
-    send = SendEngine(receive.session, address, 4096)
+    send = SendEngine(receive.session, [Region(address, 4096)])
     write = send.submit(address, address + offset, 4096)
     while (state := send.poll(write)) is WriteState.PENDING:
         time.sleep(0.001)
@@ -262,7 +268,7 @@ for offset, expected in ((0, WriteState.DONE), (100, WriteState.FAILED)):
     send.destroy()
 receive.close()
 try:
-    SendEngine(receive.session, address, 4096)
+    SendEngine(receive.session, [Region(address, 4096)])
 except PeerUnreachableError:
     print("done")
 """

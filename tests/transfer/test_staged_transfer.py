@@ -19,11 +19,13 @@ from pdserve.transfer.messages import (
     StageRequest,
     TransferKey,
 )
+from pdserve.transfer.mooncake_sockets import Region
 from pdserve.transfer.ring import StagingRing
 from pdserve.transfer.runs import Runs
-from pdserve.transfer.sender import PeerSender, SendJob, SendResult
+from pdserve.transfer.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
 from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
+from pdserve.transfer.transports import KvRoute
 from tests.transfer.kv_receiver import Receiver
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 100
@@ -71,11 +73,10 @@ class StagedPair:
         self.receiver = StageReceiver(0, StagingRing(RING_BYTES, epoch=5), cell_bytes=CELL_BYTES, quarantine_s=1.0)
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, RING_BYTES, "uint8")
+        target = Pool(row, process.base_address, RING_BYTES, "host")
         self.peer = PeerSender(
-            process.session,
-            Pool(row, process.base_address, RING_BYTES, "host"),
-            self.buffer.data_ptr(),
-            RING_BYTES,
+            [KvRoute("tcp", process.session)],
+            [PoolPair(Region(self.buffer.data_ptr(), RING_BYTES), target)],
             window=4,
             on_result=self.results.put,
         )

@@ -17,6 +17,7 @@ import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig, TransportSetting
+from pdserve.memory.kv_pool import PROBE_BYTES
 from pdserve.transfer import engine as engine_module
 from pdserve.transfer import mooncake_library
 from pdserve.transfer.chunk_writer import ChunkWriter
@@ -31,10 +32,10 @@ from pdserve.transfer.sender import PeerSender, PoolPair, RdmaSender, SendJob, S
 from pdserve.transfer.transports import (
     KvRoute,
     LocalTransport,
-    choose_route,
     describe_transport_mismatch,
     drop_unusable_rdma,
     machine_id,
+    possible_routes,
     resolve_transport,
 )
 
@@ -51,7 +52,8 @@ class Memory:
     """A pool of bytes, said to be on a GPU or not."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
-        self.data = np.zeros(LAYOUT.size_bytes, dtype=np.uint8)
+        self.data = np.zeros(LAYOUT.size_bytes + PROBE_BYTES, dtype=np.uint8)
+        self.probe = torch.from_numpy(self.data[LAYOUT.size_bytes :])
         self.on_gpu = on_gpu
 
     @property
@@ -60,6 +62,10 @@ class Memory:
 
     @property
     def size_bytes(self) -> int:
+        return LAYOUT.size_bytes
+
+    @property
+    def registered_bytes(self) -> int:
         return self.data.nbytes
 
     def read_tokens(self, pages: object, start: int, end: int) -> torch.Tensor:
@@ -135,15 +141,23 @@ def local(setting: TransportSetting, *devices: str) -> LocalTransport:
 
 @pytest.mark.parametrize("setting", ["auto", "nvlink"])
 def test_gpus_of_one_machine_write_to_each_other(setting: TransportSetting) -> None:
-    assert choose_route(local(setting), HERE, DEVICE, on_gpu=True) == ("nvlink", "127.0.0.1:2")
+    assert possible_routes(local(setting), HERE, DEVICE, on_gpu=True)[0] == ("nvlink", "127.0.0.1:2")
 
 
 @pytest.mark.parametrize("setting", ["auto", "rdma"])
 def test_rdma_goes_first_where_both_sides_have_an_hca(setting: TransportSetting) -> None:
     near = msgspec.structs.replace(HERE, rdma_session="127.0.0.1:3")
     for pool, on_gpu in ((DEVICE, True), (HOST, True), (DEVICE, False)):
-        assert choose_route(local(setting, "mlx5_0"), WITH_HCA, pool, on_gpu=on_gpu) == ("rdma", "10.0.0.9:3")
-        assert choose_route(local(setting, "mlx5_0"), near, pool, on_gpu=on_gpu) == ("rdma", "127.0.0.1:3")
+        assert possible_routes(local(setting, "mlx5_0"), WITH_HCA, pool, on_gpu=on_gpu)[0] == ("rdma", "10.0.0.9:3")
+        assert possible_routes(local(setting, "mlx5_0"), near, pool, on_gpu=on_gpu)[0] == ("rdma", "127.0.0.1:3")
+
+
+def test_auto_has_something_to_fall_back_to_and_a_setting_has_not() -> None:
+    near = msgspec.structs.replace(HERE, rdma_session="127.0.0.1:3")
+    assert [
+        [route.transport for route in possible_routes(local(setting, "mlx5_0"), near, DEVICE, on_gpu=True)]
+        for setting in ("auto", "rdma", "nvlink", "tcp")
+    ] == [["rdma", "nvlink", "tcp"], ["rdma"], ["nvlink"], ["tcp"]]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,7 @@ def test_rdma_goes_first_where_both_sides_have_an_hca(setting: TransportSetting)
     ],
 )
 def test_everything_else_goes_over_tcp(transport: LocalTransport, rank: Rank, pool: Pool, on_gpu: bool) -> None:
-    assert choose_route(transport, rank, pool, on_gpu=on_gpu) == KvRoute("tcp", str(rank.session))
+    assert possible_routes(transport, rank, pool, on_gpu=on_gpu) == (KvRoute("tcp", str(rank.session)),)
 
 
 def test_what_cannot_be_is_refused_at_pairing() -> None:
@@ -225,7 +239,7 @@ def test_receivers_open_what_their_pools_can_take(engines: list[RecordingEngine]
     receivers = Receivers(DecodeConfig(advertise_host="10.0.0.9", ib_gid_index=5), pools, local_rank=0, sysfs=hca)
     assert receivers.sessions == {"tcp": "10.0.0.9:1001", "nvlink": "10.0.0.9:1002", "rdma": "10.0.0.9:1003"}
     tcp, nvlink, rdma = engines
-    both = [(device.base_address, device.size_bytes), (host.base_address, host.size_bytes)]
+    both = [(memory.base_address, memory.registered_bytes) for memory in (device, host)]
     assert [engine.registered for engine in (tcp, nvlink, rdma)] == [both, both[:1], both]
     assert [engine.arguments[3] for engine in engines] == ["", "", "mlx5_0,mlx5_1"]
     assert [
@@ -271,30 +285,26 @@ def test_memory_that_an_hca_cannot_register_turns_rdma_off(engines: list[Recordi
 def test_an_rdma_sender_registers_its_sources_and_can_be_called_back(engines: list[RecordingEngine]) -> None:
     sources = [Region(4096, 100), Region(8192, 50)]
     send = SendEngine(
-        "10.0.0.9:3", 0, 1, transport="rdma", host="10.0.0.1", devices=("mlx5_1",), gid_index=2, sources=sources
+        "10.0.0.9:3", [], transport="rdma", host="10.0.0.1", devices=("mlx5_1",), gid_index=2, sources=sources
     )
     assert engines[0].arguments == ("10.0.0.1:0", "P2PHANDSHAKE", "rdma", "mlx5_1")
     assert engines[0].environment["MC_GID_INDEX"] == "2"
     assert engines[0].registered == [(4096, 100), (8192, 50)]
     send.destroy()
-    SendEngine("10.0.0.9:1", 0, 1, sources=sources).destroy()
+    SendEngine("10.0.0.9:1", [], sources=sources).destroy()
     assert engines[1].arguments == ("127.0.0.1:0", "P2PHANDSHAKE", "tcp", "")
     assert engines[1].registered == []
 
 
 def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEngine]) -> None:
     results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
-    first = PoolPair(4096, 100, Pool(LAYOUT, 1_000_000, 100))
-    second = PoolPair(8192, 50, Pool(LAYOUT, 2_000_000, 50))
+    first = PoolPair(Region(4096, 100), Pool(LAYOUT, 1_000_000, 100))
+    second = PoolPair(Region(8192, 50), Pool(LAYOUT, 2_000_000, 50))
     sender = PeerSender(
-        "10.0.0.9:3",
-        first.destination,
-        first.source_base,
-        first.source_bytes,
+        [KvRoute("rdma", "10.0.0.9:3")],
+        [first, second],
         window=4,
         on_result=results.put,
-        transport="rdma",
-        more_pools=[second, second],
         rdma=RdmaSender("10.0.0.1", ("mlx5_0",)),
     )
     runs = Runs(np.array([10]), np.array([20]), np.array([30]))
@@ -310,7 +320,8 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
 def test_source_memory_that_cannot_be_registered_fails_the_job(engines: list[RecordingEngine]) -> None:
     results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
     RecordingEngine.registers = -1
-    sender = PeerSender("10.0.0.9:3", DEVICE, 4096, 100, window=4, on_result=results.put, transport="rdma")
+    pools = [PoolPair(Region(4096, 100), DEVICE)]
+    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], pools, window=4, on_result=results.put)
     sender.submit(SendJob(TransferKey(1, 0), Runs(np.array([0]), np.array([0]), np.array([30]))))
     result = results.get(timeout=5)
     sender.close()

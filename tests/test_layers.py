@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "server": {"scheduler", "models", "memory", "transfer", "kernels", "configs"},
-    "scheduler": {"models", "memory", "transfer", "configs"},
+    "scheduler": {"models", "memory", "transfer", "kernels", "configs"},
     "models": {"memory", "kernels", "configs"},
     "memory": {"kernels", "configs"},
     "transfer": {"kernels", "configs"},

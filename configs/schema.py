@@ -80,8 +80,12 @@ class ServerConfig(BaseModel):
     page_size: int = Field(16, ge=1, le=1024, description="tokens in one KV page; the two sides may differ")
     kv_tokens: int | None = Field(None, ge=1, description="size of the KV pool in tokens")
     kv_memory_gib: float | None = Field(None, gt=0, description="size of the KV pool in GiB, instead of kv_tokens")
-    kv_memory_fraction: float = Field(
-        0.25, gt=0, le=0.95, description="share of free memory for the KV pool when neither of the above is given"
+    kv_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=0.95,
+        description="share of free memory for the KV pool when neither of the above is given; default: 0.25 on a CPU; "
+        "on a GPU 0.35 (prefill) and 0.9 (decode; 0.5 while a prefill server may still come to the same GPU)",
     )
 
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
@@ -174,7 +178,12 @@ class PrefillConfig(ServerConfig):
     role: Literal["prefill"] = "prefill"
     port: Port = Field(8100, description="HTTP port")
     bootstrap_port: Port = Field(8998, description="control port (ZMQ) that decode servers connect to")
-    chunk_size: int = Field(512, ge=1, le=1 << 20, description="most prompt tokens computed in one step")
+    chunk_size: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="most prompt tokens computed in one step; default: 512 on a CPU, 1024 to 8192 on a GPU, by model",
+    )
     send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
     observe_timeout_s: float = Field(
         30.0, gt=0, description="how long an HTTP leg with a bootstrap_room waits for decode to ask for that room"
@@ -197,7 +206,7 @@ class PrefillConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _chunk_holds_pages(self) -> "PrefillConfig":
-        if self.chunk_size % self.page_size:
+        if self.chunk_size is not None and self.chunk_size % self.page_size:
             raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")
         return self
 
@@ -212,7 +221,9 @@ class DecodeConfig(ServerConfig):
         (),
         description="further hosts a request may name as bootstrap_host; with a cluster_key any host is allowed",
     )
-    max_running_requests: int = Field(32, ge=1, le=4096, description="requests in one decode batch")
+    max_running_requests: int | None = Field(
+        None, ge=1, le=4096, description="requests in one decode batch; default: 32 on a CPU, 256 on a GPU"
+    )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
@@ -224,7 +235,7 @@ class DecodeConfig(ServerConfig):
         False, description="KV of sparse-attention models in host memory, a small hot buffer per request on the GPU"
     )
     hot_rows: int | None = Field(
-        None, ge=1, le=32767, description="rows of a request's hot buffer; default: twice the model's index_topk"
+        None, ge=1, le=32767, description="rows of a request's hot buffer; default: 1.5 x the model's index_topk"
     )
     host_memory_gib: float | None = Field(None, gt=0, description="pinned host memory for KV (HiSparse), in GiB")
     host_memory_fraction: float = Field(

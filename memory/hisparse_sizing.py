@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig
 from ..kernels.slot_tables import buffer_pages, table_bytes
+from .auto_settings import KvShare
 from .lots import Lots
 from .sizing import GIB
 
@@ -32,9 +33,12 @@ class HiSparseSize:
 
 
 def resolve_hot_rows(config: DecodeConfig, top_k: int) -> int:
-    """Rows of a hot buffer: as configured, or twice what a step reads; raises StartupError when they cannot work."""
+    """Rows of a hot buffer: as configured, or half more than a step reads; raises StartupError when they cannot work.
+
+    With more rows fewer requests fit, and with fewer rows more are fetched: 1.5 measured best (benchmarks/RESULTS.md).
+    """
     page_size = config.page_size
-    hot_rows = config.hot_rows if config.hot_rows is not None else -(-2 * top_k // page_size) * page_size
+    hot_rows = config.hot_rows if config.hot_rows is not None else -(-3 * top_k // (2 * page_size)) * page_size
     if hot_rows < top_k:
         raise StartupError(
             f"hot_rows = {hot_rows} is below the model's index_topk = {top_k}: a step reads that many rows"
@@ -52,35 +56,38 @@ def hisparse_size(
     hot_rows: int,
     index_groups: int,
     context_length: int,
+    slots: int,
     host_bytes: int,
     device_bytes: int,
+    share: KvShare,
 ) -> HiSparseSize:
-    """Sizes for what is free; bytes of a token and groups are those of this rank, whose layers may share indexers.
-    Raises StartupError naming field, limit and value.
+    """Sizes for what is free and for `slots` running requests; bytes of a token and groups are those of this rank,
+    whose layers may share indexers. Raises StartupError naming field, limit and value.
     """
     page_size = config.page_size
     device_bytes -= table_bytes(
         groups=index_groups,
-        requests=config.max_running_requests,
+        requests=slots,
         hot_rows=hot_rows,
         max_context=context_length,
         page_size=page_size,
     )
     latent_page, indexer_page = latent_token_bytes * page_size, indexer_token_bytes * page_size
     one_buffer = buffer_pages(hot_rows, page_size)
-    budget = int(
-        config.kv_memory_gib * GIB if config.kv_memory_gib is not None else config.kv_memory_fraction * device_bytes
-    )
+    if config.kv_memory_gib is not None:
+        budget = int(config.kv_memory_gib * GIB)
+    else:
+        budget = int(share.fraction * (device_bytes - share.left_bytes))
     if budget > device_bytes:
         raise StartupError(
             f"kv_memory_gib = {config.kv_memory_gib} asks for {budget / GIB:.2f} GiB, "
             f"{device_bytes / GIB:.2f} GiB are free"
         )
-    num_pages = _host_pages(config, latent_page, context_length, host_bytes)
+    num_pages = _host_pages(config, latent_page, context_length, slots, host_bytes)
     if config.kv_tokens is None:
-        hot_floor = min(config.max_running_requests * one_buffer, budget // 2 // latent_page)
+        hot_floor = min(slots * one_buffer, budget // 2 // latent_page)
         num_pages = min(num_pages, (budget // latent_page - hot_floor) * latent_page // indexer_page)
-    most_useful = num_pages + config.max_running_requests * one_buffer
+    most_useful = num_pages + slots * one_buffer
     lots = Lots.of(num_pages, kv_page_bytes=indexer_page, hot_page_bytes=latent_page)
     hot_pages = min(most_useful, budget // latent_page - lots.covered)
     if num_pages < 1 or hot_pages < one_buffer:
@@ -92,7 +99,7 @@ def hisparse_size(
     return HiSparseSize(num_pages, hot_pages)
 
 
-def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, free_bytes: int) -> int:
+def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, slots: int, free_bytes: int) -> int:
     if config.host_memory_gib is not None:
         budget, asked = int(config.host_memory_gib * GIB), f"host_memory_gib = {config.host_memory_gib}"
     else:
@@ -113,5 +120,5 @@ def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, free
         return wanted
     if pages < 1:
         raise StartupError(f"{asked} is less than one page of {page_bytes} bytes")
-    useful_tokens = context_length * (config.max_running_requests + ARRIVING_REQUESTS)
+    useful_tokens = context_length * (slots + ARRIVING_REQUESTS)
     return min(pages, -(-useful_tokens // config.page_size))

@@ -7,6 +7,7 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.schema import ServerConfig
+from .auto_settings import KvShare
 from .device import free_memory_bytes
 
 GIB = 1 << 30
@@ -22,7 +23,8 @@ def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int =
         ranks = f" for {sharers} ranks" if sharers > 1 else ""
         raise StartupError(
             f"the weights need {weight_bytes * sharers / GIB:.1f} GiB{ranks} and {device} has {free / GIB:.1f} GiB "
-            "free: use a smaller model, another --device or a 16-bit --dtype"
+            "free: use a smaller model, another --device or a 16-bit --dtype, or give a server that is on it already a "
+            "smaller --kv-memory-fraction"
         )
 
 
@@ -43,8 +45,12 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
 
 
-def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: int, free_bytes: int) -> int:
-    """Pages of the KV pool. An explicit size must fit; an automatic one stops at `most_useful_tokens`."""
+def pool_pages(
+    config: ServerConfig, *, token_bytes: int, most_useful_tokens: int, free_bytes: int, share: KvShare
+) -> int:
+    """Pages of the KV pool. An explicit size must fit; an automatic one, a `share` of what is free, stops at
+    `most_useful_tokens`.
+    """
     page_bytes = token_bytes * config.page_size
     if config.kv_tokens is not None:
         asked, pages = "kv_tokens", -(-config.kv_tokens // config.page_size)
@@ -52,8 +58,9 @@ def pool_pages(config: ServerConfig, *, token_bytes: int, most_useful_tokens: in
         asked, pages = "kv_memory_gib", int(config.kv_memory_gib * GIB) // page_bytes
     else:
         useful = -(-most_useful_tokens // config.page_size)
-        asked, pages = "kv_memory_fraction", min(useful, int(config.kv_memory_fraction * free_bytes) // page_bytes)
-    value = getattr(config, asked)
+        budget = int(share.fraction * (free_bytes - share.left_bytes))
+        asked, pages = "kv_memory_fraction", min(useful, budget // page_bytes)
+    value = share.fraction if asked == "kv_memory_fraction" else getattr(config, asked)
     if pages < 1:
         raise StartupError(
             f"{asked} = {value} is less than one page: a page of {config.page_size} tokens takes {page_bytes} bytes"

@@ -96,6 +96,14 @@ class ModelConfig:
         """Dimensions of a head that are rotated."""
         return self.head_dim if self.dsa is None else self.dsa.rope_dim
 
+    @property
+    def active_parameters(self) -> int:
+        """Weights of all layers that one token is multiplied with: of a mixture of experts, those that it picks."""
+        if self.dsa is not None:
+            return self.dsa.active_parameters(self.hidden_size, self.intermediate_size, self.num_heads)
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage; raises StartupError when there are too many stages."""
         return shard.layers(self.num_layers) if self.dsa is None else self.dsa.stage_layers(shard)

@@ -56,6 +56,16 @@ class DsaConfig:
         """Of a row in the cache: the normed latent, then the rotated part of the key."""
         return self.kv_rank + self.rope_dim
 
+    def active_parameters(self, hidden_size: int, intermediate_size: int, num_heads: int) -> int:
+        """Weights of all layers that one token is multiplied with."""
+        queries = self.q_rank * (hidden_size + num_heads * (self.nope_dim + self.rope_dim))
+        keys = hidden_size * self.latent_dim + num_heads * self.kv_rank * (self.nope_dim + self.value_dim)
+        output = num_heads * self.value_dim * hidden_size
+        indexer = self.index_dim * (self.q_rank * self.index_heads + hidden_size) + hidden_size * self.index_heads
+        experts = self.moe.experts_per_token * self.moe.expert_size + self.moe.shared_size
+        mlps = sum(experts if mixed else intermediate_size for mixed in self.mixed)
+        return len(self.mixed) * (queries + keys + output) + sum(self.indexed) * indexer + 3 * hidden_size * mlps
+
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage: an even cut, moved so that no layer is parted from the one whose selection it uses.
 

@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def graph_batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to `max_batch`, and `max_batch` itself."""
-    sizes = [size for size in (1, 2, 4) if size < max_batch]
-    return [*sizes, *range(8, max_batch, 8), max_batch]
+    """1, 2, 4, then every 8 up to 64, every 16 up to 128, every 32 beyond, and `max_batch` itself: each takes a moment
+    to capture, and padding costs little in a large batch.
+    """
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_batch, 32))
+    return [*(size for size in sizes if size < max_batch), max_batch]
 
 
 class GraphedStep(Protocol):

@@ -95,6 +95,8 @@ class Ready(FrontMessage, frozen=True):
     num_pages: int
     max_total_tokens: int
     ranks: tuple[RankInfo, ...] = ()
+    chosen: dict[str, int] = {}
+    """Settings that were left open, as they were chosen."""
 
 
 class StartupFailed(FrontMessage, frozen=True):

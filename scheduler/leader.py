@@ -48,7 +48,7 @@ from .intake import DecodeLimits
 from .prefill import PrefillScheduler
 from .prefill_limits import PrefillLimits
 from .prefill_loop import NO_ROUTES, PrefillLoop
-from .rank_builder import looks_ahead
+from .rank_builder import STEP_SETTING, looks_ahead
 from .rank_messages import RankFailed, RankReady
 from .ranks import RankLostError, Ranks
 
@@ -162,7 +162,7 @@ class Leader:
         )
         limits = DecodeLimits(
             page_size=config.page_size,
-            max_running_requests=config.max_running_requests,
+            max_running_requests=self._step_limit,
             max_queued_requests=config.max_queued_requests,
             growth_tokens=config.growth_tokens,
             retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
@@ -218,7 +218,7 @@ class Leader:
             return None
         lots = Lots.agreed([_lots(report.place) for report in self._ready])
         own_pages = min(report.hot_pages or 0 for report in self._ready) - lots.covered
-        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=config.max_running_requests, lots=lots)
+        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, lots=lots)
 
     def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
         """One for each rank, where they have rings."""
@@ -243,7 +243,7 @@ class Leader:
         )
         limits = PrefillLimits(
             page_size=config.page_size,
-            chunk_size=config.chunk_size,
+            chunk_size=self._step_limit,
             max_queued_requests=config.max_queued_requests,
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
@@ -329,7 +329,13 @@ class Leader:
             num_pages=self._num_pages,
             max_total_tokens=min(model.context_length, self._num_pages * self._config.page_size),
             ranks=tuple(_rank_info(report) for report in self._ready),
+            chosen={STEP_SETTING[self._config.role]: self._step_limit},
         )
+
+    @property
+    def _step_limit(self) -> int:
+        """Most prompt tokens (prefill) or requests (decode) of one step."""
+        return min(report.step_limit for report in self._ready)
 
     @property
     def _num_pages(self) -> int:

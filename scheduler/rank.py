@@ -103,7 +103,9 @@ class RankEngine:
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at, listener)
-        self._executor = RankBuilder(config, source, self._parallel, self._device).build()
+        builder = RankBuilder(config, source, self._parallel, self._device)
+        self._step_limit = builder.step_limit
+        self._executor = builder.build()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
@@ -360,6 +362,7 @@ class RankEngine:
                 staging=self._config.staging,
             ),
             num_pages=cache.num_pages,
+            step_limit=self._step_limit,
             dtype=cache.pools[0].dtype_name,
             device=str(self._device),
             hot_pages=hot.hot.num_pages if hot is not None else None,

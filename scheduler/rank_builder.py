@@ -8,6 +8,8 @@ import torch
 from ..configs.errors import StartupError
 from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ..kernels.slot_tables import table_bytes
+from ..memory.auto_settings import KvShare, auto_chunk_size, auto_kv_share, auto_running_requests
 from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
 from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PREFILL_POOL_CONTEXTS = 8
 """An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
+STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 STAGED_RANKS = 8
 """Decode ranks that a prefill rank keeps memory for, to gather parts for them; further ones have to find their own."""
 
@@ -38,6 +41,10 @@ class RankBuilder:
         self._source = source
         self._parallel = parallel
         self._device = device
+        self._share = KvShare(0.0)
+        """Of what is free; known when the weights are loaded."""
+        self.step_limit = self._choose_step_limit()
+        """Most prompt tokens (prefill) or requests (decode) of one step."""
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
@@ -61,6 +68,7 @@ class RankBuilder:
             kv_dtype=config.kv_dtype,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
+        self._share = auto_kv_share(config, self._device, weight_bytes)
         step_bytes = self._measure_steps(runner)
         parallel.agree_minimum(0)  # what is free is free when all ranks have their weights
         if isinstance(config, DecodeConfig) and config.enable_hisparse:
@@ -68,11 +76,14 @@ class RankBuilder:
         else:
             cache = runner.make_cache(self._pool_pages(runner, step_bytes), config.page_size)
         log.info(
-            "KV pool: %d tokens in %d pages of %d, %.2f GiB",
+            "KV pool: %d tokens in %d pages of %d, %.2f GiB%s; %s = %d",
             cache.num_pages * config.page_size,
             cache.num_pages,
             config.page_size,
             cache.size_bytes / GIB,
+            self._describe_share(),
+            STEP_SETTING[config.role],
+            self.step_limit,
         )
         self._prepare_staging(runner, cache)
         started = time.monotonic()
@@ -92,6 +103,28 @@ class RankBuilder:
             )
         return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
 
+    def _choose_step_limit(self) -> int:
+        config, model = self._config, self._source.config
+        if isinstance(config, PrefillConfig):
+            return auto_chunk_size(config, self._device, model.active_parameters // config.world_size)
+        tables = 0
+        if config.enable_hisparse and model.dsa is not None:
+            groups, hot_rows = sum(model.dsa.indexed), resolve_hot_rows(config, model.dsa.index_topk)
+            tables = table_bytes(
+                groups=groups,
+                requests=1,
+                hot_rows=hot_rows,
+                max_context=model.context_length,
+                page_size=config.page_size,
+            )
+        return auto_running_requests(config, self._device, tables // config.pp)
+
+    def _describe_share(self) -> str:
+        """How the size of the pool was found, where that was left to us."""
+        if self._config.kv_tokens is not None or self._config.kv_memory_gib is not None:
+            return ""
+        return f" ({self._share.fraction:g} of free memory, {self._share.reason})"
+
     def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
         dsa = self._source.config.dsa
         assert dsa is not None, "build() has looked"
@@ -104,8 +137,10 @@ class RankBuilder:
             hot_rows=hot_rows,
             index_groups=keys.num_layers,
             context_length=context,
+            slots=self.step_limit,
             host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
             device_bytes=self._free_bytes() - step_bytes,
+            share=self._share,
         )
         num_pages = self._parallel.agree_minimum(size.num_pages)
         hot_pages = self._parallel.agree_minimum(size.hot_pages)
@@ -113,7 +148,7 @@ class RankBuilder:
             num_pages,
             config.page_size,
             hot_pages=hot_pages,
-            slots=config.max_running_requests,
+            slots=self.step_limit,
             hot_rows=hot_rows,
             max_context=min(context, num_pages * config.page_size),
         )
@@ -131,12 +166,13 @@ class RankBuilder:
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
         """As many on every rank: a page id means the same everywhere."""
         config = self._config
-        concurrent = config.max_running_requests if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
+        concurrent = self.step_limit if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
         pages = pool_pages(
             config,
             token_bytes=runner.kv_token_bytes,
             most_useful_tokens=self._source.config.context_length * concurrent,
             free_bytes=self._free_bytes() - step_bytes - self._staging_bytes(runner),
+            share=self._share,
         )
         return self._parallel.agree_minimum(pages)
 
@@ -192,7 +228,7 @@ class RankBuilder:
         config = self._config
         if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
             return False
-        return runner.capture_graphs(cache, max_batch=config.max_running_requests, max_context=context) is not None
+        return runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context) is not None
 
     def _measure_steps(self, runner: ModelRunner) -> int:
         """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
@@ -208,10 +244,9 @@ class RankBuilder:
         try:
             needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
         except torch.OutOfMemoryError as error:
-            rows = "max_running_requests" if isinstance(config, DecodeConfig) else "chunk_size"
             raise StartupError(
-                f"{rows} = {getattr(config, rows)}: {self._device} has not enough memory for such a step beside the "
-                f"weights: {error}"
+                f"{STEP_SETTING[config.role]} = {self.step_limit}: {self._device} has not enough memory for such a "
+                f"step beside the weights: {error}"
             ) from error
         log.info("steps tried in %.1f s: %.2f GiB at most", time.monotonic() - started, needed / GIB)
         return needed
@@ -222,12 +257,12 @@ class RankBuilder:
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in trial_steps(config, longest):
+        for rows in trial_steps(config, self.step_limit, longest):
             executor.start(rows).finish()
         runner.release_graphs()
 
 
-def trial_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
+def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[list[StepRow]]:
     """Steps that need most memory or other kernels than the rest: of decode, the largest batch; of prefill, a chunk at
     the end of a prompt of `longest` tokens, and chunks of several prompts, up to as many as there may be.
     """
@@ -238,8 +273,8 @@ def trial_steps(config: AnyServerConfig, longest: int) -> list[list[StepRow]]:
         return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
 
     if isinstance(config, DecodeConfig):
-        return [[row(0, 1)] * config.max_running_requests]
-    chunk = min(config.chunk_size, longest)
+        return [[row(0, 1)] * step_limit]
+    chunk = min(step_limit, longest)
     most = min(chunk, config.max_queued_requests)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
     return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]

@@ -109,10 +109,13 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class RankReady(Report, frozen=True):
-    """Loaded, with its KV in place. `place` is what peers need to know of it; `hot_pages` there are with HiSparse."""
+    """Loaded, with its KV in place. `place` is what peers need to know of it; `hot_pages` there are with HiSparse.
+    `step_limit` is the most that a step may hold: prompt tokens on prefill, requests on decode.
+    """
 
     place: Rank
     num_pages: int
+    step_limit: int
     dtype: str
     device: str
     hot_pages: int | None = None

@@ -140,6 +140,8 @@ class ServerInfo:
         """Whether a secret is set may be known, its value and length may not."""
         public = public_dict(self._config)
         public.update({name: "set" for name, value in self._config if isinstance(value, SecretStr)})
+        if self._leader.ready is not None:
+            public.update(self._leader.ready.chosen)
         return public
 
     def _peers(self) -> list[PeerStatus]:

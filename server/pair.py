@@ -43,11 +43,8 @@ def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ
     given = read_config_file(file) if file is not None else {}
     for name in sorted(_DECIDED_HERE & given.keys()):
         raise StartupError(f"{name} in {file}: 'pdserve up' sets it itself; remove it")
-    preset = read_config_file(PRESETS / "local.yaml")
-    if {"kv_tokens", "kv_memory_gib", "kv_memory_fraction"} & (given.keys() | flags.keys()):
-        del preset["kv_memory_gib"]  # another way to size the pool was chosen
     layers = (
-        ("in the preset 'local'", preset),
+        ("in the preset 'local'", read_config_file(PRESETS / "local.yaml")),
         (f"in {file}", given),
         ("from the environment", secrets_in(environ)),
         ("from the command line", flags),

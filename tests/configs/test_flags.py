@@ -24,7 +24,7 @@ def test_every_field_has_a_flag_with_its_default_and_range_in_the_help(role: Rol
     for name in fields:
         assert name == "role" or flag_of(name) in text
     assert "tokens in one KV page; the two sides may differ (default: 16; 1 to 1024)" in text
-    assert "(default: 0.25; above 0, up to 0.95)" in text
+    assert "(default: 0.4; above 0, up to 60)" in text
     assert "--verify-kv, --no-verify-kv" in text
 
 

@@ -1,10 +1,12 @@
 """Sizes of a HiSparse cache: what the host holds, what its index leaves of the device, and clear refusals."""
 
 import pytest
+import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.slot_tables import table_bytes
+from pdserve.memory.auto_settings import auto_kv_share
 from pdserve.memory.hisparse_sizing import HiSparseSize, hisparse_size, resolve_hot_rows
 from pdserve.memory.sizing import GIB
 
@@ -20,6 +22,8 @@ def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> H
         hot_rows=4096,
         index_groups=61,
         context_length=131072,
+        slots=config.max_running_requests or 32,
+        share=auto_kv_share(config, torch.device("cpu"), 0),
         host_bytes=int(host_gib * GIB),
         device_bytes=int(device_gib * GIB),
     )
@@ -82,7 +86,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, float], sentence: str) 
 
 
 def test_a_hot_buffer_holds_what_a_step_reads() -> None:
-    assert resolve_hot_rows(DecodeConfig(page_size=64), 2048) == 4096
+    assert resolve_hot_rows(DecodeConfig(page_size=64), 2048) == 3072
     assert resolve_hot_rows(DecodeConfig(page_size=48), 20) == 48
     with pytest.raises(StartupError, match="hot_rows = 64 is below the model's index_topk = 2048"):
         resolve_hot_rows(DecodeConfig(page_size=64, hot_rows=64), 2048)

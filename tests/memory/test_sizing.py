@@ -5,6 +5,7 @@ import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import PrefillConfig
+from pdserve.memory.auto_settings import auto_kv_share
 from pdserve.memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 
 TOKEN_BYTES = 1024
@@ -12,7 +13,13 @@ TOKEN_BYTES = 1024
 
 def pages(free_bytes: int = 4 * GIB, most_useful_tokens: int = 1 << 40, **settings: float) -> int:
     config = PrefillConfig.model_validate({"page_size": 16, **settings})
-    return pool_pages(config, token_bytes=TOKEN_BYTES, most_useful_tokens=most_useful_tokens, free_bytes=free_bytes)
+    return pool_pages(
+        config,
+        token_bytes=TOKEN_BYTES,
+        most_useful_tokens=most_useful_tokens,
+        free_bytes=free_bytes,
+        share=auto_kv_share(config, torch.device("cpu"), 0),
+    )
 
 
 def test_an_explicit_size_is_kept() -> None:

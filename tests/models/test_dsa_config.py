@@ -11,6 +11,7 @@ import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
+from pdserve.memory.auto_settings import KvShare
 from pdserve.memory.hisparse_sizing import hisparse_size
 from pdserve.memory.sizing import GIB
 from pdserve.models.catalog import locate_model
@@ -194,12 +195,14 @@ def test_glm_5_2_keeps_keys_of_its_21_indexers(checkpoints: Path, tmp_path: Path
     def requests(indexer_token_bytes: int) -> int:
         """Of 32,768 tokens, that there are keys for."""
         size = hisparse_size(
-            DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000, max_running_requests=128),
+            DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000),
             latent_token_bytes=latent,
             indexer_token_bytes=indexer_token_bytes,
             hot_rows=4096,
             index_groups=21,
             context_length=32768,
+            slots=128,
+            share=KvShare(0.5),
             host_bytes=1000 * GIB,
             device_bytes=60 * GIB,
         )

@@ -26,6 +26,8 @@ def test_batch_sizes_are_dense_where_steps_are_short() -> None:
     assert graph_batch_sizes(8) == [1, 2, 4, 8]
     assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert graph_batch_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert graph_batch_sizes(72) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72]
+    assert graph_batch_sizes(256)[-9:] == [64, 80, 96, 112, 128, 160, 192, 224, 256]
 
 
 class Setup:

@@ -58,7 +58,7 @@ def test_ranks_that_share_memory_take_equal_shares(role: type[AnyServerConfig], 
 
 @pytest.mark.parametrize(("device", "share"), [("cuda:0", 4), ("cuda", 1)])
 def test_ranks_share_the_memory_of_a_gpu_that_was_named(dense: ModelSource, device: str, share: int) -> None:
-    config = DecodeConfig(device=device, tp=4)
+    config = DecodeConfig(device=device, tp=4, max_running_requests=8)
     assert RankBuilder(config, dense, ALONE, torch.device("cuda", 0))._free_bytes() == FREE_BYTES // share
 
 

@@ -22,31 +22,31 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "config",
-    [DecodeConfig(page_size=4, max_running_requests=5), PrefillConfig(page_size=4, chunk_size=24)],
+    ("config", "limit"),
+    [(DecodeConfig(page_size=4), 5), (PrefillConfig(page_size=4), 24)],
     ids=["decode", "prefill"],
 )
-def test_every_row_draws_a_token(executor: Executor, config: AnyServerConfig) -> None:
-    for rows in trial_steps(config, LONGEST):
+def test_every_row_draws_a_token(executor: Executor, config: AnyServerConfig, limit: int) -> None:
+    for rows in trial_steps(config, limit, LONGEST):
         results = executor.start(rows).finish()
         assert results is not None
         assert [len(result.drawn) for result in results] == [1] * len(rows)
 
 
 def test_decode_tries_its_largest_batch() -> None:
-    (step,) = trial_steps(DecodeConfig(page_size=4, max_running_requests=7), LONGEST)
+    (step,) = trial_steps(DecodeConfig(page_size=4), 7, LONGEST)
     assert [(row.start, row.length) for row in step] == [(0, 1)] * 7
 
 
 def test_prefill_tries_the_end_of_the_longest_prompt_and_any_number_of_prompts() -> None:
-    config = PrefillConfig(page_size=4, chunk_size=24, max_queued_requests=20)
-    longest, *others = trial_steps(config, LONGEST)
+    config = PrefillConfig(page_size=4, max_queued_requests=20)
+    longest, *others = trial_steps(config, 24, LONGEST)
     assert [(row.start, row.length) for row in longest] == [(76, 24)]
     assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 20]
     assert all(sum(row.length for row in rows) <= 24 for rows in others)
 
 
 def test_a_chunk_is_no_longer_than_a_prompt_can_be() -> None:
-    longest, *others = trial_steps(PrefillConfig(page_size=4, chunk_size=512), 48)
+    longest, *others = trial_steps(PrefillConfig(page_size=4), 512, 48)
     assert [(row.start, row.length) for row in longest] == [(0, 48)]
     assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 32, 48]

@@ -103,7 +103,7 @@ def test_up_gives_each_server_its_settings() -> None:
     assert (decode.port, decode.host, decode.public_host) == (1200, "0.0.0.0", "127.0.0.1")
     assert (decode.prefill, decode.max_running_requests) == (("127.0.0.1:1998",), 3)
     assert prefill.page_size == decode.page_size == 8
-    assert prefill.kv_memory_gib == decode.kv_memory_gib == 1.0, "of the preset 'local'"
+    assert prefill.shutdown_timeout_s == decode.shutdown_timeout_s == 5, "of the preset 'local'"
     assert prefill.api_key == decode.api_key is not None
 
 

@@ -9,7 +9,9 @@ Real servers, loaded over HTTP by the code of `pdserve bench`:
     steady   the same clients, four requests each: tokens a second, and time to first token after the first burst
     tokens   time between the tokens of 8 streams, alone and while prefill computes prompts of 8,192 tokens
 
-What is not given as a flag is as a user has it without flags. Two processes take turns on a GPU: while both have work, each gets about half of it, and kernels of one do not fill the
+What is not given as a flag is as a user has it without flags.
+
+Two processes take turns on a GPU: while both have work, each gets about half of it, and kernels of one do not fill the
 gaps of the other. What a pair on two GPUs would gain does not show here.
 """
 
@@ -69,11 +71,8 @@ BEFORE_FIRST_TOKEN = ("queue", "prefill_queue", "prefill", "transfer", "control"
 
 
 def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
-    given = {
-        name: value
-        for name in ("kv_dtype", "transport", "device", "kv_memory_gib", "chunk_size", "max_running_requests")
-        if (value := getattr(options, name)) is not None
-    }
+    names = ("kv_dtype", "transport", "device", "kv_memory_gib", "chunk_size", "max_running_requests")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     shared: dict[str, Any] = {"model": str(model), "load_format": "dummy"}
     roles: dict[str, dict[str, Any]] = {
         role: {**shared, "port": free_port(), **{name: value for name, value in given.items() if name in fields}}

@@ -43,12 +43,22 @@ class Server:
     It ends with the thread that starts it, however that ends.
     """
 
-    def __init__(self, role: str, model: str | Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        model: str | Path,
+        log: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        """`launcher` is a command that runs the server's, such as `unshare`."""
         self.role = role
         self.model = str(model)
         self.log = log
         self.flags = list(flags)
         self.env = env or {}
+        self.launcher = launcher
         self.port = free_port()
         self.bootstrap_port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
@@ -65,12 +75,14 @@ class Server:
         """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
         command = [sys.executable, "-P", "-m", "pdserve.server", self.role, "--model", self.model]
         command += ["--port", str(self.port), "--threads", "1", "--verify-kv"]
-        command += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
+        if not self.launcher:
+            command += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
         if self.role == "prefill":
             command += ["--bootstrap-port", str(self.bootstrap_port)]
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command + self.flags, stdout=log, stderr=log, env=environment)
+            arguments = [*self.launcher, *command, *self.flags]
+            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment)
         return self
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
@@ -182,18 +194,29 @@ class Cluster:
         self.directory = directory
         self.servers: list[Server] = []
 
-    def add(self, role: str, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+    def add(
+        self,
+        role: str,
+        model: str | Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> Server:
         log = self.directory / f"{len(self.servers)}-{role}.log"
-        server = Server(role, model, log, *flags, env=env)
+        server = Server(role, model, log, *flags, env=env, launcher=launcher)
         self.servers.append(server)
         return server.start()
 
     def pair(
-        self, model: str | Path, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
+        self,
+        model: str | Path,
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        launcher: Sequence[str] = (),
     ) -> tuple[Server, Server]:
         """A prefill and a decode server, paired and ready."""
-        prefill = self.add("prefill", model, *prefill_flags)
-        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags)
+        prefill = self.add("prefill", model, *prefill_flags, launcher=launcher)
+        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags, launcher=launcher)
         prefill.wait_ready(peers=1)
         decode.wait_ready(peers=1)
         return prefill, decode

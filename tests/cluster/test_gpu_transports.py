@@ -1,0 +1,40 @@
+"""How KV travels between GPU servers of one machine: through CUDA IPC where that works, and where not, over TCP."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.cluster.greedy import ask, same_tokens
+from tests.cluster.servers import cluster, wait_until
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[7 * at % 250 + 1 for at in range(length)] for length in (1, 17, 200)]
+IN_A_PID_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "transport"),
+    [pytest.param((), "nvlink", id="one PID namespace"), pytest.param(IN_A_PID_NAMESPACE, "tcp", id="two")],
+)
+def test_the_transport_that_works_is_used(launcher: Sequence[str], transport: str, tmp_path: Path) -> None:
+    """Two containers of one host have a PID namespace each, and the same boot id: CUDA IPC fails between them."""
+    if launcher and shutil.which("unshare") is None:
+        pytest.fail("unshare (util-linux) is missing: two containers cannot be rehearsed")
+    model = make_checkpoint(tmp_path / "model", "qwen3", dtype=torch.float32)
+    flags = ("--device", "cuda", "--dtype", "float32", "--kv-tokens", "4096")
+    with cluster(tmp_path) as started:
+        prefill, decode = started.pair(model, flags, flags, launcher=launcher)
+        outputs = ask(decode, PROMPTS, 8, together=False)
+        reference = load_reference(model, torch.float32).cuda()
+        assert all(same_tokens(reference, PROMPTS, outputs, 8, noise=None))
+        wait_until(lambda: prefill.info()["peers"][0]["transports"] == {"k+v": transport}, 5, "the route is known")
+        (peer,) = prefill.info()["peers"]
+        assert list(peer["unusable_transports"]) == (["nvlink"] if launcher else [])
+        log = prefill.log.read_text()
+    assert log.count("because nvlink does not work") == bool(launcher)
+    assert ("pid: host" in log) == bool(launcher), "what to do about it"

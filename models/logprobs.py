@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..configs.sampling import TokenLogprob
-from .ranking import top_tokens
+from ..kernels.top_tokens import top_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A token is a function of its row's logits, its parameters and (seed, output index) alone: neither the rest of the batch,
 nor who samples, nor on what device, matters. Three things see to that: the one random number a token needs comes from a
 counter-based generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose
-sums do not depend on the order in which a device adds them.
+sums do not depend on the order in which a device adds them. On CUDA nothing waits for the device.
 
 The order is: penalties, bias and mask (models/penalties.py), temperature, top_k, top_p of what is left, min_p.
 """
@@ -16,12 +16,10 @@ import numpy.typing as npt
 import torch
 
 from ..configs.sampling import SamplingParams
+from ..kernels.keep_top_p import keep_top_p
+from ..kernels.top_tokens import top_tokens
 from .copies import upload
 from .penalties import Choice, Penalties
-from .ranking import top_tokens
-
-_SHORT_LIST = 1024
-"""top_p rarely needs more candidates, and sorting whole vocabularies takes milliseconds."""
 
 _SCALE = 1 << 40
 """The weight of a row's most likely token. A weight of 1 is far below the 2^-32 that a random number can tell apart,
@@ -40,8 +38,8 @@ class _Kind(enum.Enum):
     """How a row is worked on. Its own parameters decide: a result must not change with its company."""
 
     GREEDY = enum.auto()
-    TOP_K = enum.auto()
-    TOP_P = enum.auto()
+    TOP_K = enum.auto()  # inverse CDF over the ranked candidates
+    TOP_P = enum.auto()  # over the vocabulary, some of whose weights are 0
     VOCABULARY = enum.auto()
 
     @staticmethod
@@ -60,43 +58,29 @@ class Sampler:
         self._penalties = Penalties(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, choices: Sequence[Choice], *, exhaustive: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token per choice from logits [B, V] (float32), and whether they stand: None for yes, or a bool on the
-        device, which costs a wait to look at.
-
-        They do not where the top_p of a row needs more candidates than the short list has; ask again with `exhaustive`
-        then.
-        """
+    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+        """One token per choice from logits [B, V] (float32)."""
         groups: dict[_Kind, list[int]] = {}
         for index, choice in enumerate(choices):
             groups.setdefault(_Kind.of(choice.params), []).append(index)
-        block_elements = _BLOCK_ELEMENTS // 4 if exhaustive else _BLOCK_ELEMENTS  # a sort needs several buffers
         order: list[int] = []
         tokens: list[torch.Tensor] = []
-        stands: torch.Tensor | None = None
         for kind, members in groups.items():
-            size = len(members) if kind is _Kind.GREEDY else max(1, block_elements // logits.shape[-1])
+            size = len(members) if kind is _Kind.GREEDY else max(1, _BLOCK_ELEMENTS // logits.shape[-1])
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 chosen = [choices[index] for index in part]
                 rows = self._penalties.apply(_rows(logits, chosen), chosen)
                 if kind is _Kind.GREEDY:
                     tokens.append(rows.argmax(dim=-1))
-                elif kind is _Kind.VOCABULARY:
-                    tokens.append(_draw_from_vocabulary(rows, _Knobs(chosen, logits.device)))
-                elif kind is _Kind.TOP_K:
-                    tokens.append(_draw_from_top_k(rows, _Knobs(chosen, logits.device)))
                 else:
-                    drawn, enough = _draw_from_top_p(rows, _Knobs(chosen, logits.device), exhaustive)
-                    tokens.append(drawn)
-                    stands = enough if stands is None else stands & enough
+                    draw = _draw_from_top_k if kind is _Kind.TOP_K else _draw_from_vocabulary
+                    tokens.append(draw(rows, _Knobs(chosen, logits.device)))
                 order += part
         if len(tokens) == 1:
-            return tokens[0], stands
+            return tokens[0]
         places = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat(tokens).index_select(0, upload(places, torch.long, logits.device)), stands
+        return torch.cat(tokens).index_select(0, upload(places, torch.long, logits.device))
 
 
 def uniform(seed: int, position: int) -> float:
@@ -157,7 +141,10 @@ def _rows(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
 
 
 def _draw_from_vocabulary(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
-    return _draw(_weights(logits, logits.amax(dim=-1, keepdim=True), knobs), knobs).squeeze(1)
+    weights = _weights(logits, logits.amax(dim=-1, keepdim=True), knobs)
+    if knobs.any_top_p:
+        keep_top_p(logits, weights, _needed(weights.sum(dim=-1, keepdim=True), knobs))
+    return _draw(weights, knobs).squeeze(1)
 
 
 def _draw_from_top_k(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
@@ -167,20 +154,13 @@ def _draw_from_top_k(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
     weights = weights.where(ranks < knobs.top_k, 0)
     if knobs.any_top_p:
         mass = weights.cumsum(dim=-1)
-        weights = _keep_top_p(weights, mass, knobs.top_p * mass[:, -1:].double())
+        weights = weights.where(mass - weights < _needed(mass[:, -1:], knobs), 0)
     return ids.gather(1, _draw(weights, knobs)).squeeze(1)
 
 
-def _draw_from_top_p(logits: torch.Tensor, knobs: _Knobs, exhaustive: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens, and whether every row's short list held its top_p."""
-    vocab_size = logits.shape[-1]
-    ids, ranked = top_tokens(logits, vocab_size if exhaustive else min(_SHORT_LIST, vocab_size))
-    best = ranked[:, :1]
-    needed = knobs.top_p * _weights(logits, best, knobs).sum(dim=-1, keepdim=True).double()
-    weights = _weights(ranked, best, knobs)
-    mass = weights.cumsum(dim=-1)
-    enough = (mass[:, -1:].double() >= needed).all()
-    return ids.gather(1, _draw(_keep_top_p(weights, mass, needed), knobs)).squeeze(1), enough
+def _needed(mass: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
+    """What the tokens that top_p keeps have to hold of a row's mass [B, 1]: the first ones that do are kept."""
+    return (knobs.top_p * mass.double()).ceil().long()
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
@@ -189,11 +169,6 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, knobs: _Knobs) -> torch.T
     With `best` subtracted first, a tiny temperature cannot overflow.
     """
     return logits.double().sub_(best).div_(knobs.temperature).exp_().mul_(_SCALE).round_().long()
-
-
-def _keep_top_p(weights: torch.Tensor, mass: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """Of ranked weights, the fewest that hold `needed`: those before which it is not reached. `mass` is their sum."""
-    return weights.where((mass - weights).double() < needed, 0)
 
 
 def _draw(weights: torch.Tensor, knobs: _Knobs) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Executor:
         self.cache = cache
 
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
-        """One forward pass. On CUDA nothing waits for it, unless a token could not be settled on the device."""
+        """One forward pass. On CUDA nothing waits for it."""
         following = self._following_tokens(rows)
         self._drawn = self._drawn[:0]  # until this step has drawn its own
         return self._start(rows, following)
@@ -143,9 +143,7 @@ class Executor:
         tensors = [tensor for _, part in prompt_parts for tensor in part.tensors]
         tops = {at: top for at, choice in enumerate(choices) if (top := rows[choice.row].top_logprobs) is not None}
         if choices:
-            tokens, stands = self._sampler.sample(logits, choices)
-            if stands is not None and not stands:
-                tokens, _ = self._sampler.sample(logits, choices, exhaustive=True)
+            tokens = self._sampler.sample(logits, choices)
             if self._look_ahead:
                 self._share_drawn(tokens)
             tensors.append(tokens)

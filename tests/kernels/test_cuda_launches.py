@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pdserve.kernels import sparse_mla_cuda, write_back
+from pdserve.kernels.keep_top_p import keep_top_p
 from pdserve.kernels.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.slot_tables import HotRows, KvRows, SlotTables
 from pdserve.kernels.streams import use_own_stream
@@ -85,8 +86,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"copy_misses", "select_top", "sparse_mla", "swap_in", "write_back"}
+    kernels = {"copy_misses", "keep_top_p", "select_top", "sparse_mla", "swap_in", "write_back"}
     assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == kernels
     for name in kernels:
         kinds = cuda_sources.parameters(f"{name}.cu", name)
         assert all(kind.endswith("*") or kind == "long long" for kind in kinds), name
+
+
+def test_of_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        logits = torch.zeros(BATCH, 64, device=DEVICE)
+        keep_top_p(logits, torch.ones_like(logits, dtype=torch.int64), integers(BATCH, 1).long() + 7)
+    assert launched == ["keep_top_p"]

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from pdserve.kernels import index_topk, swap_in, swap_in_cuda, write_back
+from pdserve.kernels import index_topk, keep_top_p, swap_in, swap_in_cuda, write_back
 from pdserve.models import hot_rows
 from tests.kernels import cuda_sources
 
@@ -312,7 +312,7 @@ class PretendGpu(TorchFunctionMode):
         def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(index_topk.select_top_reference(scores, visible, out.shape[1]))
 
-        for module in (index_topk_triton, swap_in_cuda, write_back):
+        for module in (index_topk_triton, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)
@@ -321,6 +321,7 @@ class PretendGpu(TorchFunctionMode):
             (swap_in_cuda, "launch_copy_misses", swap_in.copy_misses_reference),
             (index_topk_triton, "launch_select_top", select),
             (hot_rows, "write_back", write_back.write_back_reference),
+            (keep_top_p, "launch_keep_top_p", keep_top_p.keep_top_p_reference),
         ):
             self._patches.setattr(place, name, self._with_reference(getattr(place, name), reference))
 

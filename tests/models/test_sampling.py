@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pdserve.configs.sampling import SamplingParams
+from pdserve.kernels.top_tokens import top_tokens
 from pdserve.models import sampling as sampling_module
 from pdserve.models.copies import ReadBack
 from pdserve.models.penalties import Choice
-from pdserve.models.ranking import top_tokens
 from pdserve.models.sampling import Sampler, philox, uniform, uniforms
 
 LOGITS = [2.0, 1.0, 0.0, -1.0, 1.5, 0.5, -3.0, 1.0]
@@ -36,12 +36,7 @@ FEATURES = [
 
 
 def choose(logits: torch.Tensor, choices: Sequence[Choice], eos_token_ids: Sequence[int] = ()) -> list[int]:
-    sampler = Sampler(eos_token_ids)
-    tokens, stands = sampler.sample(logits, choices)
-    if stands is not None and not stands:
-        tokens, stands = sampler.sample(logits, choices, exhaustive=True)
-    assert stands is None or stands
-    return [int(token) for token in tokens]
+    return [int(token) for token in Sampler(eos_token_ids).sample(logits, choices)]
 
 
 def many(params: SamplingParams) -> list[int]:
@@ -64,11 +59,10 @@ def reference_probs(logits: Sequence[float], params: SamplingParams) -> dict[int
 
 
 def reference_token(logits: Sequence[float], params: SamplingParams, position: int) -> int:
-    """Inverse CDF over the ranked tokens, or over the vocabulary where nothing is ranked."""
+    """Inverse CDF over the ranked tokens with top_k, and otherwise over the vocabulary."""
     probs = reference_probs(logits, params)
-    ranked = params.top_k is not None or params.top_p < 1.0
     mass = 0.0
-    for token in probs if ranked else sorted(probs):
+    for token in probs if params.top_k is not None else sorted(probs):
         mass += probs[token]
         if mass > uniform(params.seed, position):
             return token
@@ -145,17 +139,6 @@ def test_single_tokens_equal_an_inverse_cdf_in_plain_python() -> None:
         choices.append(Choice(row, params, numbers.randrange(5000)))
     expected = [reference_token(logits[c.row].tolist(), c.params, c.output_index) for c in choices]
     assert choose(logits, choices) == expected
-
-
-def test_a_short_list_that_does_not_hold_top_p_is_reported() -> None:
-    flat = torch.zeros(1, 3000)
-    held = 1024 / 3000
-    for top_p, enough in ((held - 1e-6, True), (held + 1e-6, False)):
-        params = SamplingParams(top_p=top_p, seed=1)
-        _, stands = Sampler().sample(flat, [Choice(0, params, 0)])
-        assert bool(stands) is enough
-        _, stands = Sampler().sample(flat, [Choice(0, params, 0)], exhaustive=True)
-        assert stands
 
 
 def test_equal_logits_are_ranked_by_id() -> None:
@@ -238,7 +221,7 @@ def test_extreme_temperatures_and_logits_stay_in_range() -> None:
     params = [SamplingParams(temperature=temperature, top_p=0.9, seed=1) for temperature in (1e-300, 1e-6, 1e6)]
     logits = (torch.tensor([LOGITS]) * 1e4).repeat(3, 1)
     assert choose(logits, [Choice(row, params[row], 0) for row in range(3)])[:2] == [0, 0]
-    broken, _ = Sampler().sample(torch.full((1, 8), math.nan), [Choice(0, params[0], 0)])
+    broken = Sampler().sample(torch.full((1, 8), math.nan), [Choice(0, params[0], 0)])
     assert 0 <= int(broken) < 8
 
 
@@ -252,7 +235,7 @@ def test_cuda_draws_what_the_cpu_draws_and_waits_only_for_the_read_back() -> Non
     sampler.sample(on_device, choices)  # allocators and kernels are warm from here on
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tokens, _ = sampler.sample(on_device, choices, exhaustive=True)
+        tokens = sampler.sample(on_device, choices)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ReadBack([tokens])() == [expected]

@@ -80,14 +80,11 @@ def test_rows_may_be_parts_of_others(where: Where) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    logits, weights, needed = (
-        torch.zeros(2, 4),
-        torch.ones(2, 4, dtype=torch.int64),
-        torch.ones(2, 1, dtype=torch.int64),
-    )
+    logits, weights = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64)
+    needed = torch.ones(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"weights \[2, 4\] and needed \[1, 1\] do not fit logits \[2, 4\]"):
         keep_top_p(logits, weights, needed[:1])
-    with pytest.raises(ValueError, match="float32 logits, int64 weights"):
+    with pytest.raises(ValueError, match="logits must be float32, weights and needed int64, got"):
         keep_top_p(logits.double(), weights, needed)
     with pytest.raises(ValueError, match="contiguous"):
         keep_top_p(logits[:, ::2], weights[:, ::2], needed)

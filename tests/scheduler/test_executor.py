@@ -213,13 +213,13 @@ def test_samples_of_one_prompt_equal_requests_of_their_own(tiny: Tiny) -> None:
     assert len({entry.token for entry in separate}) > 5
 
 
-def test_top_p_beyond_the_short_list_is_drawn_again_from_the_whole_vocabulary(
+def test_top_p_beyond_the_short_list_is_drawn_from_the_whole_vocabulary(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = tuple(Draw(SamplingParams(temperature=2.0, top_p=0.95, seed=seed), 0) for seed in range(50))
     row = tiny.row(PROMPT, draws=draws, top_logprobs=1, prompt_logprobs_from=0)
     (expected,) = tiny.run(row)
-    monkeypatch.setattr("pdserve.models.sampling._SHORT_LIST", 5)
+    monkeypatch.setattr("pdserve.kernels.keep_top_p.SHORT_LIST", 5)
     (found,) = tiny.run(row)
     assert found == expected
     assert len({entry.token for entry in found.drawn}) > 5

@@ -121,7 +121,7 @@ class DecodeScheduler:
         self.counters["requests"] += len(rids)
         self.intake.queue.push(prompt)
         if prompt.endpoint is not None:
-            self._effects.append(ConnectPeer(prompt.endpoint))
+            self._effects.append(ConnectPeer(prompt.endpoint, submit.client))
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client has gone or, with `stopped`, has all it wants. Unknown rids have ended already."""

@@ -197,8 +197,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
-            case ConnectPeer(endpoint=endpoint):
-                self._control.connect(endpoint)
+            case ConnectPeer(endpoint=endpoint, client=client):
+                self._control.connect(endpoint, client=client)
             case OpenHot() | ResizeHot() | PartScatter():
                 self._ranks.tell(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():

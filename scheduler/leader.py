@@ -30,7 +30,7 @@ from ..models.catalog import locate_model
 from ..models.fingerprint import fingerprint
 from ..transfer.control import Control
 from ..transfer.curve import ClusterKeys
-from ..transfer.decode_control import DecodeControl
+from ..transfer.decode_control import UNPAIRED_S, DecodeControl
 from ..transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
 from ..transfer.pairing import check_pair
 from ..transfer.prefill_control import PrefillControl
@@ -191,6 +191,8 @@ class Leader:
             load=lambda: loop.load,
             keys=self._keys,
             timing=self._timing,
+            allowed_hosts=config.allowed_bootstrap_hosts,
+            unpaired_s=max(UNPAIRED_S, config.prefill_wait_s),
         )
         loop = DecodeLoop(
             scheduler,

@@ -13,6 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pdserve.configs import errors
+from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.load import load_config
 from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -48,7 +49,7 @@ LIMITS = Limits(
     max_prompt_tokens=400,
     max_new_tokens=400,
     max_batch_items=4,
-    bootstrap_hosts=None,
+    bootstrap_hosts=AllowedHosts.of(["*"]),
 )
 
 

@@ -18,12 +18,11 @@ from typing import Final
 import msgspec
 
 from ..configs.errors import PdserveError
+from .tcp_info import NO_LINGER
 
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
-_NO_LINGER: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER: on, for 0 s. Closing then resets the connection."""
 
 
 class PeerUnreachableError(PdserveError):
@@ -142,7 +141,7 @@ def drop_unsent(data_port: int) -> int:
         for sock in sockets:
             with suppress(OSError):  # not connected, or not any more
                 if sock.getpeername()[1] == data_port:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                     count += 1
     return count
 

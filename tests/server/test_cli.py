@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from pdserve.configs.errors import StartupError
 from pdserve.server.pair import PAIR_FIELDS, check_ports, load_pair_config
+from pdserve.server.up import server_environ
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "200"}
@@ -105,6 +107,18 @@ def test_up_gives_each_server_its_settings() -> None:
     assert prefill.page_size == decode.page_size == 8
     assert prefill.kv_memory_gib == decode.kv_memory_gib == 1.0, "of the preset 'local'"
     assert prefill.api_key == decode.api_key is not None
+
+
+def test_up_makes_a_cluster_key_for_its_pair() -> None:
+    """Without one, whoever has an account on the machine could talk to the control port."""
+    prefill, decode = load_pair_config(None, {}, {})
+    assert prefill.cluster_key is not None
+    assert prefill.cluster_key == decode.cluster_key
+    assert prefill.cluster_key != load_pair_config(None, {}, {}).prefill.cluster_key
+    assert server_environ(prefill)["PDSERVE_CLUSTER_KEY"] == prefill.cluster_key.get_secret_value()
+    given = "of the environment 7f3c9b51d2"
+    prefill, decode = load_pair_config(None, {}, {"PDSERVE_CLUSTER_KEY": given})
+    assert prefill.cluster_key == decode.cluster_key == SecretStr(given)
 
 
 def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ class DecodeScheduler:
     def peer_load(self, instance: InstanceId, load: Load) -> None:
         self.intake.peers.report(instance, load)
 
+    def peer_leaving(self, instance: InstanceId, now: float) -> None:
+        """It gets no more prompts. Those that it has it may finish."""
+        self.intake.peers.leaving(instance, now)
+
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """What it has not finished goes elsewhere, or waits a moment for it to return. It may still be writing."""
         self.intake.peers.lost(instance, now)

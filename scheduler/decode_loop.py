@@ -121,10 +121,14 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
             ):
                 scheduler.stage_message(instance, message, now)
-            case MessageReceived(message=message):
+            case MessageReceived(instance=instance, message=message):
+                if isinstance(message, TransferFailed) and message.leaving:
+                    scheduler.peer_leaving(instance, now)
                 self._handle_message(message, now)
             case LoadReported(instance=instance, load=load):
                 scheduler.peer_load(instance, load)
+                if not load.accepting:
+                    scheduler.peer_leaving(instance, now)
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "decode connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout

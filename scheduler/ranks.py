@@ -40,6 +40,7 @@ from .rank_messages import (
     TransferCommand,
 )
 from .rank_process import RankProcess, leader_address, meeting_point
+from .shutdown import CUDA_STOP_S, STOP_S
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,6 @@ SILENCE_S: Final = 3.0
 STARTUP_SILENCE_S: Final = 60.0
 """The same while it loads: libraries and drivers may hold up all its threads for a while."""
 TICK_S: Final = 0.25
-STOP_S: Final = 3.0
-"""How long ranks may take to end when told to."""
-CUDA_STOP_S: Final = 10.0
-"""The same on GPUs: NCCL ends when all ranks have come to it, and the driver takes down one context after another."""
 
 
 class RankLostError(PdserveError):
@@ -122,8 +119,9 @@ class Ranks:
         local = {0: self._engine.busy_s} if self._engine is not None else {}
         return local | (self._hub.busy_seconds() if self._hub is not None else {})
 
-    def close(self) -> None:
-        """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after.
+    def close(self) -> bool:
+        """End all ranks: politely, then not. False when rank 0 is left behind, in a step or stuck: then this process
+        must not wait for its threads.
 
         After one is lost the others may wait for it in vain: nothing is gained by waiting for them.
         """
@@ -140,6 +138,7 @@ class Ranks:
                 process.wait()
         if self._hub is not None:
             self._hub.close()
+        return not self._thread.is_alive()
 
     def _run_local(self) -> None:
         try:

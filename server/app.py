@@ -141,7 +141,7 @@ class Routes:
         healthy, report = self._info.health()  # again: the probe may have waited for a peer
         if problem is None and healthy:
             return json_response(report | {"generated": True})
-        reasons = self._info.problems() if problem is None else [problem]
+        reasons = self._leader.problems() if problem is None else [problem]
         failed = report | {"status": "unavailable", "reasons": reasons, "generated": problem is None}
         return json_response(failed, status=503, retry=True)
 
@@ -243,7 +243,7 @@ class Routes:
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
-        self._leader.check_available()
+        self._leader.check_healthy()
         body = await read_body(request, self._config.max_body_bytes)
         return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
 

@@ -91,7 +91,7 @@ def strings_in_the_code() -> str:
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()], ids=lambda config: config.role)
 async def test_routes(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
-    client = LeaderClient(Metrics())
+    client = LeaderClient(Metrics(), DecodeConfig())
     try:
         routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING)
         served = {

@@ -29,6 +29,7 @@ from .mooncake_sockets import (
     cut_connections,
     describe_engine,
     drop_unsent,
+    ignore_idle_connections,
     split_session,
     wake_listener,
 )
@@ -76,6 +77,10 @@ class ReceiveEngine:
         self._port = self._engine.get_rpc_port()
         self.session = f"{host}:{self._port}"
         self.confined = False
+        try:
+            ignore_idle_connections(self._port)
+        except OSError as error:
+            log.warning("idle connections to %s will delay transfers: %s", self.session, error)
         if _is_loopback(host):
             try:
                 _confine(self._port)

@@ -23,6 +23,8 @@ from .tcp_info import NO_LINGER, tcp_counters
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
+_IDLE_S: Final = 3600
+"""After which the kernel hands over a connection that has said nothing."""
 
 
 class PeerUnreachableError(PdserveError):
@@ -94,6 +96,20 @@ def confine_to_loopback(ports: set[int]) -> None:
                 confined.add(sock.getsockname()[1])
     if confined != ports:
         raise OSError(f"this process has no listeners on ports {sorted(ports - confined)}")
+
+
+def ignore_idle_connections(port: int) -> None:
+    """Have this process's listener on `port` take no connection before its peer has said something.
+
+    Mooncake answers handshakes one after the other and gives each connection 5 s: a few that say nothing would keep
+    everybody else waiting. Those that stop in the middle still do. Raises OSError where there is no such listener.
+    """
+    with _own_sockets() as sockets:
+        found = [sock for sock in sockets if _is_listener(sock) and sock.getsockname()[1] == port]
+        for sock in found:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _IDLE_S)
+    if not found:
+        raise OSError(f"this process has no listener on port {port}")
 
 
 def wake_listener(port: int) -> None:

@@ -34,6 +34,7 @@ from .leader_client import LeaderClient
 from .leader_process import LEADER_COMMAND, LeaderProcess
 from .metrics import Metrics
 from .ports import PREDECESSOR_S, check_port, listen_on
+from .startup_checks import check_startup
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("pdserve.front")
@@ -57,6 +58,7 @@ def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_CO
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
         source = locate_model(config.model, config.load_format)
+        check_startup(config, source)
         sampling = NEUTRAL_SAMPLING
         if isinstance(config, DecodeConfig) and config.sampling_defaults == "model":
             sampling = read_default_sampling(source)

@@ -68,6 +68,7 @@ _GLOG_LEVEL_SYMBOL: Final = "_ZN3fLI17FLAGS_minloglevelE"
 _GLOG_FATAL: Final = 3
 
 _EXTRAS: Final = "pip install 'pdserve[cpu]', 'pdserve[cuda12]' or 'pdserve[cuda13]' (exactly one of them)"
+NOT_INSTALLED: Final = f"the Mooncake transfer engine is not installed: {_EXTRAS}"
 
 
 class MooncakeEngine(Protocol):
@@ -155,7 +156,7 @@ def _import_engine() -> _EngineModule:
     except ModuleNotFoundError as error:
         if error.name not in ("mooncake", "mooncake.engine"):
             raise
-        raise StartupError(f"the Mooncake transfer engine is not installed: {_EXTRAS}") from error
+        raise StartupError(NOT_INSTALLED) from error
     except ImportError as error:
         raise StartupError(
             f"the Mooncake transfer engine does not load on this machine: {error}. It needs libibverbs1, libnuma1 and "

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from pdserve.configs.errors import StartupError
 from pdserve.server.pair import PAIR_FIELDS, check_ports, load_pair_config
 from pdserve.server.up import server_environ
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "200"}
@@ -139,6 +140,13 @@ def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path)
     file.write_text("sendwindow: 3\n", encoding="utf-8")
     with pytest.raises(StartupError, match=r"unknown setting 'sendwindow' in .*up.yaml"):
         load_pair_config(file, {}, {})
+
+
+def test_up_reports_what_does_not_fit_the_model_before_it_starts_anything() -> None:
+    ports = [f"--{name}={free_port()}" for name in ("port", "prefill-port", "bootstrap-port")]
+    result = pdserve("up", "--tp=2", *ports)
+    assert result.returncode == 2
+    assert result.stderr == "pdserve: error: tp = 2 does not divide num_attention_heads = 9: --tp may be 1 or 3\n"
 
 
 def test_up_reports_a_taken_port_before_it_starts_anything() -> None:

@@ -172,6 +172,13 @@ def test_busy_port(model: Path, tmp_path: Path) -> None:
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
 
 
+def test_what_does_not_fit_the_model_is_found_before_a_leader_is_started(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "serve", tp=4) as running:
+        code, stderr = running.end(within_s=START_TIMEOUT_S)
+    assert code == 2
+    assert stderr == "pdserve: error: tp = 4 does not divide num_attention_heads = 2: --tp may be 1 or 2\n"
+
+
 def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -92,7 +92,7 @@ class Parallel:
                 device_id=device if backend == "nccl" else None,
             )
             parallel._make_groups()
-            if listening is not None:
+            if listening is not None and backend == "gloo":  # NCCL's threads may connect to the store later
                 _close_listener(listening)
         except (OSError, RuntimeError) as error:  # those of torch.distributed are RuntimeErrors
             if dist.is_initialized():

@@ -7,7 +7,7 @@ and checks them, the same way as values from a file.
 import argparse
 from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import SecretStr
@@ -19,8 +19,9 @@ ALIASES = {
     "model": ("--model-path",),
     "bootstrap_port": ("--disaggregation-bootstrap-port",),
     "chunk_size": ("--chunked-prefill-size",),
+    "bootstrap_allow": ("--bootstrap-hosts",),
 }
-"""Spellings that users of SGLang already type."""
+"""Spellings that users of SGLang already type, and former names."""
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo], names: Iterable[str]) -> None:
@@ -110,18 +111,18 @@ def limits_of(field: FieldInfo) -> str:
 
 # Any: annotations are whatever the schema's author wrote; typing has no common base class for them.
 def _plain_type(field: FieldInfo) -> Any:
-    """The field's type without `| None`."""
+    """The field's type without `| None` and without what validates it."""
     kind = field.annotation
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
-    return kind
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _metavar(name: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return "HOST" if name.endswith("hosts") else "HOST:PORT"
+        return "HOST" if name == "bootstrap_allow" else "HOST:PORT"
     if name.endswith("port"):
         return "PORT"
     if name.endswith("host"):

@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import StartupError
+from .key_strength import HOW_TO_MAKE_ONE, describe_weak_key
 from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
 
 Role = Literal["prefill", "decode"]
@@ -27,6 +28,9 @@ CONFIG_OF_ROLE: Mapping[Role, type[PrefillConfig] | type[DecodeConfig]] = {
 
 SECRET_VARIABLES = {"api_key": "PDSERVE_API_KEY", "cluster_key": "PDSERVE_CLUSTER_KEY"}
 """Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
+
+RENAMED = {"bootstrap_hosts": "bootstrap_allow"}
+"""Former names of settings, which files may still have."""
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -77,7 +81,8 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     """Validate settings given as (where they come from, name -> value); later layers win. Raises StartupError."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    for origin, layer in layers:
+    for origin, given in layers:
+        layer = {RENAMED.get(name, name): value for name, value in given.items()}
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
     unknown = [
@@ -86,9 +91,14 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     if unknown:
         raise StartupError("\n".join(unknown))
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
     except ValidationError as error:
         raise StartupError("\n".join(_explain(model, problem, origins) for problem in error.errors())) from None
+    if config.cluster_key is not None:
+        weakness = describe_weak_key(config.cluster_key.get_secret_value())
+        if weakness is not None:
+            raise StartupError(f"cluster_key {origins['cluster_key']} {weakness}")
+    return config
 
 
 def find_config_file(name: str) -> Path:
@@ -177,7 +187,7 @@ def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[
     if problem["type"] == "string_pattern_mismatch":
         message = f"not of the expected form ({model.model_fields[field].description})"
     if problem["type"] == "too_short" and field in SECRET_VARIABLES:
-        message = f"must have at least {problem['ctx']['min_length']} characters"
+        message = f"must have at least {problem['ctx']['min_length']} characters ({HOW_TO_MAKE_ONE})"
     message = _WORDING.get(problem["type"], message)
     place = field + "".join(f"[{part}]" for part in problem["loc"][1:])
     value = "a secret" if field in SECRET_VARIABLES else repr(problem["input"])

@@ -1,6 +1,9 @@
 """One log format for all processes of a server: time, level letter, role, message, on stderr."""
 
 import logging
+import threading
+import time
+from collections.abc import Callable
 
 CHATTY = ("uvicorn", "uvicorn.error", "asyncio")
 
@@ -25,3 +28,37 @@ def configure_logging(level: str, role: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class RateLimitedLog:
+    """At most one line per `interval_s`, for events that strangers can cause; the next line says how many were left
+    out. May be used from any thread.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next_at = clock()
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def warning(self, text: str, *values: object) -> None:
+        self._log(logging.WARNING, text, values, traceback=False)
+
+    def exception(self, text: str, *values: object) -> None:
+        """With the traceback of the exception being handled."""
+        self._log(logging.ERROR, text, values, traceback=True)
+
+    def _log(self, level: int, text: str, values: tuple[object, ...], *, traceback: bool) -> None:
+        with self._lock:
+            now = self._clock()
+            if now < self._next_at:
+                self._left_out += 1
+                return
+            left_out, self._left_out = self._left_out, 0
+            self._next_at = now + self._interval_s
+        note = f" ({left_out} more of this kind since the last such line)" if left_out else ""
+        self._logger.log(level, "%s%s", text % values if values else text, note, exc_info=traceback)

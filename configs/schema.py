@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from .allowed_hosts import PRIVATE_NETWORKS, AllowedHosts, check_entry
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -29,6 +31,7 @@ def _check_port(endpoint: str) -> str:
 
 Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
+HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
@@ -217,9 +220,10 @@ class DecodeConfig(ServerConfig):
     role: Literal["decode"] = "decode"
     port: Port = Field(8200, description="HTTP port")
     prefill: Endpoints = Field((), description="control ports of prefill servers: HOST:PORT[,HOST:PORT...]")
-    bootstrap_hosts: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(
-        (),
-        description="further hosts a request may name as bootstrap_host; with a cluster_key any host is allowed",
+    bootstrap_allow: HostEntries | None = Field(
+        None,
+        description="hosts that a request may name as bootstrap_host beside those of prefill and loopback: names, "
+        "*.DOMAIN, addresses, networks as 10.0.0.0/8, or * for all; default: private networks when api_key is set",
     )
     max_running_requests: int | None = Field(
         None, ge=1, le=4096, description="requests in one decode batch; default: 32 on a CPU, 256 on a GPU"
@@ -271,12 +275,13 @@ class DecodeConfig(ServerConfig):
         return self
 
     @property
-    def allowed_bootstrap_hosts(self) -> frozenset[str] | None:
-        """Hosts that requests may make us connect to; None for any: with a cluster key, strangers cannot pair."""
-        if self.cluster_key is not None:
-            return None
-        configured = (endpoint.rpartition(":")[0] for endpoint in self.prefill)
-        return frozenset((*LOOPBACK_HOSTS, *configured, *self.bootstrap_hosts))
+    def allowed_bootstrap_hosts(self) -> AllowedHosts:
+        """Hosts that requests may make us connect to. A stranger's request must not: without an API key only those that
+        are configured.
+        """
+        known = (*LOOPBACK_HOSTS, *(endpoint.rpartition(":")[0] for endpoint in self.prefill))
+        private = PRIVATE_NETWORKS if self.api_key is not None else ()
+        return AllowedHosts.of((*known, *(private if self.bootstrap_allow is None else self.bootstrap_allow)))
 
 
 AnyServerConfig = PrefillConfig | DecodeConfig

@@ -108,6 +108,18 @@ class ModelConfig:
         """Global layers of a stage; raises StartupError when there are too many stages."""
         return shard.layers(self.num_layers) if self.dsa is None else self.dsa.stage_layers(shard)
 
+    def check_shares(self, shard: Shard) -> None:
+        """Raise StartupError unless tensor-parallel ranks can share this model out so."""
+        shard.part("num_attention_heads", self.num_heads)
+        dsa = self.dsa
+        if dsa is None:
+            shard.kv_heads(self.num_kv_heads)
+        elif any(dsa.mixed):
+            dsa.moe.share(shard, self.hidden_size)
+            dsa.moe.shared_share(shard)
+        if dsa is None or not all(dsa.mixed):
+            shard.part("intermediate_size", self.intermediate_size)
+
 
 def read_hf_config(directory: Path) -> ModelConfig:
     """Parse config.json and generation_config.json of a Hugging Face directory; raises StartupError."""

@@ -28,6 +28,24 @@ class MoeConfig:
     normalised: bool  # the weights of a token's experts add up to `scale`
     scale: float
 
+    def share(self, shard: Shard, hidden_size: int) -> tuple[range, int]:
+        """The experts that a rank holds, and how much of the width of each; raises StartupError when they cannot be
+        shared out so.
+        """
+        experts, size = range(self.num_experts), self.expert_size
+        if shard.whole_experts:
+            experts = shard.part("n_routed_experts", self.num_experts)
+        else:
+            size = len(shard.part("moe_intermediate_size", self.expert_size))
+        for name, count in (("hidden_size", hidden_size), ("a rank's share of moe_intermediate_size", size)):
+            if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
+                raise StartupError(f"{name} = {count} must be a multiple of 8")
+        return experts, size
+
+    def shared_share(self, shard: Shard) -> int:
+        """How much of the width of the shared experts a rank holds; raises StartupError."""
+        return len(shard.part("shared experts' width", self.shared_size))
+
 
 @dataclass(frozen=True)
 class DsaConfig:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..configs.errors import StartupError
 from .config import ModelConfig
 from .dsa_config import DsaConfig
 from .indexer import IndexerParameters
@@ -205,21 +204,14 @@ class _Memory:
 
     def _mixture(self) -> MoeParameters:
         moe, hidden = self._dsa.moe, self._config.hidden_size
-        if self._shard.whole_experts:
-            experts, size = self._shard.part("n_routed_experts", moe.num_experts), moe.expert_size
-        else:
-            experts = range(moe.num_experts)
-            size = len(self._shard.part("moe_intermediate_size", moe.expert_size))
-        for name, count in (("hidden_size", hidden), ("a rank's share of moe_intermediate_size", size)):
-            if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
-                raise StartupError(f"{name} = {count} must be a multiple of 8")
+        experts, size = moe.share(self._shard, hidden)
         return MoeParameters(
             router=self.tensor(moe.num_experts, hidden, dtype=torch.float32),
             router_bias=self.tensor(moe.num_experts, dtype=torch.float32),
             experts=experts,
             gate_up=self.tensor(len(experts), 2 * size, hidden),
             down=self.tensor(len(experts), hidden, size),
-            shared=self._gated(len(self._shard.part("shared experts' width", moe.shared_size))),
+            shared=self._gated(moe.shared_share(self._shard)),
         )
 
     def _gated(self, size: int) -> MlpParameters:

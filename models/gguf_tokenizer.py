@@ -32,7 +32,7 @@ _ROLES = {
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """Build it; raises StartupError for kinds whose rules are not known here."""
+    """Build it; raises StartupError for kinds whose rules are not known here, and for damaged metadata."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise StartupError(
@@ -41,15 +41,20 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         )
     kind = str(file.metadata.get("tokenizer.ggml.pre", "missing"))
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    merges = [cast("tuple[str, str]", tuple(merge.split(" ", 1))) for merge in _strings(file, "tokenizer.ggml.merges")]
+    merges = [_merge(file, merge) for merge in _strings(file, "tokenizer.ggml.merges")]
     normalizer, pre_tokenizer, ignore_merges = _rules(file, kind)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    try:
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    except Exception as error:  # the library raises bare Exception for everything
+        raise StartupError(f"model {file.path}: tokenizer.ggml.merges is damaged: {error}") from error
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = ByteLevelDecoder()
-    types = cast("list[int]", file.metadata.get("tokenizer.ggml.token_type", []))
+    types = file.metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(types, list):
+        raise StartupError(f"model {file.path}: tokenizer.ggml.token_type is damaged: no list, but {types!r}")
     tokenizer.add_tokens(
         [
             AddedToken(token, special=token_type == _CONTROL, normalized=False)
@@ -69,7 +74,7 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
     """Texts of the special tokens by Hugging Face's role names."""
     tokens = _strings(file, "tokenizer.ggml.tokens")
     ids = {role: file.metadata.get(key) for role, key in _ROLES.items()}
-    return {role: tokens[index] for role, index in ids.items() if isinstance(index, int) and index < len(tokens)}
+    return {role: tokens[index] for role, index in ids.items() if isinstance(index, int) and 0 <= index < len(tokens)}
 
 
 def _rules(file: GgufFile, kind: str) -> tuple[Normalizer | None, PreTokenizer, bool]:
@@ -94,8 +99,20 @@ def _split_then_bytes(pattern: str) -> PreTokenizer:
     return PreTokenizers([split, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def _merge(file: GgufFile, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise StartupError(
+            f"model {file.path}: tokenizer.ggml.merges is damaged: {merge[:80]!r} is not two parts with a space between"
+        )
+    return left, right
+
+
 def _strings(file: GgufFile, key: str) -> Sequence[str]:
     value = file.metadata.get(key)
     if not isinstance(value, list):
         raise StartupError(f"model {file.path}: {key} is missing")
+    for index, text in enumerate(value):
+        if not isinstance(text, str):
+            raise StartupError(f"model {file.path}: {key} is damaged: entry {index} is no text, but {text!r}")
     return cast("list[str]", value)

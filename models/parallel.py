@@ -80,15 +80,20 @@ class Parallel:
         try:
             if backend == "gloo":
                 _choose_gloo_interface(store_host, store_port)
+            listening = None
+            if shard.rank == 0:
+                listening = (listener or listen(store_host, store_port)).detach()
             dist.init_process_group(
                 backend,
-                store=_open_store(shard, store_host, store_port, listener, timeout),
+                store=_open_store(shard, store_host, store_port, listening, timeout),
                 rank=shard.rank,
                 world_size=shard.world_size,
                 timeout=timeout,
                 device_id=device if backend == "nccl" else None,
             )
             parallel._make_groups()
+            if listening is not None and backend == "gloo":  # NCCL's threads may connect to the store later
+                _close_listener(listening)
         except (OSError, RuntimeError) as error:  # those of torch.distributed are RuntimeErrors
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -187,9 +192,9 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address, family=family)
 
 
-def _open_store(shard: Shard, host: str, port: int, listener: socket.socket | None, timeout: timedelta) -> TCPStore:
+def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeout: timedelta) -> TCPStore:
     """Rank 0's listens on `host` alone: left to itself it would on every interface, without any authentication."""
-    if shard.rank != 0:
+    if listening is None:
         return TCPStore(host, port, shard.world_size, is_master=False, timeout=timeout)
     return TCPStore(
         host,
@@ -198,8 +203,16 @@ def _open_store(shard: Shard, host: str, port: int, listener: socket.socket | No
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=(listener or listen(host, port)).detach(),
+        master_listen_fd=listening,
     )
+
+
+def _close_listener(listening: int) -> None:
+    """All ranks are here: nobody else has business with the store, which would keep whatever strangers give it. It goes
+    on serving the connections that it has. The descriptor is the store's to close, so it leads to an unused socket.
+    """
+    with socket.socket() as unused:
+        os.dup2(unused.fileno(), listening)
 
 
 def _choose_gloo_interface(store_host: str, store_port: int) -> None:

@@ -121,7 +121,7 @@ class DecodeScheduler:
         self.counters["requests"] += len(rids)
         self.intake.queue.push(prompt)
         if prompt.endpoint is not None:
-            self._effects.append(ConnectPeer(prompt.endpoint))
+            self._effects.append(ConnectPeer(prompt.endpoint, submit.client))
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client has gone or, with `stopped`, has all it wants. Unknown rids have ended already."""
@@ -159,6 +159,10 @@ class DecodeScheduler:
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
         self.intake.peers.report(instance, load)
+
+    def peer_leaving(self, instance: InstanceId, now: float) -> None:
+        """It gets no more prompts. Those that it has it may finish."""
+        self.intake.peers.leaving(instance, now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """What it has not finished goes elsewhere, or waits a moment for it to return. It may still be writing."""

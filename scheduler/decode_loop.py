@@ -121,10 +121,14 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
             ):
                 scheduler.stage_message(instance, message, now)
-            case MessageReceived(message=message):
+            case MessageReceived(instance=instance, message=message):
+                if isinstance(message, TransferFailed) and message.leaving:
+                    scheduler.peer_leaving(instance, now)
                 self._handle_message(message, now)
             case LoadReported(instance=instance, load=load):
                 scheduler.peer_load(instance, load)
+                if not load.accepting:
+                    scheduler.peer_leaving(instance, now)
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "decode connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
@@ -197,8 +201,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
-            case ConnectPeer(endpoint=endpoint):
-                self._control.connect(endpoint)
+            case ConnectPeer(endpoint=endpoint, client=client):
+                self._control.connect(endpoint, client=client)
             case OpenHot() | ResizeHot() | PartScatter():
                 self._ranks.tell(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():

@@ -31,9 +31,10 @@ class SendToFront(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """A request names a prefill server that may be new: HOST:PORT."""
+    """A request of `client` names a prefill server that may be new: HOST:PORT."""
 
     endpoint: str
+    client: str = ""
 
 
 class CopyPage(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ..transfer.stage_receiver import StageReceiver
-from .effects import Effect, SendToPeer
+from .effects import ConnectPeer, Effect, SendToPeer
 from .fences import Fences
 from .lifecycle import State
 from .prefill_peers import PrefillPeer, PrefillPeers
@@ -107,6 +107,8 @@ class Intake:
         )
         request.prompt.members.append(request)
         self.queue.push(request.prompt, again=True)
+        if old.endpoint is not None:
+            self.effects.append(ConnectPeer(old.endpoint))  # it may have been given up since
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
         """Prompts that this prefill server has, and has not finished."""

@@ -30,7 +30,7 @@ from ..models.catalog import locate_model
 from ..models.fingerprint import fingerprint
 from ..transfer.control import Control
 from ..transfer.curve import ClusterKeys
-from ..transfer.decode_control import DecodeControl
+from ..transfer.decode_control import UNPAIRED_S, DecodeControl
 from ..transfer.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
 from ..transfer.pairing import check_pair
 from ..transfer.prefill_control import PrefillControl
@@ -72,9 +72,9 @@ def main() -> int:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_front, args=(inbox,), name="front-watch", daemon=True).start()
     front = FrontLink(introduction["front"], inbox.put)
-    status = 0
+    status, all_ended = 0, False
     try:
-        Leader(config, front, inbox).serve()
+        all_ended = Leader(config, front, inbox).serve()
     except StartupError as error:
         front.send(StartupFailed(str(error)))
         status = 2
@@ -83,9 +83,9 @@ def main() -> int:
         status = 1
     finally:
         front.close()
-    if status:
+    if not all_ended:
         logging.shutdown()
-        os._exit(status)  # rank 0 may be stuck in a collective for good: a normal exit would wait for its thread
+        os._exit(status)  # rank 0 may be in a long step, or stuck in a collective: a normal exit would wait for it
     return status
 
 
@@ -113,8 +113,8 @@ class Leader:
         self._ranks = Ranks(config, self._source, self._keys, inbox.put)
         self._ready: list[RankReady] = []
 
-    def serve(self) -> None:
-        """Run until stopped."""
+    def serve(self) -> bool:
+        """Run until stopped. Whether all that was started has ended."""
         try:
             self._ready = self._await_ranks()
             match self._config:
@@ -123,7 +123,8 @@ class Leader:
                 case PrefillConfig():
                     self._serve_prefill(self._config)
         finally:
-            self._ranks.close()
+            all_ended = self._ranks.close()
+        return all_ended
 
     def _await_ranks(self) -> list[RankReady]:
         """All ranks, loaded. Nothing but their reports and a Stop can come before the front knows that we serve."""
@@ -191,6 +192,8 @@ class Leader:
             load=lambda: loop.load,
             keys=self._keys,
             timing=self._timing,
+            allowed_hosts=config.allowed_bootstrap_hosts,
+            unpaired_s=max(UNPAIRED_S, config.prefill_wait_s),
         )
         loop = DecodeLoop(
             scheduler,

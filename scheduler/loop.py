@@ -23,6 +23,7 @@ from .front_link import FrontLink
 from .prefill import PrefillScheduler
 from .rank_messages import CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
 from .ranks import RankLostError, Ranks
+from .shutdown import LAST_WRITES_S
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,6 @@ IDLE_WAIT_S = 0.1
 EVENTS_S = 0.01
 """How long events are handled before the ranks get their next step: hundreds of long prompts at once would keep them
 waiting for a second."""
-LAST_WRITES_S = 0.5
-"""How long a server whose time to stop has come waits for writes that it has cancelled, so that it can say that they
-have ended. What it says then has to be taken, and everything closed, before its front loses patience."""
 SNAPSHOT_INTERVAL_S = 0.2
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -86,6 +84,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         while not self._stopped():
             self._handle_events(IDLE_WAIT_S)
             if self._lost is not None:
+                self.scheduler.stop_accepting()
                 self._give_up(f"the server lost a rank: {self._lost}", time.monotonic())
                 self._carry_out()
                 raise RankLostError(self._lost)

@@ -109,7 +109,11 @@ class PrefillScheduler:
         refusal = self._refusal(transfer)
         if refusal is not None:
             self.counters["requests_refused"] += 1
-            self._tell(transfer, TransferFailed(transfer.key, refusal.reason, refusal.retryable, refused=True))
+            leaving = not self._accepting
+            self._tell(
+                transfer,
+                TransferFailed(transfer.key, refusal.reason, refusal.retryable, refused=True, leaving=leaving),
+            )
             self._settle(transfer, ServerError(refusal.reason))
             return
         self.counters["requests"] += 1
@@ -138,7 +142,7 @@ class PrefillScheduler:
             self._close(transfer, "the prefill leg of the request was aborted by its client", now)
 
     def stop_accepting(self) -> None:
-        """Refuse new transfers from now on (shutdown)."""
+        """Refuse new transfers from now on; decode servers are told to look elsewhere (shutdown, a lost rank)."""
         self._accepting = False
 
     def fail_all(self, reason: str, now: float) -> None:
@@ -242,6 +246,7 @@ class PrefillScheduler:
             waiting_requests=len(self._waiting),
             running_requests=len(self._computing),
             waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
+            accepting=self._accepting,
         )
 
     def check_integrity(self) -> None:
@@ -386,7 +391,11 @@ class PrefillScheduler:
             self._tell(transfer, AbortAck(transfer.key, transfer.late_writes))
         else:
             self.counters["requests_failed"] += 1
-            self._tell(transfer, TransferFailed(transfer.key, reason, transfer.retryable, transfer.late_writes))
+            leaving = not self._accepting
+            self._tell(
+                transfer,
+                TransferFailed(transfer.key, reason, transfer.retryable, transfer.late_writes, leaving=leaving),
+            )
         self._release(transfer, now)
         self._settle(transfer, ServerError(f"the transfer failed: {reason}"))
 

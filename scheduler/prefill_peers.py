@@ -18,6 +18,8 @@ class PrefillPeer:
     load: Load = dataclasses.field(default_factory=Load)
     rests_until: float = -math.inf
     """It has refused a prompt, and gets none before."""
+    leaving: bool = False
+    """It is about to end, and gets no more prompts."""
     dispatched_tokens: int = 0
     """Prompt tokens sent there that have not come back yet; its own report lags behind by a heartbeat."""
 
@@ -50,8 +52,14 @@ class PrefillPeers:
     def lost(self, instance: InstanceId, now: float) -> None:
         peer = self._peers.pop(instance, None)
         if peer is not None:
-            gone = [endpoint for endpoint in (*peer.endpoints, None) if not self._of(endpoint)]
-            self._lost_at.update(dict.fromkeys(gone, now))
+            self._note_absence(peer, now)
+
+    def leaving(self, instance: InstanceId, now: float) -> None:
+        """It takes no more prompts, whether or not it is still there."""
+        peer = self._peers.get(instance)
+        if peer is not None and not peer.leaving:
+            peer.leaving = True
+            self._note_absence(peer, now)
 
     def report(self, instance: InstanceId, load: Load) -> None:
         if instance in self._peers:
@@ -98,9 +106,19 @@ class PrefillPeers:
         peers = self._of(endpoint)
         return not peers or any(peer.capacity >= tokens for peer in peers)
 
+    def _note_absence(self, peer: PrefillPeer, now: float) -> None:
+        for endpoint in (*peer.endpoints, None):
+            if not self._of(endpoint):
+                self._lost_at.setdefault(endpoint, now)
+
     def _found(self, endpoint: str) -> None:
         for served in (endpoint, None):
             self._lost_at.pop(served, None)
 
     def _of(self, endpoint: str | None) -> list[PrefillPeer]:
-        return [peer for peer in self._peers.values() if endpoint is None or endpoint in peer.endpoints]
+        """Those that may be given prompts, now or later."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if not peer.leaving and (endpoint is None or endpoint in peer.endpoints)
+        ]

@@ -12,7 +12,8 @@ from ..kernels.slot_tables import table_bytes
 from ..memory.auto_settings import KvShare, auto_chunk_size, auto_kv_share, auto_running_requests
 from ..memory.device import free_memory_bytes
 from ..memory.hisparse import HiSparseCache
-from ..memory.hisparse_sizing import hisparse_size, resolve_hot_rows
+from ..memory.hisparse_sizing import hisparse_size
+from ..memory.hot_buffer_size import resolve_hot_rows
 from ..memory.kv_pool import KvCache
 from ..memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ..memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
@@ -48,11 +49,6 @@ class RankBuilder:
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
-        if isinstance(config, DecodeConfig) and config.enable_hisparse and source.config.dsa is None:
-            raise StartupError(
-                "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
-                f"{source.name} is {source.config.architecture}"
-            )
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
@@ -127,7 +123,7 @@ class RankBuilder:
 
     def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
         dsa = self._source.config.dsa
-        assert dsa is not None, "build() has looked"
+        assert dsa is not None, "the frontend has looked (server/startup_checks.py)"
         latent, keys = runner.make_cache(1, 1).pools
         hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
         size = hisparse_size(

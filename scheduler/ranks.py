@@ -5,22 +5,27 @@ The leader never computes on its own thread, so it answers clients and notices l
 
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
 import zmq
+from pydantic import SecretStr
 
 from ..configs.errors import PdserveError, StartupError
+from ..configs.logs import RateLimitedLog
 from ..configs.schema import AnyServerConfig
 from ..models.catalog import ModelSource
 from ..models.parallel import listen
 from ..transfer.chunks import PartScatter, PartWrite
 from ..transfer.curve import ClientGate, ClusterKeys
-from ..transfer.wakeup import Wakeup
+from ..transfer.strangers import Strangers
+from ..transfer.wakeup import ConnectionMonitor, Wakeup
 from .page_tables import SentTables
 from .rank import RankEngine
 from .rank_messages import (
@@ -35,6 +40,7 @@ from .rank_messages import (
     TransferCommand,
 )
 from .rank_process import RankProcess, leader_address, meeting_point
+from .shutdown import CUDA_STOP_S, STOP_S
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +49,6 @@ SILENCE_S: Final = 3.0
 STARTUP_SILENCE_S: Final = 60.0
 """The same while it loads: libraries and drivers may hold up all its threads for a while."""
 TICK_S: Final = 0.25
-STOP_S: Final = 3.0
-"""How long ranks may take to end when told to."""
-CUDA_STOP_S: Final = 10.0
-"""The same on GPUs: NCCL ends when all ranks have come to it, and the driver takes down one context after another."""
-REMEMBERED_STRANGERS: Final = 64
 
 
 class RankLostError(PdserveError):
@@ -81,6 +82,10 @@ class Ranks:
         self._lost = False
         if config.world_size > 1:
             self._meet_at, self._listener = _open_meeting_point(config)
+            if keys is None:  # on one machine: the ranks get a key of their own, on their stdin
+                cluster_key = secrets.token_hex(32)
+                config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
+                keys = ClusterKeys(cluster_key)
             self._hub = _Hub(config, self._meet_at, keys, self._report)
             for rank in config.local_ranks:
                 if rank != 0:
@@ -114,8 +119,9 @@ class Ranks:
         local = {0: self._engine.busy_s} if self._engine is not None else {}
         return local | (self._hub.busy_seconds() if self._hub is not None else {})
 
-    def close(self) -> None:
-        """End all ranks: politely, then not. Rank 0 is left behind if it is stuck; the process ends soon after.
+    def close(self) -> bool:
+        """End all ranks: politely, then not. False when rank 0 is left behind, in a step or stuck: then this process
+        must not wait for its threads.
 
         After one is lost the others may wait for it in vain: nothing is gained by waiting for them.
         """
@@ -132,6 +138,7 @@ class Ranks:
                 process.wait()
         if self._hub is not None:
             self._hub.close()
+        return not self._thread.is_alive()
 
     def _run_local(self) -> None:
         try:
@@ -172,11 +179,10 @@ class _Hub:
         self,
         config: AnyServerConfig,
         meet_at: tuple[str, int],
-        keys: ClusterKeys | None,
+        keys: ClusterKeys,
         on_report: Callable[[RankReport], None],
     ) -> None:
         self._on_report = on_report
-        self._keys = keys
         self._outbox: queue.SimpleQueue[tuple[int | None, bytes] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankReport)
@@ -191,15 +197,16 @@ class _Hub:
         """The latest word of each rank."""
         self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
         """By routing id."""
-        self._strangers: set[bytes] = set()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._noise = RateLimitedLog(log)
+        self._strangers = Strangers(None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wakeup = Wakeup(self._context)
-        self._gate = ClientGate(self._context, keys) if keys is not None else None
+        self._gate = ClientGate(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            keys.secure_server(self._socket)
+        self._gate.protect(self._socket)
+        self._monitor = ConnectionMonitor(self._context, self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         if config.dist_init_addr is None:
             self.address = f"tcp://{meet_at[0]}:{self._socket.bind_to_random_port(f'tcp://{meet_at[0]}')}"
         else:
@@ -228,8 +235,7 @@ class _Hub:
         self._wakeup.ring()
         self._thread.join()
         self._wakeup.close()
-        if self._gate is not None:
-            self._gate.close()
+        self._gate.close()
         self._context.term()
 
     def _run(self) -> None:
@@ -239,29 +245,41 @@ class _Hub:
             log.exception("the link to the ranks")
             self._on_report(RankFailed(0, f"the link to the ranks failed: {type(error).__name__}: {error}"))
         finally:
+            self._monitor.close()
             self._socket.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.receiver, zmq.POLLIN)
-        if self._gate is not None:
-            poller.register(self._gate.socket, zmq.POLLIN)
+        poller.register(self._gate.socket, zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
         tick_at = 0.0
         while True:
             ready = dict(poller.poll(int(TICK_S * 1000)))
-            if self._gate is not None and self._gate.socket in ready:
+            if self._gate.socket in ready:
                 self._gate.answer_all()
+            if self._monitor.socket in ready:
+                self._read_connections()
             if self._wakeup.receiver in ready:
                 self._wakeup.drain()
             if not self._flush():
                 break
             while self._socket in ready and self._socket.poll(0):
-                self._receive(self._socket.recv_multipart())
+                self._receive(self._socket.recv_multipart(copy=False))
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
                 self._send(None, self._encoder.encode(LeaderAlive()))
                 self._look_for_silence()
+                self._strangers.look()
+
+    def _read_connections(self) -> None:
+        while (event := self._monitor.read()) is not None:
+            match event:
+                case (zmq.EVENT_ACCEPTED, fd):
+                    self._strangers.accepted(fd)
+                case (_, fd):
+                    self._strangers.closed(fd)
 
     def _flush(self) -> bool:
         """Send everything queued; False once close() was reached."""
@@ -278,16 +296,17 @@ class _Hub:
         for identity in self._ranks if only is None else [b"rank-%d" % only]:
             self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, *payloads = frames
-        rank = self._ranks.get(identity)
+        rank = self._ranks.get(identity.bytes)
         if rank is None or len(payloads) != 1:
-            if identity not in self._strangers and len(self._strangers) < REMEMBERED_STRANGERS:
-                self._strangers.add(identity)
-                log.warning("a message of %r is ignored: it is no report of a rank (said once)", identity[:64])
+            self._noise.warning("a message of %r is ignored: it is no report of a rank", identity.bytes[:64])
             return
+        if rank not in self._heard:
+            self._read_connections()  # that it was accepted comes first
+            self._strangers.introduced(int(identity.get(zmq.SRCFD)))
         try:
-            report = self._decoder.decode(payloads[0])
+            report = self._decoder.decode(payloads[0].buffer)
         except msgspec.MsgspecError as error:
             self._on_report(RankFailed(rank, f"the link to rank {rank} failed: {error}"))
             return

@@ -141,7 +141,7 @@ class Routes:
         healthy, report = self._info.health()  # again: the probe may have waited for a peer
         if problem is None and healthy:
             return json_response(report | {"generated": True})
-        reasons = self._info.problems() if problem is None else [problem]
+        reasons = self._leader.problems() if problem is None else [problem]
         failed = report | {"status": "unavailable", "reasons": reasons, "generated": problem is None}
         return json_response(failed, status=503, retry=True)
 
@@ -223,16 +223,16 @@ class Routes:
     async def generate(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
         token_text = self._tokenizer.token_text if call.text_in_logprobs else None
-        return self._respond(call, GenerateRendering(call.listed, token_text))
+        return self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
         rendering = EchoRendering if call.echoes else CompletionRendering
-        return self._respond(call, rendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, rendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
-        return self._respond(call, ChatRendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
     async def observe(self, request: Request) -> Response:
         """Prefill's leg of a routed request: answers when the transfer of its room has ended."""
@@ -243,7 +243,7 @@ class Routes:
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
-        self._leader.check_available()
+        self._leader.check_healthy()
         body = await read_body(request, self._config.max_body_bytes)
         return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
 
@@ -252,8 +252,9 @@ class Routes:
         assert ready is not None, "routes check that the leader is ready before they parse"
         return Limits.of(self._config, ready, self._default_sampling)
 
-    def _respond(self, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
-        messages = [prompt.submit() for prompt in call.prompts]
+    def _respond(self, request: Request, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
+        client = request.client.host if request.client is not None else ""
+        messages = [prompt.submit(client) for prompt in call.prompts]
         outputs = [
             Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
             for prompt in call.prompts

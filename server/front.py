@@ -26,6 +26,7 @@ from ..configs.logs import configure_logging
 from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ..models.catalog import locate_model
+from ..scheduler.shutdown import exit_s
 from .app import create_app
 from .default_sampling import read_default_sampling
 from .http_protocol import PatientHttpProtocol
@@ -33,6 +34,7 @@ from .leader_client import LeaderClient
 from .leader_process import LEADER_COMMAND, LeaderProcess
 from .metrics import Metrics
 from .ports import PREDECESSOR_S, check_port, listen_on
+from .startup_checks import check_startup
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("pdserve.front")
@@ -43,10 +45,6 @@ KEEP_ALIVE_S = 65
 MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
-EXIT_S = 2.0
-"""For the leader to end after the drain."""
-CUDA_EXIT_S = 12.0
-"""The same on GPUs, which ranks may take ten seconds to leave (scheduler/ranks.py)."""
 STARTUP_EXIT_S = 2.0
 """Between the two when the leader cannot start: its saying so, and its end."""
 
@@ -60,6 +58,7 @@ def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_CO
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
         source = locate_model(config.model, config.load_format)
+        check_startup(config, source)
         sampling = NEUTRAL_SAMPLING
         if isinstance(config, DecodeConfig) and config.sampling_defaults == "model":
             sampling = read_default_sampling(source)
@@ -104,7 +103,7 @@ class Front:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         metrics = Metrics()
-        client = LeaderClient(metrics, log_requests=self._config.log_requests)
+        client = LeaderClient(metrics, self._config)
         metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
         process: LeaderProcess | None = None
         http = self._http_server(client, metrics)
@@ -180,14 +179,22 @@ class Front:
         await asyncio.sleep(LAST_MESSAGES_S)
         client.fail_all(process.describe_exit())
 
+    def _open_work(self, client: LeaderClient) -> str:
+        """How much is to be drained: of prefill it is what decode servers have asked for, not what clients have."""
+        if isinstance(self._config, DecodeConfig):
+            count, what = len(client.open_rids), "request"
+        else:
+            count, what = sum(client.status.states.values()) if client.status is not None else 0, "transfer"
+        return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
     async def _drain(self, client: LeaderClient, process: LeaderProcess, first: signal.Signals) -> int:
         """Let the leader finish its requests and exit. Bounded; a second signal ends it at once."""
         drain_s = self._config.shutdown_timeout_s
-        log.info("%s: draining %d requests for up to %g s", first.name, len(client.open_rids), drain_s)
+        log.info("%s: draining %s for up to %g s", first.name, self._open_work(client), drain_s)
         ready = client.ready
-        patience_s = drain_s + (CUDA_EXIT_S if ready is not None and ready.model.device != "cpu" else EXIT_S)
-        if not client.request_stop(drain_s) or ready is None:
-            patience_s = 0.0  # still starting: there is nothing to drain, and it may not listen for minutes
+        patience_s = 0.0  # while it starts there is nothing to drain, and it may not listen for minutes
+        if client.request_stop(drain_s) and ready is not None:
+            patience_s = drain_s + exit_s(ready.model.device)
         stopping = asyncio.create_task(process.stop(patience_s))
         again = asyncio.create_task(self._signals.get())
         try:

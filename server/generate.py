@@ -63,7 +63,7 @@ class Prompt:
     text_rules: TextRules
     logprobs: LogprobParams | None = None
 
-    def submit(self) -> Submit:
+    def submit(self, client: str = "") -> Submit:
         return Submit(
             rid=self.route.rid,
             prompt_ids=self.prompt_ids,
@@ -74,6 +74,7 @@ class Prompt:
             more_rids=self.route.more_rids,
             logprobs=self.logprobs,
             priority=self.route.priority,
+            client=client,
         )
 
 

@@ -37,7 +37,7 @@ class ServerInfo:
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether this server serves and moves, and why not. Peers are reported but never make it unhealthy."""
-        reasons = self.problems()
+        reasons = self._leader.problems()
         report: dict[str, object] = {
             "status": "ok" if not reasons else "unavailable",
             "state": self._leader.state,
@@ -46,18 +46,6 @@ class ServerInfo:
             "peers": self._peers(),
         }
         return not reasons, report
-
-    def problems(self) -> list[str]:
-        """Why this server is not healthy; empty when it is."""
-        unavailable = self._leader.unavailable_reason()
-        if unavailable is not None:
-            return [unavailable]
-        reasons = []
-        age_s, limit_s = self._leader.loop_age_s, self._config.stall_timeout_s
-        if age_s > limit_s:
-            reasons.append(f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
-        status = self._leader.status
-        return reasons + list(status.problems if status else ())
 
     def model(self, ready: Ready) -> dict[str, object]:
         return {

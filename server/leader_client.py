@@ -19,8 +19,9 @@ from typing import Literal, Self
 import msgspec
 import zmq
 
-from ..configs.errors import DuplicateRequestError, StartupError, UnavailableError
+from ..configs.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
 from ..configs.sampling import TokenLogprob
+from ..configs.schema import AnyServerConfig, DecodeConfig
 from ..scheduler.front import (
     Cancel,
     Failed,
@@ -47,6 +48,8 @@ LeaderState = Literal["starting", "ready", "stopping", "dead"]
 RequestEvent = Tokens | InputLogprobs | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
+OVERDUE_S = 0.5
+"""How long after its deadline a request is answered here: the leader should have done so, and may be hung."""
 LOGGED_STATUSES = (500, 504)
 """Failures that somebody should look at one by one. 503 comes in crowds, and what is behind it has its own line."""
 
@@ -73,6 +76,7 @@ class OpenRequest:
     submitted_as: str
     inbox: "Inbox"
     opened_at: float
+    overdue: asyncio.TimerHandle | None = None
     last_token_at: float | None = None
     stopped_early: bool = False
 
@@ -138,9 +142,9 @@ class Inbox:
 class LeaderClient:
     """Owns the PAIR socket and its directory. All methods run on the event loop that created it."""
 
-    def __init__(self, metrics: Metrics, *, log_requests: bool = False) -> None:
+    def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
-        self._log_requests = log_requests
+        self._config = config
         self._directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
         self.address = f"ipc://{self._directory}/leader"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -152,6 +156,8 @@ class LeaderClient:
         self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
         self._encoder = msgspec.msgpack.Encoder()
         self._open: dict[str, OpenRequest] = {}
+        self._overdue: set[str] = set()
+        """Requests that were answered here, and of which the leader still owes the end."""
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._status: Status | None = None
         self._status_at = time.monotonic()
@@ -207,13 +213,14 @@ class LeaderClient:
     def open(self, messages: Iterable[Submit | Observe], group: str | None = None) -> Inbox:
         """Hand requests to the leader, all or none of them.
 
-        Raises UnavailableError unless the leader serves, and DuplicateRequestError when a request id is in use.
+        Raises UnavailableError unless the leader serves and is well, and DuplicateRequestError when a request id is in
+        use.
         """
-        self.check_available()
+        self.check_healthy()
         batch = list(messages)
         seen: set[str] = set()
         for rid in (rid for message in batch for rid in _rids(message)):
-            if rid in self._open or rid in seen:
+            if rid in self._open or rid in self._overdue or rid in seen:
                 where = "twice in this call" if rid in seen else "by a request that has not ended"
                 raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
             seen.add(rid)
@@ -221,7 +228,7 @@ class LeaderClient:
         now = time.monotonic()
         for message in batch:
             for rid in _rids(message):
-                self._open[rid] = OpenRequest(rid, message.rid, inbox, now)
+                self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
                 inbox.open_rids.add(rid)
             if not self._send(message):
                 for rid in _rids(message):
@@ -244,6 +251,21 @@ class LeaderClient:
         """Raises UnavailableError unless new work can be handed to the leader."""
         if (reason := self.unavailable_reason()) is not None:
             raise UnavailableError(reason, retry_after_s=RETRY_AFTER_S)
+
+    def problems(self) -> list[str]:
+        """Why this server is not healthy; empty when it is."""
+        if (unavailable := self.unavailable_reason()) is not None:
+            return [unavailable]
+        reasons = []
+        age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
+        if age_s > limit_s:
+            reasons.append(f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        return reasons + list(self._status.problems if self._status is not None else ())
+
+    def check_healthy(self) -> None:
+        """Raises UnavailableError when /health says that this server is not well: nothing new is accepted then."""
+        if problems := self.problems():
+            raise UnavailableError("; ".join(problems), retry_after_s=RETRY_AFTER_S)
 
     def stop_early(self, rid: str) -> None:
         """End a request that is complete; nothing to do when the leader has ended it meanwhile."""
@@ -288,6 +310,7 @@ class LeaderClient:
             self._end_reason = reason
         for rid in list(self._open):
             self._dispatch(_gone(rid, f"leader dead: {reason}"))
+        self._overdue.clear()
 
     def close(self) -> None:
         """Release the socket and its directory."""
@@ -348,9 +371,36 @@ class LeaderClient:
                 if not self._started.done():
                     self._set_startup_error(message.message)
 
+    def _watch_deadline(self, rid: str, message: Submit | Observe) -> asyncio.TimerHandle | None:
+        """The leader ends a request at its deadline; while it hangs, nobody but this process can. Observers have no
+        deadline of their own: they are answered with the transfer that they wait for.
+        """
+        if isinstance(message, Observe) or not isinstance(self._config, DecodeConfig):
+            return None
+        server_s = self._config.request_timeout_s
+        deadline_s, field = server_s, "request_timeout_s"
+        if message.timeout_s is not None and message.timeout_s < server_s:
+            deadline_s, field = message.timeout_s, "timeout_s"
+        return asyncio.get_running_loop().call_later(
+            deadline_s + OVERDUE_S,
+            self._end_overdue,
+            rid,
+            f"not finished within its deadline of {deadline_s:g} s ({field})",
+        )
+
+    def _end_overdue(self, rid: str, reason: str) -> None:
+        if rid in self._open:
+            self._dispatch(
+                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the engine does not answer")
+            )
+            self._overdue.add(rid)
+            self._send(Cancel(rid))
+
     def _deliver(self, message: RequestEvent) -> None:
         entry = self._open.get(message.rid)
         if entry is None:
+            if isinstance(message, Finished | Failed):
+                self._overdue.discard(message.rid)
             log.debug("event of an unknown or ended request: %s", message)
             return
         now = time.monotonic()
@@ -364,9 +414,11 @@ class LeaderClient:
                 elapsed_s = now - entry.opened_at
                 if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
                     log.warning("request %s failed with %d: %s", message.rid, message.status, message.message)
-                elif self._log_requests:
+                elif self._config.log_requests:
                     log.info("%s", end_line(message, elapsed_s))
                 del self._open[message.rid]
+                if entry.overdue is not None:
+                    entry.overdue.cancel()
                 entry.inbox.open_rids.discard(message.rid)
                 first_sample = entry.rid == entry.submitted_as
                 self._metrics.request_ended(message, elapsed_s, first_sample=first_sample)

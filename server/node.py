@@ -9,7 +9,9 @@ import threading
 
 from ..configs.logs import configure_logging
 from ..configs.schema import AnyServerConfig
+from ..models.catalog import locate_model
 from ..scheduler.rank_process import RankProcess, leader_address, meeting_point
+from .startup_checks import check_startup
 
 log = logging.getLogger("pdserve.node")
 
@@ -18,8 +20,11 @@ END_S = 10.0
 
 
 def run_node(config: AnyServerConfig) -> int:
-    """Until the leader ends its ranks (0), or one of them fails or this process gets a signal (1)."""
+    """Until the leader ends its ranks (0), or one of them fails or this process gets a signal (1). Raises StartupError
+    for what the user can mend.
+    """
     configure_logging(config.log_level, f"{config.role} node {config.node_rank}")
+    check_startup(config, locate_model(config.model, config.load_format))
     meet_at = meeting_point(config)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

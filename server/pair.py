@@ -1,9 +1,11 @@
 """The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
 
 A setting goes to the servers that have it. Only `port` exists twice: it is decode's, the one that clients use, and
-prefill's is `prefill_port`. Both talk over loopback, so `host` is decode's alone.
+prefill's is `prefill_port`. Both talk over loopback, so `host` is decode's alone. Unless the environment has a cluster
+key, the pair gets a random one: other users of this machine reach loopback, too.
 """
 
+import secrets
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
@@ -44,6 +46,7 @@ def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ
     for name in sorted(_DECIDED_HERE & given.keys()):
         raise StartupError(f"{name} in {file}: 'pdserve up' sets it itself; remove it")
     layers = (
+        ("of 'pdserve up'", {"cluster_key": secrets.token_hex(32)}),
         ("in the preset 'local'", read_config_file(PRESETS / "local.yaml")),
         (f"in {file}", given),
         ("from the environment", secrets_in(environ)),

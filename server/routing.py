@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..configs.allowed_hosts import AllowedHosts
 from .fields import FieldError, Fields, check_integer, check_string, shown
 from .limits import Limits
 
@@ -115,7 +116,7 @@ def _check_rid(value: object, name: str) -> str:
 
 
 def _read_endpoints(
-    fields: Fields, prompts: int, batched: bool, samples: int, allowed_hosts: frozenset[str] | None
+    fields: Fields, prompts: int, batched: bool, samples: int, allowed_hosts: AllowedHosts
 ) -> tuple[str | None, ...]:
     """HOST:PORT of the prefill server a router chose for each prompt."""
     hosts = per_prompt(fields, "bootstrap_host", prompts, batched, samples) or [fields.raw("bootstrap_host")] * prompts
@@ -128,11 +129,10 @@ def _read_endpoints(
         name = check_string(host, "bootstrap_host", MAX_HOST_CHARACTERS)
         if any(character.isspace() or character in ":/" for character in name):
             raise FieldError("bootstrap_host", f"must be a host name or an IPv4 address, got {shown(host)}")
-        if allowed_hosts is not None and name not in allowed_hosts:
+        if allowed_hosts.allows(name) is False:
             raise FieldError(
                 "bootstrap_host",
-                f"{name} is not a host this server may connect to: name it in --bootstrap-hosts or --prefill, "
-                "or give all servers a cluster_key",
+                f"{name} is not a host this server may connect to: name it, or its network, in --bootstrap-allow",
             )
         number = DEFAULT_BOOTSTRAP_PORT if port is None else check_integer(port, "bootstrap_port", 1, 65535)
         endpoints.append(f"{name}:{number}")

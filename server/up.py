@@ -20,8 +20,10 @@ from ..configs.errors import PdserveError
 from ..configs.flags import to_flags
 from ..configs.load import SECRET_VARIABLES
 from ..configs.schema import AnyServerConfig
+from ..models.catalog import locate_model
 from .children import ChildEndedError, Children
 from .pair import PairConfig, check_ports
+from .startup_checks import check_startup
 
 READY_TIMEOUT_S = 600.0
 """A large model on a cold disk takes minutes; a pair that needs longer than this is broken."""
@@ -116,6 +118,8 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one stops waiting and kills. Main thread only.
     """
     check_ports(config)
+    for server in config:
+        check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)
     hurry = threading.Event()
     signalled = threading.Event()

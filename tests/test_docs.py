@@ -13,6 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pdserve.configs import errors
+from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.load import load_config
 from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -48,7 +49,7 @@ LIMITS = Limits(
     max_prompt_tokens=400,
     max_new_tokens=400,
     max_batch_items=4,
-    bootstrap_hosts=None,
+    bootstrap_hosts=AllowedHosts.of(["*"]),
 )
 
 
@@ -90,7 +91,7 @@ def strings_in_the_code() -> str:
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()], ids=lambda config: config.role)
 async def test_routes(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
-    client = LeaderClient(Metrics())
+    client = LeaderClient(Metrics(), DecodeConfig())
     try:
         routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING)
         served = {

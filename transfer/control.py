@@ -30,6 +30,7 @@ from functools import partial
 
 import zmq
 
+from ..configs.logs import RateLimitedLog
 from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, SendFailed
 from .link import LinkFullError, LinkProtocolError, is_sequenced
 from .messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
@@ -45,6 +46,8 @@ ACK_EVERY = 64
 """Received messages after which an acknowledgement does not wait for the next regular heartbeat."""
 SEND_QUEUE_MESSAGES = 10_000
 """ZMQ's own queue per peer. A link has at most its window under way, so this fills only with heartbeats."""
+MAX_SOCKETS = 8192
+"""Of ZMQ, in one process. Decode has three for each prefill endpoint."""
 REMEMBERED_WARNINGS = 1024
 LAST_WORDS_S = 1.0
 """How long close() waits for paired peers to acknowledge what was sent to them before."""
@@ -60,6 +63,7 @@ COUNTERS = (
     "unknown_peer",
     "refused",
     "authentication_failures",
+    "connections_cut",
     "peers_up",
     "peers_lost",
     "peers_closed",
@@ -92,6 +96,7 @@ class Control(ABC):
         self._clock = clock
         # One I/O thread: events of a connection's end then never overtake those of its successor.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._work: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup(self._context)
@@ -102,6 +107,10 @@ class Control(ABC):
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._snapshot: list[PeerSnapshot] = []
         self._warned: set[tuple[str, str]] = set()
+        # What others can cause as often as they like.
+        self._noise = RateLimitedLog(logger)
+        self._refusals = RateLimitedLog(logger)
+        self._errors = RateLimitedLog(logger)
 
     def start(self) -> None:
         self._turned_at = self._clock()
@@ -185,7 +194,7 @@ class Control(ABC):
                     self._turn()
                 except Exception:
                     self._counts["handler_errors"] += 1
-                    logger.exception("the control loop goes on after an error")
+                    self._errors.exception("the control loop goes on after an error")
                     self._stopping.wait(self.timing.tick_s)
             self._guard(self._say_last_words)
         finally:
@@ -257,7 +266,7 @@ class Control(ABC):
             self._complain(session, str(error), now)
         except Exception:
             self._counts["handler_errors"] += 1
-            logger.exception("a message of %s could not be handled", session)
+            self._errors.exception("a message of %s could not be handled", session)
 
     def _dispatch(self, session: Session, frames: Sequence[Buffer], now: float) -> None:
         envelope, body = split(frames)
@@ -303,7 +312,7 @@ class Control(ABC):
         """Count, log once per peer and answer, but not faster than heartbeats: the answer might not be understood."""
         self._counts["malformed"] += 1
         if self._first_time(str(session), "malformed"):
-            logger.warning("malformed message from %s: %s (further ones are only counted)", session, reason)
+            self._noise.warning("malformed message from %s: %s (further ones are only counted)", session, reason)
         if now >= session.complaint_at:
             session.complaint_at = now + self.timing.heartbeat_interval_s
             self._reply(session, Refused("malformed", reason))
@@ -360,21 +369,21 @@ class Control(ABC):
             self._on_event(event)
         except Exception:
             self._counts["event_errors"] += 1
-            logger.exception("on_event failed for %s", type(event).__name__)
+            self._errors.exception("on_event failed for %s", type(event).__name__)
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
             self._counts["handler_errors"] += 1
-            logger.exception("the control loop goes on after an error")
+            self._errors.exception("the control loop goes on after an error")
 
     def _current_load(self) -> Load:
         try:
             return self._load()
         except Exception:
             self._counts["event_errors"] += 1
-            logger.exception("load() failed")
+            self._errors.exception("load() failed")
             return Load()
 
     def _first_time(self, peer: str, what: str) -> bool:

@@ -3,6 +3,10 @@
 All servers of a cluster share one secret. From it every server derives the same two key pairs: prefill proves that it
 holds the server key, decode that it holds the client key, and traffic is encrypted. Whoever lacks the secret can
 neither pair nor pose as a prefill server.
+
+A listener that a decode server connects to can test guesses of the secret against the handshake, offline. So the
+derivation is slow (scrypt; 0.2 s and 64 MiB for each guess), and what can be guessed is refused at start
+(`configs/key_strength.py`). A change of the derivation makes releases refuse each other: it has its own number.
 """
 
 import hashlib
@@ -14,9 +18,13 @@ from zmq.utils import z85
 
 from ..configs.errors import StartupError
 
-MIN_CLUSTER_KEY_CHARACTERS = 16
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"pdserve"
+
+DERIVATION = b"pdserve cluster key, derivation 2"
+"""Salt: the same for all clusters, because the secret is all that servers share. 1 was an unstretched BLAKE2b."""
+SCRYPT_COST = 1 << 16
+SCRYPT_BLOCK = 8
 
 AUTHENTICATION_FAILED = "authentication failed: cluster_key differs (or only one side has one)"
 
@@ -32,25 +40,19 @@ class KeyPair(NamedTuple):
 
 
 class ClusterKeys:
-    """The two key pairs of a cluster. Raises StartupError for a cluster key that is too short."""
+    """The two key pairs of a cluster. Raises StartupError where libzmq or OpenSSL lacks what they need."""
 
     def __init__(self, cluster_key: str) -> None:
-        if len(cluster_key) < MIN_CLUSTER_KEY_CHARACTERS:
-            raise StartupError(
-                f"cluster_key has {len(cluster_key)} characters, at least {MIN_CLUSTER_KEY_CHARACTERS} are needed "
-                "(make one with: openssl rand -base64 24)"
-            )
         if not zmq.has("curve"):
             raise StartupError("cluster_key needs CURVE, which this libzmq was built without: use the pyzmq wheel")
-        self.server = _derive(cluster_key, b"pdserve-server")
-        self.client = _derive(cluster_key, b"pdserve-client")
+        seeds = _stretch(cluster_key)
+        self.server = _key_pair(seeds[:32])
+        self.client = _key_pair(seeds[32:])
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Make `socket` accept only clients that a ClientGate of the same context lets in. Call before bind."""
+        """Make `socket` prove that it holds the server key; whom it lets in is its ClientGate's to say."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server.secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` talk only to a server that holds the server key. Call before connect."""
@@ -60,18 +62,30 @@ class ClusterKeys:
 
 
 class ClientGate:
-    """Answers libzmq's question whether a connecting client may come in (ZAP, ZMQ RFC 27): only the derived key may.
+    """Answers libzmq's question whether a connecting client may come in (ZAP, ZMQ RFC 27): with a cluster key only the
+    derived key may, without one everybody.
+
+    Also without a key it is of use: libzmq then refuses ZMTP 1.0 and 2.0, which have no handshake and whose messages do
+    not say which connection they came on.
 
     Owns a socket that the control thread polls next to its own: `answer_all()` when it is readable. pyzmq's
-    authenticator does the same with an asyncio loop in a thread of its own. Bind before the server socket binds.
+    authenticator does the same with an asyncio loop in a thread of its own.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys | None) -> None:
         self.denied = 0
-        self._client_key = z85.decode(keys.client.public)
+        self._keys = keys
+        self._client_key = z85.decode(keys.client.public) if keys is not None else None
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ENDPOINT)
+
+    def protect(self, server: zmq.Socket[bytes]) -> None:
+        """Make `server`, of the same context, accept only clients that this gate lets in. Call before bind."""
+        if self._keys is not None:
+            self._keys.secure_server(server)
+        server.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer_all(self) -> None:
         """Answer every waiting question."""
@@ -93,13 +107,33 @@ class ClientGate:
 
     def _allows(self, request: list[bytes]) -> bool:
         match request:
-            case [b"1.0", _, domain, _, _, b"CURVE", key]:
+            case [b"1.0", _, domain, _, _, b"CURVE", key] if self._client_key is not None:
                 return domain == ZAP_DOMAIN and hmac.compare_digest(key, self._client_key)
+            case [b"1.0", _, domain, _, _, b"NULL"]:
+                return domain == ZAP_DOMAIN and self._client_key is None
             case _:
                 return False
 
 
-def _derive(cluster_key: str, person: bytes) -> KeyPair:
-    seed = hashlib.blake2b(cluster_key.encode(), digest_size=32, person=person).digest()
+def _stretch(cluster_key: str) -> bytes:
+    """Two seeds of 32 bytes. Takes about 0.2 s."""
+    memory = 128 * SCRYPT_COST * SCRYPT_BLOCK
+    try:
+        return hashlib.scrypt(
+            cluster_key.encode(),
+            salt=DERIVATION,
+            n=SCRYPT_COST,
+            r=SCRYPT_BLOCK,
+            p=1,
+            maxmem=memory + (1 << 20),
+            dklen=64,
+        )
+    except (AttributeError, ValueError) as error:
+        raise StartupError(
+            f"cluster_key needs scrypt of Python's hashlib, which does not work here: {error}"
+        ) from error
+
+
+def _key_pair(seed: bytes) -> KeyPair:
     secret = z85.encode(seed)
     return KeyPair(public=zmq.curve_public(secret), secret=secret)

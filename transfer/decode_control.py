@@ -6,11 +6,13 @@ import random
 import socket as sockets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import zmq
 
+from ..configs.allowed_hosts import AllowedHosts
 from .control import MESSAGES_PER_TURN, Control
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
 from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeerUp
@@ -36,7 +38,12 @@ HUNG_UP = (
 )
 ZMQ_RECONNECT_MS = 3_600_000
 MAX_ENDPOINTS = 1024
-"""Endpoints may come with requests, so their number is bounded. One that is not connected gives way to a new one."""
+"""Endpoints may come with requests, so their number is bounded."""
+MAX_UNPAIRED = 256
+MAX_UNPAIRED_PER_CLIENT = 64
+"""Endpoints of requests that are not paired. Each costs sockets and connection attempts, whoever is behind it."""
+UNPAIRED_S = 30.0
+"""How long an endpoint that no request names any more is tried."""
 
 
 class _Connection(Session):
@@ -55,9 +62,10 @@ class _Endpoint:
     `socket` is None between attempts and while the name is resolved; `connection` is there once ZMQ has shaken hands.
     """
 
-    def __init__(self, endpoint: str, *, kept: bool, now: float, reconnect_min_s: float) -> None:
+    def __init__(self, endpoint: str, *, client: str | None, now: float, reconnect_min_s: float) -> None:
         self.endpoint = endpoint
-        self.kept = kept
+        self.client = client
+        """Whose request named it; None for a configured one, which is never given up."""
         self.wanted_at = now
         self.host, _, self.port = endpoint.rpartition(":")
         self.socket: zmq.Socket[bytes] | None = None
@@ -70,6 +78,19 @@ class _Endpoint:
         self.failed_handshakes = 0
         self.refused = False
         self.detail: str | None = None
+
+    @property
+    def unpaired(self) -> bool:
+        """Named by a request, and nobody has paired there, or not any more."""
+        paired = self.connection is not None and self.connection.state in _PAIRED
+        return self.client is not None and not paired
+
+
+_PAIRED = (SessionState.PAIRED, SessionState.ALIAS, SessionState.LOST)
+"""States of a connection whose server has paired. A lost one may be back, and its end is still to be told."""
+
+
+ANY_HOST = AllowedHosts(any_host=True)
 
 
 class DecodeControl(Control):
@@ -88,26 +109,31 @@ class DecodeControl(Control):
         keys: ClusterKeys | None = None,
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
+        allowed_hosts: AllowedHosts = ANY_HOST,
+        unpaired_s: float = UNPAIRED_S,
     ) -> None:
+        """`allowed_hosts` is for endpoints of requests, whose names are resolved here."""
         super().__init__(role="decode", on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
         self._hello = me
         self._check = check
         self._keys = keys
+        self._allowed_hosts = allowed_hosts
+        self._unpaired_s = unpaired_s
         self._endpoints: dict[str, _Endpoint] = {}
         self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance that was announced
         self._attempts = 0
 
-    def connect(self, endpoint: str) -> None:
+    def connect(self, endpoint: str, *, client: str | None = None) -> None:
         """Pair with the prefill server at HOST:PORT, now or whenever it is there. Again is a no-op. Any thread.
 
-        Endpoints that are given before start() are kept for good. Of the others, when there are MAX_ENDPOINTS, the one
-        gives way that was wanted least recently of those that are not connected: servers come and go, and what they
-        were called is not worth a connection attempt a second for ever. Raises ValueError when it is not HOST:PORT.
+        With a `client`, whose request has named it, it is tried for a while only, and when there are too many that do
+        not pair the least recently named one of that client gives way: nobody uses up what others need. Raises
+        ValueError when it is not HOST:PORT.
         """
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"a prefill endpoint is HOST:PORT, got {endpoint!r}")
-        self._post(partial(self._add, endpoint, kept=self._thread.ident is None))
+        self._post(partial(self._add, endpoint, client))
 
     @property
     def _me(self) -> Hello:
@@ -126,27 +152,41 @@ class DecodeControl(Control):
         assert isinstance(session, _Connection)
         session.socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def _add(self, endpoint: str, *, kept: bool) -> None:
+    def _add(self, endpoint: str, client: str | None) -> None:
         now = self._clock()
-        if endpoint in self._endpoints:
-            self._endpoints[endpoint].wanted_at = now
+        place = self._endpoints.get(endpoint)
+        if place is not None:
+            place.wanted_at = now
             return
-        if len(self._endpoints) >= MAX_ENDPOINTS and not self._drop_unconnected(now):
-            reason = f"{MAX_ENDPOINTS} prefill endpoints are connected or configured, no more are taken"
-            self._emit(PeerRefused(endpoint, reason))
-            return
-        self._endpoints[endpoint] = _Endpoint(endpoint, kept=kept, now=now, reconnect_min_s=self.timing.reconnect_min_s)
+        if client is not None:
+            self._make_room(client, now)
+            if len(self._endpoints) >= MAX_ENDPOINTS:
+                reason = f"{MAX_ENDPOINTS} prefill endpoints are paired or configured, no more are taken"
+                self._emit(PeerRefused(endpoint, reason))
+                return
+        self._endpoints[endpoint] = _Endpoint(
+            endpoint, client=client, now=now, reconnect_min_s=self.timing.reconnect_min_s
+        )
 
-    def _drop_unconnected(self, now: float) -> bool:
-        """Forget an endpoint that nobody has wanted for longest and that leads nowhere; False when there is none."""
-        idle = [place for place in self._endpoints.values() if not place.kept and place.connection is None]
-        if not idle:
-            return False
-        dropped = min(idle, key=lambda place: place.wanted_at)
-        self._end_attempt(dropped, "it gives way to another endpoint", now)
-        del self._endpoints[dropped.endpoint]
-        logger.info("prefill endpoint %s is given up: %d are known", dropped.endpoint, MAX_ENDPOINTS)
-        return True
+    def _make_room(self, client: str, now: float) -> None:
+        """For another endpoint of this client's: of those that are not paired, one of its own gives way or, when there
+        are too many in all, one of the client that has most.
+        """
+        unpaired = [place for place in self._endpoints.values() if place.unpaired]
+        count_of = Counter(place.client for place in unpaired)
+        largest: str | None = client
+        if count_of[client] < MAX_UNPAIRED_PER_CLIENT:
+            if len(unpaired) < MAX_UNPAIRED and len(self._endpoints) < MAX_ENDPOINTS:
+                return
+            largest = max(count_of, key=count_of.__getitem__, default=client)
+        candidates = [place for place in unpaired if place.client == largest]
+        if candidates:
+            self._give_up(min(candidates, key=lambda place: place.wanted_at), "it gives way to another endpoint", now)
+
+    def _give_up(self, place: _Endpoint, reason: str, now: float) -> None:
+        self._end_attempt(place, reason, now)
+        del self._endpoints[place.endpoint]
+        self._noise.warning("prefill endpoint %s of a request is given up: %s", place.endpoint, reason)
 
     def _begin_attempt(self, place: _Endpoint, now: float) -> None:
         try:
@@ -176,12 +216,24 @@ class DecodeControl(Control):
             return  # it was given up
         if address is None:
             self._end_attempt(place, f"host name {place.host} cannot be resolved", self._clock())
+        elif place.client is not None and not self._allowed_hosts.allows_at(place.host, address):
+            reason = f"{place.host} is {address}, where requests may not send this server (bootstrap_allow)"
+            self._report_refused(place.endpoint, reason)
+            self._end_attempt(place, reason, self._clock())
         else:
             self._open(place, address, self._clock())
 
     def _open(self, place: _Endpoint, address: str, now: float) -> None:
+        try:
+            self._connect(place, address, now)
+        except zmq.ZMQError as error:  # this process has no more sockets, say
+            self._end_attempt(place, f"cannot connect to {place.endpoint}: {error}", now)
+
+    def _connect(self, place: _Endpoint, address: str, now: float) -> None:
         self._attempts += 1
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        place.socket = socket
+        self._poller.register(socket, zmq.POLLIN)
         self._configure(socket)
         # One socket per attempt: ZMQ must not reconnect behind our back. Not -1, which says just that but makes ZMQ
         # throw away received messages that were not read yet when the connection ends.
@@ -192,11 +244,9 @@ class DecodeControl(Control):
             address = f"[{address}]"
         if self._keys is not None:
             self._keys.secure_client(socket)
-        place.socket = socket
         place.monitor = ConnectionMonitor(self._context, socket, _MONITORED)
         self._poller.register(place.monitor.socket, zmq.POLLIN)
         place.attempt_ends_at = now + self.timing.connect_timeout_s
-        self._poller.register(socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}:{place.port}")
 
     def _end_attempt(self, place: _Endpoint, reason: str, now: float) -> None:
@@ -210,6 +260,8 @@ class DecodeControl(Control):
             place.socket.close(linger=0)
             place.socket = None
         if place.connection is not None:
+            if not place.unpaired:
+                place.wanted_at = now  # its server may come back
             connection, place.connection = place.connection, None
             self._end_connection(connection, reason)
         if not place.refused:
@@ -307,7 +359,7 @@ class DecodeControl(Control):
             case Refused(reason=reason):
                 self._counts["complaints_received"] += 1
                 if self._first_time(str(session), "complaint"):
-                    logger.warning("%s does not understand this server: %s", session, reason)
+                    self._refusals.warning("%s does not understand this server: %s", session, reason)
             case Hello():
                 self._complain(session, "Hello is for prefill servers: this is a decode server", now)
 
@@ -364,13 +416,15 @@ class DecodeControl(Control):
     def _report_refused(self, endpoint: str, reason: str) -> None:
         self._counts["refused"] += 1
         if self._first_time(endpoint, reason):
-            logger.warning("no pair with prefill %s: %s", endpoint, reason)
+            self._refusals.warning("no pair with prefill %s: %s", endpoint, reason)
             self._emit(PeerRefused(endpoint, reason))
 
     def _tick(self, now: float) -> None:
         for place in list(self._endpoints.values()):
             connection = place.connection
-            if connection is not None:
+            if place.unpaired and now - place.wanted_at > self._unpaired_s:
+                self._give_up(place, f"no request has named it for {self._unpaired_s:g} s", now)
+            elif connection is not None:
                 if connection.state not in (SessionState.PAIRED, SessionState.ALIAS) and now >= connection.hello_at:
                     refused = connection.state is SessionState.REFUSED
                     connection.hello_at = now + (self.timing.refused_retry_s if refused else self.timing.hello_retry_s)

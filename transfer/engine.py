@@ -23,10 +23,14 @@ from .mooncake_library import TCP_LANES, MooncakeEngine, Transport, create_engin
 from .mooncake_sockets import (
     PeerUnreachableError,
     Region,
+    acked_bytes,
+    addresses_of,
     confine_to_loopback,
     cut_connections,
     describe_engine,
     drop_unsent,
+    ignore_idle_connections,
+    split_session,
     wake_listener,
 )
 
@@ -73,6 +77,10 @@ class ReceiveEngine:
         self._port = self._engine.get_rpc_port()
         self.session = f"{host}:{self._port}"
         self.confined = False
+        try:
+            ignore_idle_connections(self._port)
+        except OSError as error:
+            log.warning("idle connections to %s will delay transfers: %s", self.session, error)
         if _is_loopback(host):
             try:
                 _confine(self._port)
@@ -124,9 +132,10 @@ class SendEngine:
                     f"{target.addr:#x}): it is probably a new process at an old address"
                 )
         self._data_port = description.tcp_data_port if transport == "tcp" else None
+        self._addresses = _addresses(session) if self._data_port else frozenset()
         rdma = transport == "rdma"
         self._engine: MooncakeEngine | None = create_engine(
-            host if rdma else "127.0.0.1", transport, devices=devices, gid_index=gid_index
+            host if rdma else "127.0.0.1", transport, sends=True, devices=devices, gid_index=gid_index
         )
         self._port = self._engine.get_rpc_port()
         self._in_flight: set[WriteId] = set()
@@ -186,6 +195,12 @@ class SendEngine:
         self._broken |= status != 1
         return WriteState.DONE if status == 1 else WriteState.FAILED
 
+    def delivered_bytes(self) -> int | None:
+        """What the peer's kernel has received so far, of writes that may not have ended; None where nobody knows, as
+        over transports without connections. Takes about a millisecond.
+        """
+        return acked_bytes(self._addresses, self._data_port) if self._data_port else None
+
     def destroy(self) -> None:
         """End all writes. Afterwards no source memory is read any more, and nothing more leaves this machine; what has
         left it, or is in the peer's kernel, may still arrive.
@@ -232,6 +247,13 @@ def _register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:
     if status != 0:
         reason = "it overlaps a registered region" if status == -7 else f"status {status}"
         raise StartupError(f"Mooncake cannot register {size_bytes} bytes at {address:#x}: {reason}")
+
+
+def _addresses(session: str) -> frozenset[str]:
+    try:
+        return frozenset(addresses_of(split_session(session)[0]))
+    except OSError as error:
+        raise PeerUnreachableError(f"decode {session} cannot be reached: {error}") from error
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,7 +9,8 @@ History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
   2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
      `staging` to Rank, and the messages of the staged path.
-  3  KvDestination has `priority`, before `enable_hisparse`, which trails.
+  3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` to TransferFailed,
+     `accepting` to Load.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -190,7 +191,8 @@ class PrefillDone(Message, frozen=True):
 
 class TransferFailed(Message, frozen=True):
     """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while. With
-    `refused` it was never begun: another server may take it, or this one later.
+    `refused` it was never begun: another server may take it, or this one later. With `leaving` not this one: it is
+    shutting down, or has lost a rank or its frontend.
     """
 
     key: TransferKey
@@ -198,6 +200,7 @@ class TransferFailed(Message, frozen=True):
     retryable: bool
     late_writes: bool = False
     refused: bool = False
+    leaving: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -289,11 +292,14 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
+    """How busy a server is; decode picks the prefill with the fewest tokens waiting. One that is not `accepting` takes
+    no more prompts, ever: it finishes those that it has, and ends.
+    """
 
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
+    accepting: bool = True
 
 
 class Heartbeat(Message, frozen=True):

@@ -30,7 +30,12 @@ picks one transport per engine from its environment when the engine is initialis
 """
 
 PROGRESS_TIMEOUT_S: Final = 5
-"""After this long without progress Mooncake gives a connection up by itself; our own deadlines are shorter."""
+"""A receive engine closes a connection on which a write has made no progress for this long: it cannot land later."""
+SENDER_TIMEOUT_S: Final = 600
+"""Of send engines. Mooncake calls it progress when its socket takes bytes or the peer answers: on a slow network there
+are many seconds between the two, while bytes leave the kernel all the time. The sender judges by those, and destroys
+the engine (sender.py).
+"""
 TCP_LANES: Final = 4
 """Connections of a send engine to its peer. They are opened one after the other, as writes wait for one."""
 
@@ -42,11 +47,11 @@ SETTINGS: Final = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
-    "MC_TCP_STATUS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
-    "MC_TRANSFER_TIMEOUT": str(PROGRESS_TIMEOUT_S),
+    "MC_TCP_STATUS_TIMEOUT_SEC": str(SENDER_TIMEOUT_S),
+    "MC_TRANSFER_TIMEOUT": str(SENDER_TIMEOUT_S),
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
 }
+_PROGRESS_VARIABLE: Final = "MC_TCP_PROGRESS_TIMEOUT_SEC"
 TRANSPORT_SETTINGS: Final[dict[Transport, dict[str, str]]] = {
     "tcp": {"MC_FORCE_TCP": "1"},
     "nvlink": {"MC_INTRANODE_NVLINK": "1"},
@@ -63,6 +68,7 @@ _GLOG_LEVEL_SYMBOL: Final = "_ZN3fLI17FLAGS_minloglevelE"
 _GLOG_FATAL: Final = 3
 
 _EXTRAS: Final = "pip install 'pdserve[cpu]', 'pdserve[cuda12]' or 'pdserve[cuda13]' (exactly one of them)"
+NOT_INSTALLED: Final = f"the Mooncake transfer engine is not installed: {_EXTRAS}"
 
 
 class MooncakeEngine(Protocol):
@@ -93,7 +99,12 @@ _module: _EngineModule | None = None
 
 
 def create_engine(
-    local_host: str, transport: Transport = "tcp", *, devices: Sequence[str] = (), gid_index: int | None = None
+    local_host: str,
+    transport: Transport = "tcp",
+    *,
+    sends: bool = False,
+    devices: Sequence[str] = (),
+    gid_index: int | None = None,
 ) -> MooncakeEngine:
     """A new, initialised engine. Must not be used across fork. Raises StartupError where there is no usable wheel.
 
@@ -102,6 +113,7 @@ def create_engine(
     """
     with _lock:
         module = _load(transport)
+        os.environ[_PROGRESS_VARIABLE] = str(SENDER_TIMEOUT_S if sends else PROGRESS_TIMEOUT_S)
         if transport == "rdma" and gid_index is not None:
             os.environ[GID_INDEX_VARIABLE] = str(gid_index)
         engine = module.TransferEngine()
@@ -147,7 +159,7 @@ def _import_engine() -> _EngineModule:
     except ModuleNotFoundError as error:
         if error.name not in ("mooncake", "mooncake.engine"):
             raise
-        raise StartupError(f"the Mooncake transfer engine is not installed: {_EXTRAS}") from error
+        raise StartupError(NOT_INSTALLED) from error
     except ImportError as error:
         raise StartupError(
             f"the Mooncake transfer engine does not load on this machine: {error}. It needs libibverbs1, libnuma1 and "

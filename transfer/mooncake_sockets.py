@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -18,12 +18,13 @@ from typing import Final
 import msgspec
 
 from ..configs.errors import PdserveError
+from .tcp_info import NO_LINGER, tcp_counters
 
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
-_NO_LINGER: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER: on, for 0 s. Closing then resets the connection."""
+_IDLE_S: Final = 3600
+"""After which the kernel hands over a connection that has said nothing."""
 
 
 class PeerUnreachableError(PdserveError):
@@ -98,6 +99,20 @@ def confine_to_loopback(ports: set[int]) -> None:
         raise OSError(f"this process has no listeners on ports {sorted(ports - confined)}")
 
 
+def ignore_idle_connections(port: int) -> None:
+    """Have this process's listener on `port` take no connection before its peer has said something.
+
+    Mooncake answers handshakes one after the other and gives each connection 5 s: a few that say nothing would keep
+    everybody else waiting. Those that stop in the middle still do. Raises OSError where there is no such listener.
+    """
+    with _own_sockets() as sockets:
+        found = [sock for sock in sockets if _is_listener(sock) and sock.getsockname()[1] == port]
+        for sock in found:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _IDLE_S)
+    if not found:
+        raise OSError(f"this process has no listener on port {port}")
+
+
 def wake_listener(port: int) -> None:
     """End the blocking accept() of this process's listener on `port`, for good.
 
@@ -116,18 +131,29 @@ def cut_connections(session: str) -> int:
     Frees a thread that Mooncake holds in a handshake with a peer that stopped answering (it would wait 60 s).
     """
     host, port = split_session(session)
-    addresses = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     count = 0
     with _own_sockets() as sockets:
-        for sock in sockets:
-            try:
-                address, peer_port = sock.getpeername()[:2]
-                if address.removeprefix("::ffff:") in addresses and peer_port == port:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-            except OSError:
-                continue  # not connected, or not any more
+        for sock in _connected_to(sockets, addresses_of(host), port):
+            with suppress(OSError):  # not any more
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
+
+
+def acked_bytes(addresses: Collection[str], data_port: int) -> int | None:
+    """How much the peer's kernel has received on this process's connections to `data_port` at one of `addresses`; None
+    where the kernel does not say.
+    """
+    try:
+        with _own_sockets() as sockets:
+            return sum(tcp_counters(sock).acked for sock in _connected_to(sockets, addresses, data_port))
+    except OSError:
+        return None
+
+
+def addresses_of(host: str) -> set[str]:
+    """Raises OSError when the name cannot be resolved."""
+    return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 
 def drop_unsent(data_port: int) -> int:
@@ -143,9 +169,19 @@ def drop_unsent(data_port: int) -> int:
         for sock in sockets:
             with suppress(OSError):  # not connected, or not any more
                 if sock.getpeername()[1] == data_port:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                     count += 1
     return count
+
+
+def _connected_to(sockets: Iterable[socket.socket], addresses: Collection[str], port: int) -> Iterator[socket.socket]:
+    for sock in sockets:
+        try:
+            address, peer_port = sock.getpeername()[:2]
+        except OSError:
+            continue  # not connected, or not any more
+        if peer_port == port and address.removeprefix("::ffff:") in addresses:
+            yield sock
 
 
 @contextmanager

@@ -14,14 +14,17 @@ from .events import Event, PeerRefused, PeerSnapshot, PeerUp
 from .messages import Hello, InstanceId, Load, Refused, Welcome
 from .pairing import describe_versions
 from .session import Session, SessionState, Timing
+from .strangers import Strangers
 from .wakeup import ConnectionMonitor
-from .wire import Buffer
+from .wire import MAX_FRAME_BYTES, Buffer
 
 logger = logging.getLogger(__name__)
 
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
+"""Of a decode server: a message and its two arrays."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -60,16 +63,14 @@ class PrefillControl(Control):
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
         self._route_of: dict[InstanceId, _Route] = {}  # the one route of each instance that was announced
-        self._open_fds: set[int] = set()
-        self._gate: ClientGate | None = None
+        self._connections = Strangers(MAX_MESSAGE_BYTES, self._report_cut)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is not None:
-            self._gate = ClientGate(self._context, keys)
-            keys.secure_server(self._router)
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._gate = ClientGate(self._context, keys)
+        self._gate.protect(self._router)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
         self._monitor = ConnectionMonitor(self._context, self._router, _MONITORED)
         self._poller.register(self._monitor.socket, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
@@ -94,32 +95,44 @@ class PrefillControl(Control):
         self._router.send_multipart([session.routing_id, *frames], zmq.NOBLOCK)
 
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
-        if self._gate is not None and self._gate.socket in ready:
+        if self._gate.socket in ready:
             self._gate.answer_all()
         self._read_connections()
         for _ in range(MESSAGES_PER_TURN):
             frames = self._receive_frames(self._router)
             if frames is None:
                 return True
-            fd = int(frames[0].get(zmq.SRCFD))
-            route = self._routes.get(frames[0].bytes)
-            if route is not None and route.fd != fd:
-                self._forget(route, "another connection took its name")
-                route = None
-            if route is None:
-                # Kept when it says Hello.
-                address = str(frames[0].get("Peer-Address"))
-                route = _Route(address, frames[0].bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
-            self._receive(route, [frame.buffer for frame in frames[1:]], now)
+            route = self._route_of_sender(frames[0], now)
+            if route is not None:
+                self._connections.heard(route.fd)
+                self._receive(route, [frame.buffer for frame in frames[1:]], now)
         return False
+
+    def _route_of_sender(self, routing_id: zmq.Frame, now: float) -> _Route | None:
+        """The route that a message came on, a new one for a stranger; None when its connection is not known."""
+        try:
+            fd = int(routing_id.get(zmq.SRCFD))
+            address = str(routing_id.get("Peer-Address"))
+        except zmq.ZMQError:
+            self._counts["malformed"] += 1
+            self._noise.warning("a message on the control port that does not say where it comes from is ignored")
+            return None
+        route = self._routes.get(routing_id.bytes)
+        if route is not None and route.fd != fd:
+            self._forget(route, "another connection took its name")
+            route = None
+        if route is None:
+            # Kept when it says Hello.
+            route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
+        return route
 
     def _read_connections(self) -> None:
         while (event := self._monitor.read()) is not None:
             match event:
                 case (zmq.EVENT_ACCEPTED, fd):
-                    self._open_fds.add(fd)
+                    self._connections.accepted(fd)
                 case (zmq.EVENT_DISCONNECTED, fd):
-                    self._open_fds.discard(fd)
+                    self._connections.closed(fd)
                     route = self._route_of_fd.get(fd)
                     if route is not None:
                         self._forget(route, "its connection was closed")
@@ -155,14 +168,14 @@ class PrefillControl(Control):
             case Refused(reason=reason):
                 self._counts["complaints_received"] += 1
                 if self._first_time(str(session), "complaint"):
-                    logger.warning("%s does not understand this server: %s", session, reason)
+                    self._refusals.warning("%s does not understand this server: %s", session, reason)
             case Welcome():
                 self._complain(session, "Welcome is for decode servers: this is a prefill server", now)
 
     def _greet(self, route: _Route, hello: Hello, now: float) -> None:
         # Connection events first: a descriptor may have been reused, and this may be a dead connection's last word.
         self._read_connections()
-        if route.fd not in self._open_fds:
+        if route.fd not in self._connections:
             return
         if route.instance not in (None, hello.instance):
             self._forget(route, "another instance took its place")
@@ -195,6 +208,7 @@ class PrefillControl(Control):
         if previous is not None and previous is not route:
             self._forget(previous, "it connected again")
         self._route_of[instance] = route
+        self._connections.introduced(route.fd)
         route.state = SessionState.PAIRED
         route.announced = True
         route.detail = None
@@ -219,7 +233,7 @@ class PrefillControl(Control):
         self._counts["refused"] += 1
         peer = session.instance or session.name
         if self._first_time(peer, reason):
-            logger.warning("refused decode %s: %s", session, reason)
+            self._refusals.warning("refused decode %s: %s", session, reason)
             self._emit(PeerRefused(peer, reason))
 
     def _forget(self, route: _Route, reason: str) -> None:
@@ -229,8 +243,13 @@ class PrefillControl(Control):
             del self._route_of[route.instance]
         self._end(route, reason)
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float) -> None:  # noqa: ARG002
         """Prefill only answers; decode keeps introducing itself."""
+        self._connections.look()
+
+    def _report_cut(self, reason: str) -> None:
+        self._counts["connections_cut"] += 1
+        self._noise.warning("a connection to the control port was cut: %s", reason)
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [route.snapshot(route.name) for route in self._routes.values()]

@@ -41,9 +41,13 @@ MAX_WRITE_BYTES: Final = 4 << 20
 MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
 """Over CUDA IPC and RDMA, where each write has a fixed cost and none holds up the others."""
 STALL_BASE_S: Final = 1.0
-EXPECTED_BYTES_PER_S: Final = 1e9
-SLOWEST_SHARE: Final = 0.2
-"""A link slower than this share of the expected rate counts as stalled."""
+STALL_BYTES_PER_S: Final = 200e6
+"""Writes in flight are stalled when none has ended and no byte has been delivered for STALL_BASE_S and as long as they
+take at this rate: the peer may be busy copying them. Once cancelled they have to end within that time, however fast
+they move.
+"""
+DELIVERY_LOOK_S: Final = 0.1
+"""How often a sender looks for delivered bytes while no write ends."""
 NAP_MIN_S: Final = 0.0002
 NAP_MAX_S: Final = 0.002
 ABSENCE_S: Final = 0.25
@@ -113,6 +117,41 @@ class _Pending:
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
     """Bytes of each write whose end we have not seen."""
+
+
+class _Progress:
+    """When the writes in flight of a job last made progress: one has ended, or bytes were delivered. Once the job is
+    cancelled, when that was: what is in flight has to end within a bound then, not only to move.
+    """
+
+    def __init__(self, engine: SendEngine) -> None:
+        self._engine = engine
+        self.since = self._looked_at = time.monotonic()
+        self._deliveries_at = self.since + DELIVERY_LOOK_S
+        self._delivered: int | None = None
+        self._cancelled = False
+
+    def look(self, *, ended: bool, cancelled: bool) -> bool:
+        """Some writes may have `ended`; whether there was progress of any kind."""
+        now = time.monotonic()
+        absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
+        self.since += max(0.0, absent_s)
+        if cancelled and not self._cancelled:
+            self._cancelled, self.since = True, now
+        if self._cancelled:
+            return ended
+        moved = ended or self._delivers(now)
+        if moved:
+            self.since = now
+        return moved
+
+    def _delivers(self, now: float) -> bool:
+        """Whether the kernel has got rid of more since it was asked last."""
+        if now < self._deliveries_at:
+            return False
+        self._deliveries_at = now + DELIVERY_LOOK_S
+        before, self._delivered = self._delivered, self._engine.delivered_bytes()
+        return before is not None and self._delivered is not None and self._delivered > before
 
 
 class _SendError(Exception):
@@ -317,7 +356,7 @@ class PeerSender:
         left = len(pieces)
         in_flight = pending.in_flight
         nap_s = NAP_MIN_S
-        moved_at = looked_at = time.monotonic()
+        progress = _Progress(engine)
         while left or in_flight:
             if pending.cancelled:
                 left = 0
@@ -329,14 +368,13 @@ class PeerSender:
                 in_flight[write] = size_bytes
                 pending.writes += 1
                 left -= 1
-            moved = self._collect(pending, engine)
-            absent_s, looked_at = time.monotonic() - looked_at - ABSENCE_S, time.monotonic()
-            if moved:
-                self._progress_at = moved_at = looked_at
+            ended = self._collect(pending, engine)
+            if progress.look(ended=ended, cancelled=pending.cancelled):
+                self._progress_at = time.monotonic()
+            self._check_progress(pending, progress.since)
+            if ended:
                 nap_s = NAP_MIN_S
             else:
-                moved_at += max(0.0, absent_s)
-                self._check_progress(pending, moved_at)
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, NAP_MAX_S)
 
@@ -372,13 +410,17 @@ class PeerSender:
             finished = True
         return finished
 
-    def _check_progress(self, pending: _Pending, moved_at: float) -> None:
-        """Raise when nothing has moved for longer than a slow link explains."""
-        still_s = time.monotonic() - moved_at
+    def _check_progress(self, pending: _Pending, since: float) -> None:
+        """Raise when nothing has moved for too long or, once cancelled, when what is in flight has not ended."""
+        still_s = time.monotonic() - since
+        if still_s <= STALL_BASE_S or not pending.in_flight:
+            return
         in_flight_bytes = sum(pending.in_flight.values())
-        if still_s > STALL_BASE_S + in_flight_bytes / (SLOWEST_SHARE * EXPECTED_BYTES_PER_S):
-            raise _WriteError(
-                f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight did not move for "
+        if still_s > STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S:
+            what = "did not end" if pending.cancelled else "did not move"
+            error = _SendError if pending.cancelled else _WriteError
+            raise error(
+                f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight {what} for "
                 f"{still_s:.2f} s",
                 late_writes=True,
             )

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.scheduler.shutdown import exit_s
 from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
-from tests.processes import gone
+from tests.processes import gone, stop_process
 
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
@@ -206,6 +207,56 @@ def test_sigterm_for_prefill_lets_its_requests_end_well(pair: tuple[Server, Serv
     response = client.wait()
     assert response.status_code == 200, response.text
     assert len(response.json()["output_ids"]) == 4
+    decode.check_clean()
+
+
+def test_sigterm_for_prefill_whose_transfers_hang_ends_in_time(servers: Cluster, llama: Path) -> None:
+    """Decode takes nothing any more: writes have to be given up, and nobody takes prefill's last words."""
+    drain_s = 0.2
+    prefill, decode = servers.pair(llama, (*SLOW_PREFILL, "--shutdown-timeout-s", str(drain_s)), DECODE)
+    clients = [Client(decode, [1 + number, *LONG_PROMPT], 4) for number in range(3)]
+    in_state(prefill, "computing")
+    wait_until(lambda: sum(prefill.info()["states"].values()) == 3, 10, "three transfers")
+    decode.freeze()
+    assert prefill.process is not None
+    stopped_at = time.monotonic()
+    prefill.process.terminate()
+    assert prefill.process.wait(30) == 0
+    assert time.monotonic() - stopped_at < drain_s + exit_s("cpu") + SLACK_S
+    assert "SIGTERM: draining 3 transfers for up to 0.2 s" in prefill.log.read_text()
+    decode.signal_all(signal.SIGCONT)
+    for client in clients:
+        assert client.wait().status_code == 503
+
+
+def test_killed_frontend_of_the_only_prefill_costs_no_retry(servers: Cluster, llama: Path) -> None:
+    """Its leader fails what it has and ends. Requests wait for the server that takes its place, for prefill_wait_s."""
+    prefill, decode = servers.pair(llama, SLOW_PREFILL, (*DECODE, "--prefill-wait-s", "60"))
+    clients = [Client(decode, [1 + number, *LONG_PROMPT], 4) for number in range(3)]
+    in_state(prefill, "computing")
+    wait_until(lambda: sum(prefill.info()["states"].values()) == 3, 10, "three transfers")
+    leader = prefill.leader_pid()
+    assert prefill.process is not None
+    prefill.process.kill()
+    prefill.process.wait(5)
+    wait_until(lambda: gone(leader), 6, "the orphaned leader ended")
+    assert all(client.is_alive() for client in clients)
+    prefill.start().wait_ready(peers=1)
+    assert [client.wait().status_code for client in clients] == [200] * 3
+    decode.check_clean()
+
+
+def test_timeout_holds_while_the_decode_leader_is_stopped(pair: tuple[Server, Server], expected: list[int]) -> None:
+    prefill, decode = pair
+    stop_process(decode.leader_pid())
+    before = time.monotonic()
+    response = decode.post(SHORT_PROMPT, 8, timeout=1)
+    assert time.monotonic() - before < 1 + SLACK_S + SLACK_S
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
+    os.kill(decode.leader_pid(), signal.SIGCONT)
+    decode.wait_ready(peers=1)
+    assert decode.generate(SHORT_PROMPT, 8) == expected
+    prefill.check_clean()
     decode.check_clean()
 
 

@@ -138,7 +138,8 @@ def learned_why(outsider: Server) -> bool:
 
 
 def test_cluster_key_is_required_and_checked(servers: Cluster, llama: Path, expected: list[list[int]]) -> None:
-    key, wrong = {"PDSERVE_CLUSTER_KEY": "a-secret-of-32-characters-or-more"}, {"PDSERVE_CLUSTER_KEY": "x" * 32}
+    key = {"PDSERVE_CLUSTER_KEY": "a-secret-of-32-characters-or-more"}
+    wrong = {"PDSERVE_CLUSTER_KEY": "another secret of another cluster"}
     prefill = servers.add("prefill", llama, *POOL, env=key)
     prefill.wait_ready()
     friend = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=key)

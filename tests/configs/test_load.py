@@ -1,6 +1,7 @@
 """Loading: precedence, and what a user reads when a setting is wrong."""
 
 import json
+import secrets
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_a_secret_may_be_in_a_file_that_the_environment_names(tmp_path: Path) ->
     assert config.cluster_key.get_secret_value() == SECRET
     with pytest.raises(StartupError, match=r"PDSERVE_CLUSTER_KEY_FILE: cannot read .*absent"):
         load_config("prefill", None, {}, {"PDSERVE_CLUSTER_KEY_FILE": str(tmp_path / "absent")})
+
+
+@pytest.mark.parametrize(
+    "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "cluster-secret-of-16"]
+)
+def test_cluster_keys_that_can_be_guessed_are_refused(key: str) -> None:
+    with pytest.raises(StartupError, match=r"2\^50 are needed: make one with: openssl rand -hex 32") as refused:
+        load_config("decode", None, {}, {"PDSERVE_CLUSTER_KEY": key})
+    assert str(refused.value).startswith("cluster_key from the environment can be guessed in about 2^")
+    assert key not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["8f3a92c17b04e65d", secrets.token_hex(16), secrets.token_hex(64), secrets.token_urlsafe(24), SECRET],
+    ids=["16 digits", "32 digits", "128 digits", "base64", "a phrase"],
+)
+def test_random_keys_and_long_phrases_are_taken(key: str) -> None:
+    config = load_config("prefill", None, {"cluster_key": key}, {})
+    assert config.cluster_key is not None
 
 
 @pytest.mark.parametrize(

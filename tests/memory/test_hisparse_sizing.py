@@ -7,7 +7,8 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.slot_tables import table_bytes
 from pdserve.memory.auto_settings import auto_kv_share
-from pdserve.memory.hisparse_sizing import HiSparseSize, hisparse_size, resolve_hot_rows
+from pdserve.memory.hisparse_sizing import HiSparseSize, hisparse_size
+from pdserve.memory.hot_buffer_size import resolve_hot_rows
 from pdserve.memory.sizing import GIB
 
 LATENT, INDEXER = 61 * 1152, 61 * 256

@@ -52,6 +52,8 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
+        self.store_port = 0
+        """Where the ranks have met last."""
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -67,7 +69,7 @@ class RankProcesses:
             Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
             for rank in range(tp_size * stages)
         ]
-        port = free_port()
+        self.store_port = port = free_port()
         for shard in shards:
             self.tell(shard, "connect", shard, port)
         for shard in shards:

@@ -1,6 +1,7 @@
 """Sharded models in real processes against the same model on one rank and against transformers."""
 
 import random
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,14 @@ def test_a_model_that_cannot_be_shared_so_is_refused(
     for shard in shards_of(tp_size, stages):
         with pytest.raises(StartupError, match=message):
             ModelRunner.load(source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
+
+
+def test_nobody_else_reaches_the_store_once_all_ranks_are_there(ranks: RankProcesses) -> None:
+    """It has no authentication, and keeps what it is given."""
+    with ranks.connected(2, 1) as shards:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", ranks.store_port))
+        assert ranks.minimum(shards, [3, 5]) == [3, 3]
 
 
 def test_ranks_that_do_not_come_are_missed() -> None:

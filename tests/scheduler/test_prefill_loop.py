@@ -14,11 +14,11 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.effects import CancelChunks, SendToPeer
 from pdserve.scheduler.front import Stop
-from pdserve.scheduler.loop import LAST_WRITES_S
 from pdserve.scheduler.prefill import PrefillScheduler
 from pdserve.scheduler.prefill_limits import PrefillLimits
 from pdserve.scheduler.prefill_loop import PrefillLoop
 from pdserve.scheduler.rank_messages import ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.shutdown import LAST_WRITES_S
 from pdserve.scheduler.step import StepResult
 from pdserve.transfer.chunks import ChunkWritten
 from pdserve.transfer.decode_control import DecodeControl
@@ -183,7 +183,7 @@ def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: En
     while not isinstance(event := engine.heard.get(timeout=10), PeerLost):
         heard += [event.message] if isinstance(event, MessageReceived) else []
     reason = "the server was shut down before the request was done"
-    assert heard == ([TransferFailed(KEY, reason, retryable=True)] if ends else [])
+    assert heard == ([TransferFailed(KEY, reason, retryable=True, leaving=True)] if ends else [])
     assert ends or waited_s >= LAST_WRITES_S
     engine.ranks.tell.assert_any_call(CancelChunks(DECODE, KEY))
 

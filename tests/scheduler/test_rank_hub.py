@@ -11,7 +11,11 @@ import zmq
 from pdserve.configs.schema import PrefillConfig
 from pdserve.scheduler.rank_messages import CacheChecked, RankFailed, RankReport, StopRank
 from pdserve.scheduler.ranks import _Hub
+from pdserve.transfer.curve import ClusterKeys
 from tests.cluster.servers import wait_until
+from tests.transfer.zmtp_peer import ZmtpPeer
+
+KEYS = ClusterKeys("a key of the ranks of one server")
 
 
 class Hub:
@@ -20,7 +24,7 @@ class Hub:
     def __init__(self) -> None:
         self.reports: list[RankReport] = []
         self._changed = threading.Condition()
-        self.hub = _Hub(PrefillConfig(tp=3), ("127.0.0.1", 1), None, self._take)
+        self.hub = _Hub(PrefillConfig(tp=3), ("127.0.0.1", 1), KEYS, self._take)
 
     def _take(self, report: RankReport) -> None:
         with self._changed:
@@ -52,6 +56,7 @@ def connect() -> Iterator[Connect]:
             socket = stack.enter_context(context.socket(zmq.DEALER))
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.ROUTING_ID, identity)
+            KEYS.secure_client(socket)
             socket.connect(hub.hub.address)
             return socket
 
@@ -79,7 +84,21 @@ def test_a_hub_that_fails_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPa
     hub.close()
 
 
-def test_strangers_are_not_listened_to(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_somebody_without_the_key_is_not_heard_and_not_let_to_fill_memory() -> None:
+    hub = Hub()
+    port = int(hub.hub.address.rpartition(":")[2])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.ROUTING_ID, b"rank-1")
+        stranger.connect(hub.hub.address)
+        stranger.send(msgspec.msgpack.encode(RankFailed(1, "not mine to say")))
+        with ZmtpPeer(port, mechanism="CURVE") as unfinished:
+            assert unfinished.send_frame_until_cut(64 << 20) < 64 << 20
+    assert hub.reports == []
+    hub.close()
+
+
+def test_messages_that_are_no_reports_are_ignored(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     hub = Hub()
     stranger = connect(hub, b"rank-3")
     stranger.send(b"nonsense")

@@ -15,6 +15,7 @@ from pdserve.scheduler import rank_main, ranks
 from pdserve.scheduler.rank_main import ALIVE_INTERVAL_S, LEADER_SILENCE_S, LeaderLink
 from pdserve.scheduler.rank_messages import CacheChecked, RankAlive, RankFailed, RankReport
 from pdserve.scheduler.ranks import Ranks
+from pdserve.transfer.curve import ClusterKeys
 from tests.cluster.servers import wait_until
 
 SILENCE_S = 0.5
@@ -33,10 +34,12 @@ def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pyt
         else:
             time.sleep(3 * SILENCE_S)  # on the hub's thread
 
-    hub = ranks._Hub(PrefillConfig(tp=2), ("127.0.0.1", 1), None, on_report)
+    keys = ClusterKeys("a key of the ranks of one server")
+    hub = ranks._Hub(PrefillConfig(tp=2), ("127.0.0.1", 1), keys, on_report)
     with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
         rank.setsockopt(zmq.LINGER, 0)
         rank.setsockopt(zmq.ROUTING_ID, b"rank-1")
+        keys.secure_client(rank)
         rank.connect(hub.address)
         rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
         ends_at = time.monotonic() + 5 * SILENCE_S

@@ -124,7 +124,7 @@ def test_a_rolling_restart_of_prefill_loses_nobody() -> None:
     world.submit(6, 0, 4, 1, None, 0)
     pass_turns(world, 2.5)
     (request,) = world.decode.requests.values()
-    assert 4 <= request.prompt.times_refused <= 6, "asked again now and then"
+    assert request.prompt.times_refused == 1, "one that is shutting down is not asked again"
     assert not world.failures
     world.kill(0)
     world.start("a:1")
@@ -155,6 +155,51 @@ def test_one_that_nobody_takes_hears_why() -> None:
     (failed,) = world.failures.values()
     assert (failed.status, failed.retry_after_s) == (503, 1)
     assert failed.message == (
-        "no prefill server takes the request; waited 3 s (prefill_wait_s): the prefill server is shutting down"
+        "no prefill server is paired; waited 3 s (prefill_wait_s): the prefill server is shutting down"
     )
+    world.finish()
+
+
+def test_the_retry_is_not_spent_on_a_server_that_is_about_to_end() -> None:
+    """It has lost a rank, its frontend or its time to drain: it fails what it has, and ends a moment later."""
+    world = World()
+    world.kill(1)
+    world.submit(6, 0, 4, 1, None, 0)
+    send(world)
+    (server,) = world.servers.values()
+    server.scheduler.stop_accepting()
+    server.scheduler.fail_all("the server lost a rank", world.now)
+    world.act()
+    while server.writes:
+        world.end_write(0, ok=False, late=False)
+    while server.to_decode:
+        world.deliver(0, up=True)
+    pass_turns(world, 1.0)
+    assert world.decode.state_counts()["queued"] == 1
+    assert world.decode.counters["redispatches"] == 1, "put back into the queue, and not taken out"
+    world.kill(0)
+    pass_turns(world, 1.0)
+    assert not world.failures
+    world.start("a:1")
+    pass_turns(world, 0.3)
+    assert world.decode.counters["requests_finished"] == 1
+    world.finish()
+
+
+def test_a_server_that_says_that_it_takes_no_more_gets_none() -> None:
+    """Also before it has refused one: its heartbeats say so."""
+    world = World()
+    instances = list(world.servers)
+    world.drain(0)
+    for instance, server in world.servers.items():
+        load = server.scheduler.load()
+        world.decode.peer_load(instance, load)
+        if not load.accepting:
+            world.decode.peer_leaving(instance, world.now)
+    for _ in range(3):
+        world.submit(6, 0, 2, 1, None, 0)
+    pass_turns(world, 0.5)
+    assert world.decode.counters["requests_finished"] == 3
+    assert world.decode.counters["redispatches"] == 0
+    assert world.servers[instances[0]].scheduler.counters["requests"] == 0
     world.finish()

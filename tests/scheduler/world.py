@@ -462,8 +462,9 @@ class World:
         """Heal the world, let it run, and look for what is left."""
         while any(server.hung for server in self.servers.values()):
             self.wake(0, lost_us=False)
-        for server in list(self.servers.values()):
-            server.scheduler._accepting = True  # as one that was started in its place
+        for which, server in reversed(list(enumerate(self.servers.values()))):
+            if not server.scheduler.load().accepting:
+                self.kill(which)  # another is started in its place
         for endpoint in ENDPOINTS:
             self.start(endpoint)
         self._settle()
@@ -634,6 +635,8 @@ class World:
                 if self.decode.intake.written(done):
                     self._landed(done)
             case TransferFailed() as failed:
+                if failed.leaving:
+                    self.decode.peer_leaving(server.instance, self.now)
                 self.decode.transfer_failed(
                     failed.key,
                     failed.reason,

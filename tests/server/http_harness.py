@@ -97,9 +97,9 @@ async def running_server(
     default_sampling: SamplingParams = NEUTRAL_SAMPLING,
 ) -> AsyncIterator[RunningServer]:
     """Everything but the leader process. On leaving, no request may be left open and no task may have failed."""
-    config = config or DecodeConfig(bootstrap_hosts=("p1",))
+    config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
-    client = LeaderClient(metrics, log_requests=config.log_requests)
+    client = LeaderClient(metrics, config)
     metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
     app = create_app(config, tokenizer, client, metrics, default_sampling)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY

@@ -33,6 +33,8 @@ from pdserve.scheduler.front import (
     Tokens,
     ToLeader,
 )
+from pdserve.scheduler.shutdown import LAST_WRITES_S, STOP_S
+from pdserve.transfer.control import LAST_WORDS_S
 
 MessageT = TypeVar("MessageT")
 
@@ -40,6 +42,8 @@ VOCAB_SIZE = 258
 EOS = 256
 CONTEXT_LENGTH = 512
 MAX_TOTAL_TOKENS = 400
+LINGERING_S = LAST_WRITES_S + LAST_WORDS_S + STOP_S
+"""As long as a leader on a CPU may take, with writes and a step under way and a peer that hangs."""
 SUBMITTED = 2
 """How many requests run, as the program says once it has been given one."""
 
@@ -115,7 +119,9 @@ class ScriptedLeader:
 
 
 def main(behaviour: str) -> None:
-    """`serve`, `slow`, `loading`, `startup-failed`, `crash-at-start`, `crash-on-submit`, or `deaf` to stopping."""
+    """`serve`, `slow`, `loading`, `startup-failed`, `crash-at-start`, `crash-on-submit`, `lingers` before it ends, or
+    `deaf` to stopping.
+    """
     introduction = json.loads(sys.stdin.readline())
     assert introduction["config"]["api_key"] in (None, "front-secret"), "secrets must arrive in the clear"
     threading.Thread(target=_exit_with_front, daemon=True).start()
@@ -152,6 +158,7 @@ def main(behaviour: str) -> None:
                 case Cancel():
                     send(Failed(message.rid, 499, "aborted", "aborted"))
                 case Stop() if behaviour != "deaf":
+                    time.sleep(LINGERING_S if behaviour == "lingers" else 0.0)
                     return
 
 

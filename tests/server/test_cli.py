@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from pdserve.configs.errors import StartupError
 from pdserve.server.pair import PAIR_FIELDS, check_ports, load_pair_config
+from pdserve.server.up import server_environ
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "200"}
@@ -107,6 +110,18 @@ def test_up_gives_each_server_its_settings() -> None:
     assert prefill.api_key == decode.api_key is not None
 
 
+def test_up_makes_a_cluster_key_for_its_pair() -> None:
+    """Without one, whoever has an account on the machine could talk to the control port."""
+    prefill, decode = load_pair_config(None, {}, {})
+    assert prefill.cluster_key is not None
+    assert prefill.cluster_key == decode.cluster_key
+    assert prefill.cluster_key != load_pair_config(None, {}, {}).prefill.cluster_key
+    assert server_environ(prefill)["PDSERVE_CLUSTER_KEY"] == prefill.cluster_key.get_secret_value()
+    given = "of the environment 7f3c9b51d2"
+    prefill, decode = load_pair_config(None, {}, {"PDSERVE_CLUSTER_KEY": given})
+    assert prefill.cluster_key == decode.cluster_key == SecretStr(given)
+
+
 def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("kv_tokens: 4096\nprefill_port: 1100\nmax_running_requests: 2\nsend_window: 4\n", encoding="utf-8")
@@ -125,6 +140,13 @@ def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path)
     file.write_text("sendwindow: 3\n", encoding="utf-8")
     with pytest.raises(StartupError, match=r"unknown setting 'sendwindow' in .*up.yaml"):
         load_pair_config(file, {}, {})
+
+
+def test_up_reports_what_does_not_fit_the_model_before_it_starts_anything() -> None:
+    ports = [f"--{name}={free_port()}" for name in ("port", "prefill-port", "bootstrap-port")]
+    result = pdserve("up", "--tp=2", *ports)
+    assert result.returncode == 2
+    assert result.stderr == "pdserve: error: tp = 2 does not divide num_attention_heads = 9: --tp may be 1 or 3\n"
 
 
 def test_up_reports_a_taken_port_before_it_starts_anything() -> None:

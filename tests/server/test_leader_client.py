@@ -10,16 +10,18 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
 from pdserve.configs.sampling import SamplingParams
-from pdserve.scheduler.front import Submit, Tokens
-from pdserve.server.leader_client import BATCHES_PER_TURN, LeaderClient
+from pdserve.configs.schema import DecodeConfig
+from pdserve.scheduler.front import Cancel, Failed, Submit, Tokens
+from pdserve.server.leader_client import BATCHES_PER_TURN, OVERDUE_S, LeaderClient
 from pdserve.server.metrics import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, Metrics
-from tests.server.http_harness import introduce
+from pdserve.server.tokenizer import Tokenizer
+from tests.server.http_harness import introduce, running_server, sse_events
 from tests.server.scripted_leader import ScriptedLeader, make_finished
 
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[LeaderClient, ScriptedLeader]]:
-    client = LeaderClient(Metrics())
+    client = LeaderClient(Metrics(), DecodeConfig())
     leader = ScriptedLeader(client.address)
     receiving = asyncio.create_task(client.run())
     await introduce(leader, client)
@@ -66,6 +68,51 @@ async def test_a_front_that_has_fallen_behind_takes_everything_in_order(
     inbox.close()
     assert taken == {"a": list(range(count)), "b": [-token for token in range(count)]}
     assert looks < count, "tokens that wait are taken together"
+
+
+@pytest.mark.parametrize("by", ["timeout_s", "request_timeout_s"])
+async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by: str) -> None:
+    config = DecodeConfig(request_timeout_s=0.2 if by == "request_timeout_s" else 600.0)
+    async with running_server(tokenizer, config) as server:
+        body = {"text": "a", "rid": "r", **({"timeout_s": 0.2} if by == "timeout_s" else {})}
+        before = time.monotonic()
+        response = await server.http.post("/generate", json=body)
+        assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
+        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not answer"
+        assert response.json()["error"]["message"] == words
+        await server.leader.expect(Submit)
+        assert await server.leader.expect(Cancel) == Cancel("r")
+        refused = await server.http.post("/generate", json=body)
+        assert refused.status_code == 409, "the leader may still have it"
+        await server.leader.send(Tokens("r", (1,)), Failed("r", 499, "aborted", "late"))  # it is back
+        await server.report()
+        again = asyncio.create_task(server.http.post("/generate", json={"text": "a", "rid": "r"}))
+        await server.leader.expect(Submit)
+        await server.leader.send(Tokens("r", (104,)), make_finished("r", 1))
+        assert (await again).json()["text"] == "h"
+
+
+async def test_a_stream_ends_at_its_deadline_while_the_leader_hangs(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        body = {"text": "a", "stream": True, "timeout_s": 0.3, "sampling_params": {"n": 2}}
+        streaming = asyncio.create_task(server.http.post("/generate", json=body))
+        submit = await server.leader.expect(Submit)
+        await server.leader.send(Tokens(submit.rid, (104,)))
+        *_, first, second, done = sse_events((await streaming).text)
+        assert done == "[DONE]"
+        assert [event["error"]["code"] for event in (first, second)] == ["deadline"] * 2  # type: ignore[index]
+
+
+async def test_a_deadline_that_is_not_reached_leaves_nothing_behind(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    client, leader = pair
+    with client.open([Submit("r", (1,), SamplingParams(), timeout_s=60)]) as inbox:
+        (timer,) = [entry.overdue for entry in client._open.values()]
+        await leader.expect(Submit)
+        await leader.send(make_finished("r", 1))
+        await inbox.receive()
+    assert timer is not None
+    assert timer.cancelled()
 
 
 def test_tokens_are_counted_as_prometheus_does() -> None:

@@ -42,6 +42,10 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
 
         await server.report(make_status(problems=("sender thread has ended",)))
         assert await health_reasons(server) == (503, "sender thread has ended")
+        refused = await server.http.post("/generate", json={"text": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert refused.json()["error"]["message"] == "sender thread has ended"
+        await server.leader.expect_nothing()
 
         await server.report(make_status())
         assert await health_reasons(server) == (200, "")

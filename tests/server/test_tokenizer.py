@@ -298,6 +298,26 @@ def test_unknown_gguf_tokenizers_are_refused(change: dict[str, str], message: st
         gguf_tokenizer(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, r"merges is damaged: 'ab' is not two parts with a space between"),
+        ({"tokenizer.ggml.merges": ["a "]}, r"merges is damaged: 'a ' is not two parts with a space between"),
+        ({"tokenizer.ggml.merges": ["a no-such-token"]}, r"merges is damaged: "),
+        ({"tokenizer.ggml.merges": [7]}, r"merges is damaged: entry 0 is no text, but 7"),
+        ({"tokenizer.ggml.merges": 7}, r"merges is missing"),
+        ({"tokenizer.ggml.tokens": ["a", 7]}, r"tokens is damaged: entry 1 is no text, but 7"),
+        ({"tokenizer.ggml.token_type": 7}, r"token_type is damaged: no list, but 7"),
+    ],
+)
+def test_damaged_gguf_tokenizers_are_one_line(change: dict[str, Any], message: str) -> None:
+    file = GgufFile(locate_model("smollm2").path)
+    file.metadata.update(change)
+    with pytest.raises(StartupError, match=f"^model .*: tokenizer.ggml.{message}") as refused:
+        gguf_tokenizer(file)
+    assert len(str(refused.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "gpt-2"])
 def test_other_gguf_pre_tokenizers_split_words_as_the_originals(kind: str) -> None:
     """The rules alone, on SmolLM2's vocabulary: against transformers' own pre-tokenizers for those families."""

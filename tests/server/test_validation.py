@@ -22,7 +22,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
         max_new_tokens_limit=350,
         max_batch_items=4,
         max_body_bytes=20_000,
-        bootstrap_hosts=("p1",),
+        bootstrap_allow=("p1",),
     )
     async with running_server(load_byte_tokenizer(tmp_path_factory.mktemp("bytes")), config) as running:
         yield running
@@ -148,7 +148,7 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     ({"text": ["a", "b"], "bootstrap_room": [1, 1]}, "bootstrap_room", ("twice",)),
     ({"text": "a", "bootstrap_host": "a b"}, "bootstrap_host", ("host name", '"a b"')),
     ({"text": "a", "bootstrap_host": "p1", "bootstrap_port": 0}, "bootstrap_port", ("between 1 and 65535", "0")),
-    ({"text": "a", "bootstrap_host": "10.9.8.7"}, "bootstrap_host", ("10.9.8.7", "--bootstrap-hosts")),
+    ({"text": "a", "bootstrap_host": "10.9.8.7"}, "bootstrap_host", ("10.9.8.7", "--bootstrap-allow")),
     (sampling(temprature=0), "sampling_params.temprature", ("did you mean sampling_params.temperature?",)),
     (sampling(max_tokens=5), "sampling_params.max_tokens", ("did you mean sampling_params.max_new_tokens?",)),
     (sampling(field_of_tomorrow=0), "sampling_params.field_of_tomorrow", ("not known",)),
@@ -262,7 +262,7 @@ async def test_nulls_and_unknown_fields_take_the_defaults(server: RunningServer)
         },
     )
     assert submit.sampling == SamplingParams(seed=submit.sampling.seed)
-    assert submit == Submit(submit.rid, tuple(b"hello"), submit.sampling)
+    assert submit == Submit(submit.rid, tuple(b"hello"), submit.sampling, client="127.0.0.1")
 
 
 PARAMS: dict[str, object] = {
@@ -309,6 +309,7 @@ async def test_given_values_reach_the_leader(server: RunningServer) -> None:
         timeout_s=2.5,
         more_rids=("mine_1",),
         priority=-100,
+        client="127.0.0.1",
     )
 
 

@@ -23,12 +23,13 @@ import numpy as np
 import pytest
 import zmq
 
+from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.errors import StartupError
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer import session
 from pdserve.transfer.control import LAST_WORDS_S, Control
 from pdserve.transfer.curve import AUTHENTICATION_FAILED, ClusterKeys
-from pdserve.transfer.decode_control import HUNG_UP, DecodeControl
+from pdserve.transfer.decode_control import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
 from pdserve.transfer.events import (
     Event,
     LoadReported,
@@ -823,45 +824,123 @@ def test_close_is_bounded_and_repeatable(cluster: Cluster) -> None:
     unstarted.close()
 
 
-def test_endpoints_that_lead_nowhere_give_way_to_new_ones(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that come and go, each with another address, do not use up what there is; configured ones stay."""
-    monkeypatch.setattr("pdserve.transfer.decode_control.MAX_ENDPOINTS", 4)
+def endpoints_of(side: DecodeControl) -> list[str]:
+    return [peer.endpoint for peer in side.peers()]
+
+
+def test_unpaired_endpoints_of_a_client_give_way_to_its_own(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that names servers that are not there does not push out those of others; configured ones stay."""
+    monkeypatch.setattr("pdserve.transfer.decode_control.MAX_UNPAIRED_PER_CLIENT", 2)
+    monkeypatch.setattr("pdserve.transfer.decode_control.MAX_UNPAIRED", 4)
     server, _ = cluster.prefill()
     paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
-    recorder = Recorder()
-    client = DecodeControl(hello("d1"), check=lambda _: None, on_event=recorder, timing=FAST)
+    client, below = cluster.decode("d1")
     client.connect(configured)
+    client.connect(paired, client="10.0.0.1")
+    below.wait(PeerUp)
+    client.connect("127.0.0.1:1", client="10.0.0.1")
+    client.connect("127.0.0.1:2", client="10.0.0.1")
+    client.connect("127.0.0.1:1", client="10.0.0.1")  # still wanted
+    client.connect("127.0.0.1:3", client="10.0.0.1")
+    eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:1", "127.0.0.1:3"])
+    client.connect("127.0.0.1:4", client="10.0.0.2")
+    client.connect("127.0.0.1:5", client="10.0.0.3")
+    client.connect("127.0.0.1:6", client="10.0.0.4")  # the fifth: one of those of the client that has two
+    others = ["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"]
+    eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:3", *others])
+    assert below.of(PeerRefused) == []
+    assert client.stats()["handler_errors"] == 0
 
-    def known() -> list[str]:
-        return [peer.endpoint for peer in client.peers()]
 
+def test_paired_endpoints_are_bounded_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.decode_control.MAX_ENDPOINTS", 2)
+    client, below = cluster.decode("d1")
+    for number in range(2):
+        server, _ = cluster.prefill(f"p{number}")
+        client.connect(f"127.0.0.1:{server.port}", client="10.0.0.1")
+    below.wait(PeerUp, 2)
+    client.connect("127.0.0.1:5", client="10.0.0.1")
+    reason = "2 prefill endpoints are paired or configured, no more are taken"
+    assert below.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
+
+
+def test_an_endpoint_that_nobody_names_any_more_is_given_up(cluster: Cluster) -> None:
+    now = [0.0]
+    recorder = Recorder()
+    client = DecodeControl(
+        hello("d1"), check=lambda _: None, on_event=recorder, timing=FAST, clock=lambda: time.monotonic() + now[0]
+    )
+    server, _ = cluster.prefill()
+    paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        client.connect(configured)
+        client.start()
+        client.connect(paired, client="10.0.0.1")
+        client.connect("127.0.0.1:1", client="10.0.0.1")
+        recorder.wait(PeerUp)
+        now[0] += UNPAIRED_S + 1
+        eventually(lambda: endpoints_of(client) == [configured, paired])
+        server.close()
+        recorder.wait(PeerClosed)
+        assert endpoints_of(client) == [configured, paired], "it may come back"
+        now[0] += UNPAIRED_S + 1
+        eventually(lambda: endpoints_of(client) == [configured])
+
+
+def test_endpoints_that_accept_and_never_answer_use_nothing_up(cluster: Cluster) -> None:
+    """1,200 requests that name such ports used up the sockets of the process; then nobody could be paired."""
+    server, _ = cluster.prefill()
+    client, below = cluster.decode("d1")
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(400)]
+        for listener in listeners:
+            client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
+        eventually(lambda: len(endpoints_of(client)) == MAX_UNPAIRED_PER_CLIENT)
+        client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
+        below.wait(PeerUp)
+    assert client.stats()["handler_errors"] == 0
+
+
+def test_want_of_sockets_is_the_end_of_one_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.MAX_SOCKETS", 30)
+    server, _ = cluster.prefill()
+    client, below = cluster.decode("d1")
+    with ExitStack() as stack:
+        silent = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(20)]
+        for listener in silent:
+            client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
+        eventually(lambda: "Too many open files" in str([peer.detail for peer in client.peers()]))
+    client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
+    below.wait(PeerUp, timeout_s=10)
+    assert client.stats()["handler_errors"] == 0
+
+
+def test_a_name_that_leads_where_requests_may_not_is_not_followed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front cannot tell: it does not resolve names, and they may change."""
+    server, above = cluster.prefill()
+    recorder = Recorder()
+    client = DecodeControl(
+        hello("d1"),
+        check=lambda _: None,
+        on_event=recorder,
+        timing=FAST,
+        allowed_hosts=AllowedHosts.of(["trusted", "10.0.0.0/8"]),
+    )
+    found = [(sockets.AF_INET, sockets.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(sockets, "getaddrinfo", lambda *_, **__: found)
     with ExitStack() as stack:
         stack.callback(client.close)
         client.start()
-        client.connect(paired)
+        client.connect(f"elsewhere:{server.port}", client="10.0.0.1")
+        reason = "elsewhere is 127.0.0.1, where requests may not send this server (bootstrap_allow)"
+        assert recorder.wait(PeerRefused) == [PeerRefused(f"elsewhere:{server.port}", reason)]
+        eventually(lambda: only_peer(client).detail == reason)
+        assert above.of(PeerUp) == []
+        client.connect(f"trusted:{server.port}", client="10.0.0.1")
         recorder.wait(PeerUp)
-        client.connect("first.invalid:1")
-        client.connect("127.0.0.1:2")
-        eventually(lambda: len(known()) == 4)
-        client.connect("first.invalid:1")  # somebody still wants it
-        client.connect("127.0.0.1:3")
-        eventually(lambda: known() == [configured, paired, "first.invalid:1", "127.0.0.1:3"])
-        client.connect("127.0.0.1:4")
-        eventually(lambda: known() == [configured, paired, "127.0.0.1:3", "127.0.0.1:4"])
-        assert recorder.of(PeerRefused) == []
-        another, _ = cluster.prefill("p2")
-        client.connect(f"127.0.0.1:{another.port}")
-        recorder.wait(PeerUp, 2)
-        third, _ = cluster.prefill("p3")
-        client.connect(f"127.0.0.1:{third.port}")
-        recorder.wait(PeerUp, 3)
-        client.connect("127.0.0.1:5")
-        (refused,) = recorder.wait(PeerRefused)
-        assert (refused.peer, refused.reason) == (
-            "127.0.0.1:5",
-            "4 prefill endpoints are connected or configured, no more are taken",
-        )
-    assert client.stats()["handler_errors"] == 0
 
 
 @pytest.mark.parametrize("closing", ["prefill", "decode"])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,22 @@ def test_opening_notices_a_stopped_process_within_its_timeout(receiver: Receiver
     with pytest.raises(PeerUnreachableError, match=f"decode {receiver.session} does not answer"):
         SendEngine(receiver.session, [receiver.region])
     assert PREFLIGHT_TIMEOUT_S <= time.monotonic() - started < PREFLIGHT_TIMEOUT_S + 0.5
+
+
+def test_connections_that_say_nothing_hold_up_nobody(receiver: Receiver) -> None:
+    """Mooncake answers one connection at a time, and waits 5 s for each."""
+    host, _, port = receiver.session.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        time.sleep(0.2)  # they come first
+        started = time.monotonic()
+        engine = SendEngine(receiver.session, [receiver.region])
+        source = np.ones(1000, dtype=np.uint8)
+        write = engine.submit(source.ctypes.data, receiver.base_address, source.nbytes)
+        assert wait_for(engine, write) is WriteState.DONE
+        assert time.monotonic() - started < PREFLIGHT_TIMEOUT_S
+        engine.destroy()
 
 
 def test_opening_notices_another_service_and_another_process(receiver: Receiver) -> None:

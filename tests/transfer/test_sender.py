@@ -18,6 +18,7 @@ from pdserve.transfer.runs import PlanError, Runs
 from pdserve.transfer.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.transports import KvRoute
 from tests.transfer.kv_receiver import Receiver
+from tests.transfer.mooncake_proxy import MooncakeProxy
 
 MIB = 1 << 20
 POOL_BYTES = 256 * MIB
@@ -340,3 +341,65 @@ def test_windows_that_would_break_the_queue_are_refused(window: int) -> None:
             window=window,
             on_result=print,
         )
+
+
+SLOW_BYTES_PER_S = 30e6 / 8
+
+
+@pytest.fixture
+def slow(receiver: Receiver) -> Iterator[tuple[Harness, MooncakeProxy]]:
+    """A sender whose receiver is behind a network of 30 Mbit/s: a write of 4 MiB on each of four lanes takes 4.5 s."""
+    with MooncakeProxy(receiver.session, SLOW_BYTES_PER_S) as proxy:
+        receiver.session = proxy.session
+        made = Harness(receiver, window=16)
+        yield made, proxy
+        made.close()
+
+
+def test_a_slow_network_is_not_a_dead_peer(slow: tuple[Harness, MooncakeProxy]) -> None:
+    harness, _ = slow
+    before = time.monotonic()
+    harness.sender.submit(SendJob(key(1), copies([0, 0], [0, 8 * MIB], [8 * MIB, 8 * MIB])))
+    wait_until(lambda: harness.receiver.pool[: 16 * MIB].any())
+    worst_s = 0.0
+    while harness.results.empty():
+        worst_s = max(worst_s, harness.sender.stalled_s())
+        time.sleep(0.01)
+    result = harness.result()
+    assert (result.ok, result.reason) == (True, None)
+    assert time.monotonic() - before > 0.9 * 16 * MIB / SLOW_BYTES_PER_S
+    assert worst_s < 1.0, "bytes move all the time"
+    assert (harness.receiver.pool[: 8 * MIB] == harness.source).all()
+    assert (harness.receiver.pool[8 * MIB : 16 * MIB] == harness.source).all()
+
+
+def test_a_network_that_stops_is_noticed_however_slow_it_was(slow: tuple[Harness, MooncakeProxy]) -> None:
+    harness, proxy = slow
+    harness.sender.submit(SendJob(key(1), copies([0], [0], [8 * MIB])))
+    wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())
+    time.sleep(1.5)
+    assert harness.results.empty()
+    proxy.flows.clear()
+    before = time.monotonic()
+    result = harness.result()
+    assert (result.ok, result.late_writes) == (False, True)
+    assert result.reason is not None
+    assert "stopped taking data" in result.reason
+    assert time.monotonic() - before < 2.0
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_what_is_cancelled_on_a_slow_network_ends_in_bounded_time(
+    slow: tuple[Harness, MooncakeProxy], how: str
+) -> None:
+    harness, _ = slow
+    harness.sender.submit(SendJob(key(1), fill(8 * MIB, 64 * MIB)))
+    wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())
+    before = time.monotonic()
+    if how == "cancel":
+        assert harness.sender.cancel(key(1))
+    else:
+        harness.sender.close()
+    result = harness.result()
+    assert time.monotonic() - before < 2.0
+    assert (result.ok, result.cancelled, result.late_writes) == (False, True, True)

@@ -31,7 +31,7 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 	@$(BIN)/pdserve demo $(ARGS)
 
 # Tests in tests/cluster start servers; those that know how soon these answer run alone.
-TIMED := $(patsubst %,tests/cluster/test_%.py,chaos failures launch random_mix ranks requests servers topology)
+TIMED := $(patsubst %,tests/cluster/test_%.py,chaos failures launch random_mix ranks requests routers servers topology)
 IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for

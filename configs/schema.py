@@ -176,9 +176,6 @@ class PrefillConfig(ServerConfig):
     bootstrap_port: Port = Field(8998, description="control port (ZMQ) that decode servers connect to")
     chunk_size: int = Field(512, ge=1, le=1 << 20, description="most prompt tokens computed in one step")
     send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
-    observe_timeout_s: float = Field(
-        30.0, gt=0, description="how long an HTTP leg with a bootstrap_room waits for decode to ask for that room"
-    )
 
     @model_validator(mode="after")
     def _authenticated(self) -> "PrefillConfig":

@@ -1,8 +1,8 @@
 """Messages between a server's HTTP front process and its leader engine process (one local ZMQ PAIR).
 
-The front speaks text and HTTP, the leader token ids. Every Submit or Observe is answered by exactly one terminal
-message, `Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a
-message for each of its requests, and to send them one by one costs more than what is in them.
+The front speaks text and HTTP, the leader token ids. Every Submit is answered by exactly one terminal message,
+`Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a message
+for each of its requests, and to send them one by one costs more than what is in them.
 """
 
 from typing import Literal
@@ -33,13 +33,6 @@ class Submit(FrontMessage, frozen=True):
     more_rids: tuple[str, ...] = ()
     logprobs: LogprobParams | None = None
     priority: int = 0
-
-
-class Observe(FrontMessage, frozen=True):
-    """Wait for the transfer that carries this room to end (prefill)."""
-
-    rid: str
-    room: int
 
 
 class Cancel(FrontMessage, frozen=True):
@@ -175,7 +168,7 @@ class Status(FrontMessage, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-ToLeader = Submit | Observe | Cancel | FlushCache | Stop
+ToLeader = Submit | Cancel | FlushCache | Stop
 ToFront = Ready | StartupFailed | Tokens | InputLogprobs | Finished | Failed | Status
 ToFrontBatch = list[ToFront]
 """What one message on the socket holds, in order."""

@@ -26,7 +26,7 @@ from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
 from ..transfer.wire import WireError
 from .effects import CancelChunks, Effect, SendToPeer
-from .front import Cancel, FlushCache, Observe
+from .front import FlushCache
 from .front_link import FrontLink
 from .loop import EngineLoop
 from .prefill import PrefillScheduler
@@ -67,10 +67,6 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
-            case Observe(rid=rid, room=room):
-                scheduler.observe(rid, room, now)
-            case Cancel(rid=rid):
-                scheduler.cancel_observer(rid, now)
             case FlushCache():
                 log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):

@@ -1,12 +1,13 @@
 """The HTTP application of one server: its routes and their authentication. Errors: server/error_answers.py.
 
-A decode server generates; a prefill server has the same routes, but its generation routes only observe the transfer
-that a decode server asked for (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
+A decode server generates; a prefill server has the same routes, but its generation routes only check a body that a
+router sends to both sides (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
 `/health` and `/metrics`, which probes and scrapers call and which show neither prompts nor configuration.
 """
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,11 +18,11 @@ from starlette.responses import Response
 from ..configs.errors import UnauthorizedError
 from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig
-from ..scheduler.front import Failed, Observe, Submit
+from ..scheduler.front import Failed, Submit
 from .error_answers import ErrorAnswers
-from .exchange import GenerationResponse, Rendering, read_body
+from .exchange import GenerationResponse, Rendering, prefill_leg, read_body
 from .fields import FieldError, Fields, decode_object, shown
-from .generate import GenerateCall, parse_generate, parse_observe
+from .generate import GenerateCall, parse_generate
 from .generate_reply import GenerateRendering
 from .info import ServerInfo, package_version
 from .leader_client import LeaderClient
@@ -31,9 +32,12 @@ from .openai_api import OpenAiCall, parse_chat, parse_completion
 from .openai_reply import ChatRendering, CompletionRendering, EchoRendering
 from .output_text import OutputText
 from .outputs import Output
-from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, new_rid
+from .request_log import leg_line
+from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .tokenize_api import detokenize, tokenize
 from .tokenizer import Tokenizer
+
+log = logging.getLogger("pdserve.front")
 
 # Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
 INLINE_BODY_BYTES = 16 << 10
@@ -102,13 +106,9 @@ class Routes:
         _post(router, "/flush_cache", self.flush_cache)
         _post(router, "/tokenize", self.tokenize)
         _post(router, "/detokenize", self.detokenize)
-        if self._config.role == "decode":
-            _post(router, "/generate", self.generate)
-            _post(router, "/v1/completions", self.completions)
-            _post(router, "/v1/chat/completions", self.chat_completions)
-        else:
-            for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-                _post(router, path, self.observe)
+        _post(router, "/generate", self.generate)
+        _post(router, "/v1/completions", self.completions)
+        _post(router, "/v1/chat/completions", self.chat_completions)
         return router
 
     async def check_api_key(self, request: Request) -> None:
@@ -192,6 +192,8 @@ class Routes:
         return json_response(self._info.load(self._leader.ready))
 
     async def version(self) -> Response:
+        """Only when `/v1/models` answers as well: routers take one that has this route alone for vLLM."""
+        self._leader.check_available()
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
@@ -234,14 +236,6 @@ class Routes:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
         return self._respond(call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
-    async def observe(self, request: Request) -> Response:
-        """Prefill's leg of a routed request: answers when the transfer of its room has ended."""
-        call = await self._parse(request, lambda body: parse_observe(body, self._config.max_batch_items))
-        messages = [Observe(rid, room) for rid, room in zip(call.rids, call.rooms, strict=True)]
-        outputs = [Output(rid, prompt_tokens=0, logprobs=call.logprobs) for rid in call.rids]
-        rendering = GenerateRendering(call.listed)
-        return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
-
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
         self._leader.check_available()
         body = await read_body(request, self._config.max_body_bytes)
@@ -253,12 +247,18 @@ class Routes:
         return Limits.of(self._config, ready, self._default_sampling)
 
     def _respond(self, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
-        messages = [prompt.submit() for prompt in call.prompts]
         outputs = [
             Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
             for prompt in call.prompts
             for sample, rid in enumerate(prompt.route.rids)
         ]
+        if self._config.role == "prefill":
+            check_rooms(prompt.route for prompt in call.prompts)
+            if self._config.log_requests:
+                for prompt in call.prompts:
+                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room))
+            return prefill_leg(outputs, rendering, stream=call.stream)
+        messages = [prompt.submit() for prompt in call.prompts]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..configs.errors import ClientError, TooLargeError
-from ..scheduler.front import Observe, Submit
+from ..scheduler.front import Finished, FinishReason, Submit
 from .http_errors import EngineError, request_id_header
 from .leader_client import Inbox, LeaderClient, Progress
 from .outputs import Delta, Output
@@ -74,7 +74,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         leader: LeaderClient,
-        messages: Sequence[Submit | Observe],
+        messages: Sequence[Submit],
         outputs: Sequence[Output],
         rendering: Rendering,
         *,
@@ -131,6 +131,23 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": _encode_events(events), "more_body": True})
         closing = _encode_events(self._rendering.closing_events(self._outputs))
         await send({"type": "http.response.body", "body": closing + DONE_EVENT})
+
+
+def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
+    """What a prefill server answers to a body that a router sends to both sides: an answer of no tokens, at once.
+
+    The decode server asks for the prefill, answers the client and retries. Whatever happens to the transfer, or to the
+    decode server, is not this server's failure: a leg that waited for it would hold up the router and its client.
+    """
+    events: list[object] = []
+    for index, output in enumerate(outputs):
+        end = Finished(output.rid, FinishReason("length", length=0), output.prompt_tokens, 0, 0, timeline={})
+        delta = output.advance(Progress(output.rid, terminal=end))
+        events += rendering.events(index, output, delta) if stream else ()
+    if not stream:
+        return Response(msgspec.json.encode(rendering.result(outputs)), media_type="application/json")
+    events += rendering.closing_events(outputs)
+    return Response(_encode_events(events) + DONE_EVENT, media_type="text/event-stream")
 
 
 def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:

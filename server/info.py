@@ -83,7 +83,7 @@ class ServerInfo:
             "id": self.model_name,
             "object": "model",
             "created": int(self._started_at),
-            "owned_by": "pdserve",
+            "owned_by": "sglang",  # by this routers know which requests we take: those with bootstrap_room
             "root": ready.model.path,
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }

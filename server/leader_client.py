@@ -27,7 +27,6 @@ from ..scheduler.front import (
     Finished,
     FlushCache,
     InputLogprobs,
-    Observe,
     Ready,
     StartupFailed,
     Status,
@@ -204,7 +203,7 @@ class LeaderClient:
         """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
         return await asyncio.shield(self._started)
 
-    def open(self, messages: Iterable[Submit | Observe], group: str | None = None) -> Inbox:
+    def open(self, messages: Iterable[Submit], group: str | None = None) -> Inbox:
         """Hand requests to the leader, all or none of them.
 
         Raises UnavailableError unless the leader serves, and DuplicateRequestError when a request id is in use.
@@ -378,8 +377,8 @@ class LeaderClient:
             self._started.exception()  # marked as seen: the error is also reported when nobody waits any more
 
 
-def _rids(message: Submit | Observe) -> tuple[str, ...]:
-    return (message.rid, *message.more_rids) if isinstance(message, Submit) else (message.rid,)
+def _rids(message: Submit) -> tuple[str, ...]:
+    return (message.rid, *message.more_rids)
 
 
 def _gone(rid: str, message: str) -> Failed:

@@ -21,15 +21,14 @@ class Output:
     """One request's output; nothing in it is ever taken back.
 
     Token ids keep the stop token that ended the request, which text does not show. At a stop string the output is
-    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing. Without
-    `text` (the observer leg on prefill) only ids are kept.
+    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
     """
 
     def __init__(
         self,
         rid: str,
         prompt_tokens: int,
-        text: OutputText | None = None,
+        text: OutputText,
         logprobs: LogprobParams | None = None,
         sample: int = 0,
     ) -> None:
@@ -95,9 +94,8 @@ class Output:
             self.input_logprobs = progress.input_logprobs
         text = self._take_tokens(progress)
         if progress.terminal is not None:
-            if self._text is not None:
-                text += self._text.finish()
-                self.stop_string = self._text.stop_string
+            text += self._text.finish()
+            self.stop_string = self._text.stop_string
             self.terminal = progress.terminal
             self._ended_at = time.monotonic()
         if text:
@@ -105,9 +103,6 @@ class Output:
         return Delta(text, first_token)
 
     def _take_tokens(self, progress: Progress) -> str:
-        if self._text is None:
-            self.token_ids.extend(progress.token_ids)
-            return ""
         with_logprobs = self.wanted_logprobs is not None
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
         shown = ""

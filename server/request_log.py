@@ -23,6 +23,11 @@ def end_line(end: Finished | Failed, elapsed_s: float) -> str:
     )
 
 
+def leg_line(rid: str, prompt_tokens: int, room: int | None) -> str:
+    """Of a body that a router has sent to a prefill server, too."""
+    return f"request {rid}: {prompt_tokens} prompt tokens in room {room}, for a decode server"
+
+
 def refusal_line(request: Request, status: int, code: str, param: str | None = None) -> str:
     """Of a request that never reached the engine; `param` is the field that was wrong."""
     client = "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
-from pdserve.scheduler.front import Cancel, Failed, FinishReason, Observe, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import EOS, make_finished
@@ -332,37 +332,3 @@ async def test_a_long_prompt_does_not_block_the_loop(decode: RunningServer) -> N
     assert response.status_code == 400
     assert "1000000 tokens" in response.json()["error"]["message"]
     assert longest_gap < took / 2
-
-
-async def test_observer_leg_waits_for_the_transfer(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": "a", "bootstrap_room": 7, "rid": "r1", "sampling_params": {"top_p": 9}})
-    observe = await prefill.leader.expect(Observe)
-    assert (observe.rid, observe.room) == ("r1", 7)
-    await prefill.leader.send(Tokens("r1", (65,)), make_finished("r1", 1))
-    body = (await asking).json()
-    assert (body["text"], body["output_ids"]) == ("", [65])
-    assert body["meta_info"]["prompt_tokens"] == 5
-
-
-async def test_observer_leg_of_a_list(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": ["a", "b"], "bootstrap_room": [7, 9], "stream": True})
-    first, second = await prefill.leader.expect(Observe), await prefill.leader.expect(Observe)
-    assert [first.room, second.room] == [7, 9]
-    await prefill.leader.send(make_finished(first.rid, 0), make_finished(second.rid, 0))
-    events: list[Any] = sse_events((await asking).text)
-    assert events.pop() == "[DONE]"
-    assert sorted(event["index"] for event in events) == [0, 1]
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-async def test_prefill_needs_a_room(prefill: RunningServer, path: str) -> None:
-    response = await prefill.http.post(path, json={"text": "a"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "bootstrap_room"
-
-
-async def test_observer_disconnect_cancels(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": "a", "bootstrap_room": 7, "rid": "r1"})
-    await prefill.leader.expect(Observe)
-    asking.cancel()
-    assert (await prefill.leader.expect(Cancel, within_s=1.0)).rid == "r1"

@@ -143,7 +143,7 @@ async def test_a_timeout_of_the_client_aborts_its_request(decode: RunningServer,
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["bytes"]
-    assert (await client.models.retrieve("bytes")).owned_by == "pdserve"
+    assert (await client.models.retrieve("bytes")).owned_by == "sglang"
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("org/other")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

@@ -104,11 +104,15 @@ class Tokens(FrontMessage, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class InputLogprobs(FrontMessage, frozen=True):
-    """Log-probabilities of the prompt, from `LogprobParams.start` on; comes before the first Tokens."""
+class Prefilled(FrontMessage, frozen=True):
+    """The prompt has been computed; comes before the first Tokens.
+
+    So much of it was cached. Its log-probabilities, from `LogprobParams.start` on, are there if the request wants them.
+    """
 
     rid: str
-    logprobs: tuple[TokenLogprob, ...]
+    cached_tokens: int
+    input_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -169,6 +173,6 @@ class Status(FrontMessage, frozen=True):
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop
-ToFront = Ready | StartupFailed | Tokens | InputLogprobs | Finished | Failed | Status
+ToFront = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
 ToFrontBatch = list[ToFront]
 """What one message on the socket holds, in order."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from ..configs.errors import UnauthorizedError
 from ..configs.sampling import SamplingParams
@@ -32,6 +33,7 @@ from .openai_api import OpenAiCall, parse_chat, parse_completion
 from .openai_reply import ChatRendering, CompletionRendering, EchoRendering
 from .output_text import OutputText
 from .outputs import Output
+from .request_ids import KeepsRequestIds, client_request_id
 from .request_log import leg_line
 from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .tokenize_api import detokenize, tokenize
@@ -57,14 +59,14 @@ def create_app(
     leader: LeaderClient,
     metrics: Metrics,
     default_sampling: SamplingParams,
-) -> FastAPI:
+) -> ASGIApp:
     """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
     ErrorAnswers(metrics, log_requests=config.log_requests).install(app)
-    return app
+    return KeepsRequestIds(app)
 
 
 class Routes:
@@ -115,8 +117,9 @@ class Routes:
         if self._config.api_key is None:
             return
         expected = self._config.api_key.get_secret_value().encode()
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), expected):
+        # as latin-1, which headers are, some bytes of a key are white space to str.strip()
+        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
 
     async def health(self) -> Response:
@@ -225,16 +228,16 @@ class Routes:
     async def generate(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
         token_text = self._tokenizer.token_text if call.text_in_logprobs else None
-        return self._respond(call, GenerateRendering(call.listed, token_text))
+        return self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
         rendering = EchoRendering if call.echoes else CompletionRendering
-        return self._respond(call, rendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, rendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
-        return self._respond(call, ChatRendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
         self._leader.check_available()
@@ -246,7 +249,7 @@ class Routes:
         assert ready is not None, "routes check that the leader is ready before they parse"
         return Limits.of(self._config, ready, self._default_sampling)
 
-    def _respond(self, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
+    def _respond(self, request: Request, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
         outputs = [
             Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
             for prompt in call.prompts
@@ -255,8 +258,9 @@ class Routes:
         if self._config.role == "prefill":
             check_rooms(prompt.route for prompt in call.prompts)
             if self._config.log_requests:
+                request_id = client_request_id(request.scope)
                 for prompt in call.prompts:
-                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room))
+                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room, request_id))
             return prefill_leg(outputs, rendering, stream=call.stream)
         messages = [prompt.submit() for prompt in call.prompts]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)

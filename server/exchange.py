@@ -17,6 +17,7 @@ from ..scheduler.front import Finished, FinishReason, Submit
 from .http_errors import EngineError, request_id_header
 from .leader_client import Inbox, LeaderClient, Progress
 from .outputs import Delta, Output
+from .request_ids import client_request_id
 
 BODY_TIMEOUT_S = 60.0
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -91,8 +92,8 @@ class GenerationResponse(Response):
         self._stream = stream
         self._group = group
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (ASGI signature)
-        with self._leader.open(self._messages, self._group) as inbox:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._answer_once(inbox, send)
             await run_until_disconnect(work, receive)
 

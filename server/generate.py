@@ -46,7 +46,7 @@ NEUTRAL_CALL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
-    "lora_path": (),
+    "lora_path": ("",),
     "custom_logit_processor": (),
     "session_params": (),
 }

@@ -7,12 +7,11 @@ closes its `Inbox`; the leader is told with Cancel, and the request id stays tak
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
+import os
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -26,7 +25,7 @@ from ..scheduler.front import (
     Failed,
     Finished,
     FlushCache,
-    InputLogprobs,
+    Prefilled,
     Ready,
     StartupFailed,
     Status,
@@ -38,12 +37,12 @@ from ..scheduler.front import (
     ToLeader,
 )
 from .metrics import Metrics
-from .request_log import end_line
+from .request_log import end_line, request_name
 
 log = logging.getLogger("pdserve.front")
 
 LeaderState = Literal["starting", "ready", "stopping", "dead"]
-RequestEvent = Tokens | InputLogprobs | Finished | Failed
+RequestEvent = Tokens | Prefilled | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
 LOGGED_STATUSES = (500, 504)
@@ -60,7 +59,7 @@ class Progress:
     rid: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    input_logprobs: tuple[TokenLogprob, ...] = ()
+    prefilled: Prefilled | None = None
     terminal: Finished | Failed | None = None
 
 
@@ -83,8 +82,9 @@ class Inbox:
     only. Leaving the `with` block cancels what has not ended.
     """
 
-    def __init__(self, client: "LeaderClient", group: str | None) -> None:
+    def __init__(self, client: "LeaderClient", group: str | None, request_id: str | None) -> None:
         self.group = group
+        self.request_id = request_id
         self.open_rids: set[str] = set()
         self._client = client
         self._unread: dict[str, Progress] = {}
@@ -113,8 +113,8 @@ class Inbox:
             case Tokens():
                 progress.token_ids.extend(message.token_ids)
                 progress.logprobs.extend(message.logprobs)
-            case InputLogprobs():
-                progress.input_logprobs = message.logprobs
+            case Prefilled():
+                progress.prefilled = message
             case Finished() | Failed():
                 progress.terminal = message
         if self._waiter is not None and not self._waiter.done():
@@ -135,18 +135,19 @@ class Inbox:
 
 
 class LeaderClient:
-    """Owns the PAIR socket and its directory. All methods run on the event loop that created it."""
+    """Owns the PAIR socket. All methods run on the event loop that created it."""
 
     def __init__(self, metrics: Metrics, *, log_requests: bool = False) -> None:
         self._metrics = metrics
         self._log_requests = log_requests
-        self._directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
-        self.address = f"ipc://{self._directory}/leader"
+        # in Linux's abstract namespace: there is no file, which a front that is killed would leave behind
+        self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         # The leader bounds the work it accepts (429), so neither direction may block or drop here.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # such a name can be seen by other users
         self._socket.bind(self.address)
         self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
         self._encoder = msgspec.msgpack.Encoder()
@@ -203,7 +204,7 @@ class LeaderClient:
         """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
         return await asyncio.shield(self._started)
 
-    def open(self, messages: Iterable[Submit], group: str | None = None) -> Inbox:
+    def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
         """Hand requests to the leader, all or none of them.
 
         Raises UnavailableError unless the leader serves, and DuplicateRequestError when a request id is in use.
@@ -216,7 +217,7 @@ class LeaderClient:
                 where = "twice in this call" if rid in seen else "by a request that has not ended"
                 raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
             seen.add(rid)
-        inbox = Inbox(self, group)
+        inbox = Inbox(self, group, request_id)
         now = time.monotonic()
         for message in batch:
             for rid in _rids(message):
@@ -289,10 +290,9 @@ class LeaderClient:
             self._dispatch(_gone(rid, f"leader dead: {reason}"))
 
     def close(self) -> None:
-        """Release the socket and its directory."""
+        """Release the socket."""
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, message: ToLeader) -> bool:
         """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
@@ -335,7 +335,7 @@ class LeaderClient:
 
     def _dispatch(self, message: ToFront) -> None:
         match message:
-            case Tokens() | InputLogprobs() | Finished() | Failed():
+            case Tokens() | Prefilled() | Finished() | Failed():
                 self._deliver(message)
             case Status():
                 self._status, self._status_at = message, time.monotonic()
@@ -357,14 +357,15 @@ class LeaderClient:
             case Tokens():
                 self._metrics.tokens_arrived(len(message.token_ids), entry.opened_at, entry.last_token_at, now)
                 entry.last_token_at = now
-            case InputLogprobs():
+            case Prefilled():
                 pass
             case Finished() | Failed():
                 elapsed_s = now - entry.opened_at
                 if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
-                    log.warning("request %s failed with %d: %s", message.rid, message.status, message.message)
+                    name = request_name(message.rid, entry.inbox.request_id)
+                    log.warning("%s failed with %d: %s", name, message.status, message.message)
                 elif self._log_requests:
-                    log.info("%s", end_line(message, elapsed_s))
+                    log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
                 del self._open[message.rid]
                 entry.inbox.open_rids.discard(message.rid)
                 first_sample = entry.rid == entry.submitted_as

@@ -57,11 +57,12 @@ NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "return_hidden_states": (False,),
-    "lora_path": (),
+    "lora_path": ("",),
     "custom_logit_processor": (),
 }
 
 NEUTRAL_MESSAGE_FIELDS: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": ()}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 # Names that `/generate` has for the same thing.
@@ -207,6 +208,8 @@ def _read_message(value: object, path: str) -> dict[str, str]:
     role = message.string("role", 64)
     if role is None:
         raise message.error("role", "is required")
+    if role.lower() not in ROLES:
+        raise message.error("role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
     content = message.raw("content")
     if isinstance(content, list):
         parts = [as_fields(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
@@ -216,4 +219,4 @@ def _read_message(value: object, path: str) -> dict[str, str]:
         content = "".join(str(part.raw("text")) for part in parts)
     if not isinstance(content, str):
         raise message.error("content", f"must be a string or an array of text parts, got {shown(content)}")
-    return {"role": role, "content": content}
+    return {"role": role.lower(), "content": content}

@@ -40,6 +40,7 @@ class Output:
         self.text_offsets: list[int] = []
         """With log-probabilities: where in the text each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
+        self.cached_tokens = 0
         self.stop_string: str | None = None
         """The stop string that completed the output."""
         self.terminal: Finished | Failed | None = None
@@ -75,10 +76,6 @@ class Output:
         return len(self.token_ids)
 
     @property
-    def cached_tokens(self) -> int:
-        return self.terminal.cached_tokens if isinstance(self.terminal, Finished) else 0
-
-    @property
     def timeline(self) -> dict[str, float]:
         return self.terminal.timeline if isinstance(self.terminal, Finished) else {}
 
@@ -90,13 +87,16 @@ class Output:
         """Take in new events. Nothing may follow a terminal one."""
         assert self.terminal is None, f"request {self.rid} went on after its end"
         first_token = len(self.token_ids)
-        if progress.input_logprobs:
-            self.input_logprobs = progress.input_logprobs
+        if progress.prefilled is not None:
+            self.input_logprobs = progress.prefilled.input_logprobs
+            self.cached_tokens = progress.prefilled.cached_tokens
         text = self._take_tokens(progress)
         if progress.terminal is not None:
             text += self._text.finish()
             self.stop_string = self._text.stop_string
             self.terminal = progress.terminal
+            if isinstance(self.terminal, Finished):
+                self.cached_tokens = self.terminal.cached_tokens
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)

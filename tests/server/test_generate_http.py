@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
-from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import EOS, make_finished
@@ -44,6 +44,18 @@ async def test_one_prompt(decode: RunningServer) -> None:
         "cached_tokens": 3,
         "timeline": {"queued": 0.001, "prefilling": 0.02},
     }
+
+
+async def test_cached_tokens_are_known_from_the_first_event_on(decode: RunningServer) -> None:
+    asking = post(decode, {"text": "a", "rid": "r1", "stream": True})
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Prefilled("r1", cached_tokens=3), Tokens("r1", (104,)))
+    await asyncio.sleep(0.05)
+    await decode.leader.send(Tokens("r1", (105,)), make_finished("r1", 2))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    assert len(events) == 2
+    assert [event["meta_info"]["cached_tokens"] for event in events] == [3, 3]
 
 
 async def test_the_stop_token_is_in_the_ids_and_not_in_the_text(decode: RunningServer) -> None:

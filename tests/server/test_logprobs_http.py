@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdserve.configs.sampling import LogprobParams, TokenLogprob
-from pdserve.scheduler.front import FinishReason, InputLogprobs, Submit, Tokens
+from pdserve.scheduler.front import FinishReason, Prefilled, Submit, Tokens
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import EOS, make_finished
 
@@ -39,7 +39,7 @@ async def test_prompt_and_alternatives_with_their_text(decode: RunningServer) ->
     asking = post(decode, "/generate", text="a ", rid="r", **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
     prompt = (TokenLogprob(97, None), TokenLogprob(32, -0.5, ((32, -0.5), (240, -2.0))))
-    await decode.leader.send(InputLogprobs("r", prompt), scored("r", [EOS], top=2))
+    await decode.leader.send(Prefilled("r", 0, prompt), scored("r", [EOS], top=2))
     await decode.leader.send(make_finished("r", 1, FinishReason("stop", matched=EOS)))
     meta = (await asking).json()["meta_info"]
     assert meta["input_token_logprobs"] == [[None, 97, "a"], [-0.5, 32, " "]]
@@ -62,7 +62,7 @@ async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningSe
     )
     await decode.leader.expect(Submit)
     for rid in ("r", "r_1"):
-        await decode.leader.send(InputLogprobs(rid, (TokenLogprob(97, None),)), scored(rid, b"A"))
+        await decode.leader.send(Prefilled(rid, 0, (TokenLogprob(97, None),)), scored(rid, b"A"))
     await decode.report()
     for rid in ("r", "r_1"):
         await decode.leader.send(scored(rid, b"B!C"), make_finished(rid, 4))

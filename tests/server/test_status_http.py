@@ -159,6 +159,18 @@ async def test_api_key(tokenizer: Tokenizer) -> None:
             assert allowed.status_code == 400
 
 
+@pytest.mark.parametrize("key", ["l\u00e0", "k\u0085", "k\u00a0", "k\u00c5"])
+async def test_an_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) -> None:
+    """Headers are latin-1, in which the last byte of these is white space or looks like it: 0xA0, 0x85."""
+    async with running_server(tokenizer, DecodeConfig(api_key=SecretStr(key))) as server:
+        for padding in (b"", b" ", b"  "):
+            headers = [(b"Authorization", b"Bearer " + padding + key.encode())]
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 200
+        for wrong in (key.encode()[:-1], key.encode() + b"\xa0"):
+            headers = [(b"Authorization", b"Bearer " + wrong)]
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 401
+
+
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()])
 async def test_flush_cache(tokenizer: Tokenizer, config: DecodeConfig | PrefillConfig) -> None:
     async with running_server(tokenizer, config) as server:

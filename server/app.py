@@ -26,6 +26,7 @@ from .fields import FieldError, Fields, decode_object, shown
 from .generate import GenerateCall, parse_generate
 from .generate_reply import GenerateRendering
 from .info import ServerInfo, package_version
+from .lanes import Lanes
 from .leader_client import LeaderClient
 from .limits import Limits
 from .metrics import Metrics
@@ -41,8 +42,6 @@ from .tokenizer import Tokenizer
 
 log = logging.getLogger("pdserve.front")
 
-# Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
-INLINE_BODY_BYTES = 16 << 10
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 
 ParsedT = TypeVar("ParsedT")
@@ -86,6 +85,7 @@ class Routes:
         self._metrics = metrics
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
+        self._lanes = Lanes()
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
@@ -200,12 +200,16 @@ class Routes:
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await self._parse(request, lambda body: tokenize(body, self._tokenizer))
+        tokens = await self._parse(
+            request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False
+        )
         limit = self._limits().max_total_tokens
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._parse(request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer))
+        text = await self._parse(
+            request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+        )
         return json_response({"text": text})
 
     async def abort_request(self, request: Request) -> Response:
@@ -239,10 +243,10 @@ class Routes:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
         return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
-    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
+    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_available()
         body = await read_body(request, self._config.max_body_bytes)
-        return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
+        return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
         ready = self._leader.ready

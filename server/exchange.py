@@ -167,7 +167,7 @@ def _encode_events(events: Iterable[object]) -> bytes:
 async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
     """Run `work` to its end, or cancel it as soon as the client is gone."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
+    watching = asyncio.ensure_future(wait_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -179,6 +179,7 @@ async def run_until_disconnect(work: Coroutine[object, object, None], receive: R
         working.result()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
+    """Until the client is gone; call it when the whole body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

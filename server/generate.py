@@ -127,6 +127,13 @@ def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tupl
     return prompt_ids
 
 
+def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
+    """Refuse a text that is too long for this server before it is tokenized."""
+    tokens = tokenizer.floor.above(text, limits.max_prompt_tokens)
+    if tokens is not None:
+        raise ContextLengthError(name, f"has at least {tokens} tokens; {limits.describe_prompt()}")
+
+
 def split_batch(value: object, field: str, batched: bool, limits: Limits) -> list[tuple[object, str]]:
     """The prompts of a field, each with the name that errors give it."""
     if not batched:
@@ -142,6 +149,7 @@ def split_batch(value: object, field: str, batched: bool, limits: Limits) -> lis
 def read_text(value: object, name: str, limits: Limits, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not isinstance(value, str):
         raise FieldError(name, f"must be a string, got {shown(value)}")
+    check_text(value, name, limits, tokenizer)
     return check_prompt(tuple(tokenizer.encode(value)) if value else (), name, limits)
 
 

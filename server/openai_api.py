@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..configs.sampling import LogprobParams
 from .field_names import refuse_mistakes
 from .fields import FieldError, Fields, as_fields, check_integer, decode_object, shown
-from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, read_ids, read_text, split_batch
+from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, check_text, read_ids, read_text, split_batch
 from .limits import Limits
 from .prompt_echo import Echo, make_echo
 from .routing import read_routes
@@ -116,12 +116,19 @@ def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
     if not given:
         raise FieldError("messages", "is required and must not be empty")
     refuse_unsupported(fields, {"add_special_tokens": (False,), "echo": (False,)})
-    prompt_ids = check_prompt(read_chat(fields, given, tokenizer), "messages", limits)
+    text = read_chat(fields, given, tokenizer)
+    check_text(text, "messages", limits, tokenizer)
+    prompt_ids = check_prompt(encode_chat(text, tokenizer), "messages", limits)
     return _read_call(fields, limits, [prompt_ids], False, DEFAULT_CHAT_TOKENS, _read_chat_logprobs(fields))
 
 
-def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a chat. With `continue_final_message` the answer goes on with the last message's own words."""
+def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of a rendered chat. The template writes the BOS token itself."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> str:
+    """The text of a chat. With `continue_final_message` the answer goes on with the last message's own words."""
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     variables = _read_template_variables(fields)
     add_generation_prompt = fields.boolean("add_generation_prompt", True)
@@ -131,9 +138,7 @@ def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> tupl
         if last["role"] != "assistant":
             raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
         begun, add_generation_prompt = last["content"], True
-    rendered = tokenizer.render_chat(messages, add_generation_prompt, variables)
-    # the template writes the BOS token itself
-    return tuple(tokenizer.encode(rendered + begun, add_special_tokens=False))
+    return tokenizer.render_chat(messages, add_generation_prompt, variables) + begun
 
 
 def _read_call(

@@ -321,7 +321,31 @@ async def test_body_over_the_limit(tokenizer: Tokenizer, chunked: bool) -> None:
         assert (error["code"], "10000" in error["message"]) == ("too_large", True)
 
 
-async def test_a_long_prompt_does_not_block_the_loop(decode: RunningServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/generate", "text"),
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/tokenize", "prompt"),
+        ("/tokenize", "messages"),
+    ],
+)
+async def test_hopeless_text_is_not_tokenized(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    def encode(_tokenizer: Tokenizer, text: str, **_options: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    text = "word " * 400_000
+    body = {"messages": [{"role": "user", "content": text}]} if field == "messages" else {field: text}
+    error = (await decode.http.post(path, json=body)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "has at least 400000 tokens" in error["message"] or "has at least 400004 tokens" in error["message"]
+
+
+async def test_a_long_body_does_not_block_the_loop(decode: RunningServer) -> None:
     """A body near the limit is tokenized in a thread: the loop keeps turning meanwhile."""
     longest_gap = 0.0
 
@@ -336,11 +360,10 @@ async def test_a_long_prompt_does_not_block_the_loop(decode: RunningServer) -> N
 
     watching = asyncio.create_task(watch())
     started = asyncio.get_running_loop().time()
-    response = await decode.http.post("/generate", json={"text": "word " * 200_000})
+    response = await decode.http.post("/tokenize", json={"prompt": "word " * 200_000})
     took = asyncio.get_running_loop().time() - started
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
-    assert response.status_code == 400
-    assert "1000000 tokens" in response.json()["error"]["message"]
+    assert response.json()["count"] == 1_000_000
     assert longest_gap < took / 2

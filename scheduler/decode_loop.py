@@ -17,6 +17,7 @@ from ..transfer.events import (
     PeerClosed,
     PeerLost,
     PeerRefused,
+    PeersUnreachable,
     PeerUp,
     SendFailed,
 )
@@ -138,6 +139,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.peer_closed(instance, now)
             case SendFailed(message=KvDestination() as message, reason=reason):
                 scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
+            case PeersUnreachable(reasons=reasons):
+                scheduler.intake.peers.unreachable = reasons
             case PeerRefused() | SendFailed():
                 pass  # the control plane has logged it and shows it in its peers
             case _:

@@ -224,6 +224,7 @@ class PrefillScheduler:
             waiting_requests=len(self._waiting),
             running_requests=len(self._computing),
             waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
+            accepting=self._accepting,
         )
 
     def check_integrity(self) -> None:

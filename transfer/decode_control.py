@@ -13,9 +13,10 @@ import zmq
 
 from .control import MESSAGES_PER_TURN, Control
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
-from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeerUp
+from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable, PeerUp
 from .messages import Hello, InstanceId, Load, Refused, Welcome
 from .pairing import describe_versions
+from .reachability import Reachability
 from .session import Session, SessionState, Timing
 from .wakeup import ConnectionMonitor
 from .wire import Buffer
@@ -96,6 +97,7 @@ class DecodeControl(Control):
         self._endpoints: dict[str, _Endpoint] = {}
         self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance that was announced
         self._attempts = 0
+        self._reachability = Reachability()
 
     def connect(self, endpoint: str) -> None:
         """Pair with the prefill server at HOST:PORT, now or whenever it is there. Again is a no-op. Any thread.
@@ -144,6 +146,7 @@ class DecodeControl(Control):
             return False
         dropped = min(idle, key=lambda place: place.wanted_at)
         self._end_attempt(dropped, "it gives way to another endpoint", now)
+        self._reachability.forget(dropped.endpoint)
         del self._endpoints[dropped.endpoint]
         logger.info("prefill endpoint %s is given up: %d are known", dropped.endpoint, MAX_ENDPOINTS)
         return True
@@ -209,7 +212,9 @@ class DecodeControl(Control):
             self._poller.unregister(place.socket)
             place.socket.close(linger=0)
             place.socket = None
-        if place.connection is not None:
+        if place.connection is None:
+            self._reachability.failed(place.endpoint, now)
+        else:
             connection, place.connection = place.connection, None
             self._end_connection(connection, reason)
         if not place.refused:
@@ -251,6 +256,7 @@ class DecodeControl(Control):
             kind, value = event
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 assert place.socket is not None
+                self._reachability.forget(place.endpoint)
                 place.failed_handshakes = 0
                 place.refused = False
                 place.detail = None
@@ -382,10 +388,17 @@ class DecodeControl(Control):
                     )
             elif not place.resolving and now >= place.attempt_at:
                 self._begin_attempt(place, now)
+        reasons = self._reachability.report(self._snapshot, now)
+        if reasons is not None:
+            self._emit(PeersUnreachable(reasons))
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [
-            PeerSnapshot(place.endpoint, "refused" if place.refused else "connecting", detail=place.detail)
+            PeerSnapshot(
+                place.endpoint,
+                "refused" if place.refused else "connecting",
+                detail=self._reachability.reason(place.endpoint) or place.detail,
+            )
             if place.connection is None
             else place.connection.snapshot(place.endpoint)
             for place in self._endpoints.values()

@@ -9,7 +9,7 @@ History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
   2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
      `staging` to Rank, and the messages of the staged path.
-  3  KvDestination has `priority`, before `enable_hisparse`, which trails.
+  3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `accepting` to Load.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -284,11 +284,14 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
+    """How busy a server is; decode picks the prefill with the fewest tokens waiting. One that is not `accepting` takes
+    no more prompts, ever: it finishes those that it has, and ends.
+    """
 
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
+    accepting: bool = True
 
 
 class Heartbeat(Message, frozen=True):

@@ -132,6 +132,33 @@ def test_models_that_differ_are_refused_by_name(servers: Cluster, llama: Path, t
     assert len(decode.generate(PROMPTS[0], 3)) == 3
 
 
+def test_a_decode_server_says_why_it_has_no_prefill_server(servers: Cluster, llama: Path) -> None:
+    """In its log, in /health, which stays 200, and in the answer; here --prefill names the HTTP port."""
+    prefill = servers.add("prefill", llama, *POOL)
+    prefill.wait_ready()
+    decode = servers.add("decode", llama, "--prefill", f"127.0.0.1:{prefill.port}", *POOL)
+    decode.wait_ready(peers=0)
+    why = f"127.0.0.1:{prefill.port}: that is an HTTP port"
+    wait_until(lambda: f"no prefill server is paired: {why}" in decode.log.read_text(), 10, "logged")
+    health = HTTP.get(f"{decode.url}/health", timeout=5)
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert why in health.json()["warnings"][0]
+    refused = decode.post(PROMPTS[0], 1)
+    assert refused.status_code == 503
+    assert why in refused.json()["error"]["message"]
+
+
+def test_a_peer_that_is_stopped_is_no_warning(servers: Cluster, llama: Path) -> None:
+    prefill, decode = servers.pair(llama, POOL, POOL)
+    second = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL).wait_ready(peers=1)
+    assert second.stop() == 0
+    wait_until(lambda: "has stopped" in prefill.log.read_text(), 10, "prefill knows")
+    assert prefill.stop() == 0
+    wait_until(lambda: "has stopped" in decode.log.read_text(), 10, "decode knows")
+    warnings = [line for server in (prefill, decode) for line in server.log.read_text().splitlines() if " W " in line]
+    assert [line for line in warnings if "no prefill server is paired" not in line] == []
+
+
 def learned_why(outsider: Server) -> bool:
     return "cluster_key" in str(peer_details(outsider))
 

@@ -127,6 +127,22 @@ def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoin
     world.finish()
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "why"), [(None, "a:1: connection refused; b:1: wrong key"), ("b:1", "wrong key"), ("c:1", None)]
+)
+def test_the_answer_says_why_there_is_no_server(endpoint: str | None, why: str | None) -> None:
+    world = World()
+    for _ in ENDPOINTS:
+        world.kill(0)
+    world.decode.intake.peers.unreachable = {"a:1": "connection refused", "b:1": "wrong key"}
+    submit(world, "r", endpoint=endpoint)
+    (failed,) = turn_at(world, PREFILL_WAIT_S)
+    where = f" at {endpoint}" if endpoint else ""
+    reason = f": {why}" if why else ""
+    assert failed.message == f"no prefill server{where} is paired; waited 3 s (prefill_wait_s){reason}"
+    world.finish()
+
+
 def test_a_server_under_another_address_is_a_server() -> None:
     world = World()
     (instance, _) = world.servers

@@ -56,6 +56,31 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
         assert await health_reasons(server) == (503, "leader dead: process 7 exited with status 1")
 
 
+@pytest.mark.parametrize(
+    ("role", "peers", "warning"),
+    [
+        (
+            "decode",
+            (PeerStatus("p:1", "connecting", detail="connection refused"),),
+            "is paired: p:1: connection refused",
+        ),
+        ("decode", (PeerStatus("p:1", "lost"), PeerStatus("q:1", "paired")), None),
+        ("decode", (), "no prefill server is known: give --prefill"),
+        ("prefill", (), None),
+    ],
+)
+async def test_health_warns_of_absent_prefill_servers(
+    tokenizer: Tokenizer, role: Role, peers: tuple[PeerStatus, ...], warning: str | None
+) -> None:
+    """It stays 200: to restart decode for want of a prefill server helps nobody."""
+    async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
+        await server.report(msgspec.structs.replace(make_status(), peers=peers))
+        response = await server.http.get("/health")
+    warnings = response.json()["warnings"]
+    assert (response.status_code, len(warnings)) == (200, 0 if warning is None else 1)
+    assert warning is None or warning in warnings[0]
+
+
 async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(stall_timeout_s=1)) as server:
         assert await health_reasons(server) == (200, "")

@@ -8,6 +8,7 @@ import queue
 import numpy as np
 
 from ..configs.errors import UnavailableError
+from ..configs.words import counted
 from ..transfer.chunks import PartScatter
 from ..transfer.decode_control import DecodeControl
 from ..transfer.events import (
@@ -104,7 +105,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case Cancel(rid=rid, stopped=stopped):
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
-                log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
             case OrderDone():
                 self._order_done(event)
             case HotCounters(rank=rank, counters=counters):

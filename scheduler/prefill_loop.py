@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..configs.words import counted
 from ..transfer.checksum import add_sums
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWrite
 from ..transfer.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerRefused, PeerUp, SendFailed
@@ -68,7 +69,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         scheduler = self.scheduler
         match event:
             case FlushCache():
-                log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
                 scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
             case MessageReceived(instance=instance, message=Abort() as message):

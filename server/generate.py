@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..configs.sampling import LogprobParams, SamplingParams
+from ..configs.words import counted
 from ..scheduler.front import Submit
 from .field_names import refuse_mistakes
 from .fields import (
@@ -123,7 +124,7 @@ def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tupl
     if not prompt_ids:
         raise FieldError(name, "is empty; give at least one token")
     if len(prompt_ids) > limits.max_prompt_tokens:
-        raise ContextLengthError(name, f"has {len(prompt_ids)} tokens; {limits.describe_prompt()}")
+        raise ContextLengthError(name, f"has {counted(len(prompt_ids), 'token')}; {limits.describe_prompt()}")
     return prompt_ids
 
 

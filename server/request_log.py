@@ -5,6 +5,7 @@ Messages of refusals are left out: they quote the field that was wrong, which ma
 
 from starlette.requests import Request
 
+from ..configs.words import counted
 from ..scheduler.front import Failed, Finished
 from .fields import shortened, shown
 from .request_ids import client_request_id
@@ -25,14 +26,16 @@ def end_line(end: Finished | Failed, elapsed_s: float, request_id: str | None = 
         return f"{name}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
     stages = [f"{stage} {seconds:.3f}" for stage, seconds in end.timeline.items() if seconds >= SHORTEST_SHOWN_S]
     return (
-        f"{name}: {end.reason.type}, {end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
+        f"{name}: {end.reason.type}, {counted(end.prompt_tokens, 'prompt token')} ({end.cached_tokens} cached), "
         f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)})"
     )
 
 
 def leg_line(rid: str, prompt_tokens: int, room: int | None, request_id: str | None) -> str:
     """Of a body that a router has sent to a prefill server, too."""
-    return f"{request_name(rid, request_id)}: {prompt_tokens} prompt tokens in room {room}, for a decode server"
+    return (
+        f"{request_name(rid, request_id)}: {counted(prompt_tokens, 'prompt token')} in room {room}, for a decode server"
+    )
 
 
 def refusal_line(request: Request, status: int, code: str, param: str | None = None) -> str:

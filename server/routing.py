@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..configs.words import counted
 from .fields import FieldError, Fields, check_integer, check_string, shown
 from .limits import Limits
 
@@ -109,7 +110,7 @@ def per_prompt(fields: Fields, field: str, prompts: int, batched: bool, samples:
     if not batched:
         raise fields.error(field, f"is an array of {len(value)} but the call holds a single prompt")
     if len(value) != prompts:
-        raise fields.error(field, f"is an array of {len(value)} but the call holds {prompts} prompts")
+        raise fields.error(field, f"is an array of {len(value)} but the call holds {counted(prompts, 'prompt')}")
     return value
 
 

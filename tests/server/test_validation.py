@@ -122,7 +122,7 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     (sampling(n=17.0), "sampling_params.n", ("between 1 and 16", "17")),
     (sampling(max_new_tokens=float(1 << 80)), "sampling_params.max_new_tokens", ("between 1 and 350",)),
     ({"text": "a", "lora_path": "adapter"}, "lora_path", ("not supported",)),
-    (sampling(n=5), "sampling_params.n", ("1 prompts x 5 samples = 5", "at most 4")),
+    (sampling(n=5), "sampling_params.n", ("1 prompt x 5 samples = 5", "at most 4")),
     ({"text": ["a", "b", "c"], "sampling_params": {"n": 2}}, "sampling_params.n", ("3 prompts x 2 samples = 6", "4")),
     ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params[1].n", ("same", "2 and 1")),
     (sampling(n=2, seed=2**63 - 1), "sampling_params.seed", (str(2**63 - 2), str(2**63 - 1))),

@@ -1,5 +1,5 @@
-"""Which torch `make setup` installs. A script stands in for the interpreter of .venv, and so for pip: the real one would
-download gigabytes.
+"""Which torch `make setup` installs. A script stands in for the interpreter of .venv, and so for pip, which would download
+gigabytes.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Which torch `make setup` installs. A script stands in for the interpreter of .venv, and so for pip, which would download
-gigabytes.
-"""
+"""Which torch `make setup` installs. A script stands in for the interpreter of .venv and its pip."""
 
 import json
 import os

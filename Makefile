@@ -1,7 +1,7 @@
 # pdserve. `make help` lists the targets; the first one sets up .venv, later runs find the stamps in it.
 #   PYTHON=python3.12      interpreter of a new .venv            (default: the first of python3, python3.13 ... 3.11)
 #   EXTRA=cpu|cuda12|cuda13  which Mooncake wheel                  (default: cpu)
-#   PIP_ARGS=...             for pip, such as an index of torch's CPU builds, which are gigabytes smaller
+#   PIP_ARGS=...             for pip, such as another index; torch is then taken from there
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,7 +31,8 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 	@$(BIN)/pdserve demo $(ARGS)
 
 # Tests in tests/cluster start servers; those that know how soon these answer run alone.
-TIMED := $(patsubst %,tests/cluster/test_%.py,attacks chaos failures launch random_mix ranks requests servers topology)
+TIMED := $(patsubst %,tests/cluster/test_%.py,\
+    attacks chaos failures launch random_mix ranks requests routers servers topology)
 IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
@@ -110,8 +111,25 @@ $(PYTHON_STAMP):
 	$(PIP) install --quiet --upgrade "pip>=25.1"  # the first that knows --group
 	touch $@
 
+# Without a GPU nothing is missing in torch's CPU build, and the default one for x86_64 brings 5 GB of CUDA. uv knows where
+# the CPU builds are. When they cannot be reached, the default one does as well.
+TORCH := $(shell sed -nE 's/^ *"(torch[<>=][^"]*)",/\1/p' pyproject.toml)
+TORCH_VERSION := $(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'
+
 $(DEPS_STAMP): pyproject.toml | $(PYTHON_STAMP)
-	@echo "make: installing pdserve[$(EXTRA)] and its dependencies into .venv"
+	@torch=$$($(TORCH_VERSION) 2>/dev/null || true)
+	if [[ $(EXTRA) != cpu && $$torch == *+cpu ]]; then
+	    $(PIP) uninstall --quiet --yes torch
+	elif [[ $(EXTRA) == cpu && -z "$$torch$(PIP_ARGS)" ]]; then
+	    wheel=$$($(PIP) install --quiet --dry-run --no-deps --report - "$(TORCH)" 2>/dev/null || true)
+	    if [[ $$wheel == *'"nvidia-'* ]]; then
+	        echo "make: installing torch without CUDA into .venv"
+	        $(PIP) install --quiet uv
+	        $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu "$(TORCH)" ||
+	            echo "make: torch's CPU builds cannot be reached: the default one, with CUDA, is downloaded instead" >&2
+	    fi
+	fi
+	echo "make: installing pdserve[$(EXTRA)] and its dependencies into .venv"
 	$(PIP) install --quiet $(PIP_ARGS) --editable ".[$(EXTRA)]" --group dev
 	touch $@
 

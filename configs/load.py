@@ -139,7 +139,7 @@ def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
             found[field] = value
         elif file:
             try:
-                found[field] = Path(file).read_text(encoding="utf-8").strip()
+                found[field] = Path(file).read_text(encoding="utf-8").strip(" \t\r\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise StartupError(f"{variable}_FILE: cannot read {file}: {error}") from None
     return found

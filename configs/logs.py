@@ -1,11 +1,15 @@
 """One log format for all processes of a server: time, level letter, role, message, on stderr."""
 
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 CHATTY = ("uvicorn", "uvicorn.error", "asyncio")
+STRANGERS = ("uvicorn.error", "pdserve.http")
+"""Loggers of what anybody who can reach the HTTP port can cause."""
 
 
 class LineFormatter(logging.Formatter):
@@ -21,6 +25,29 @@ class LineFormatter(logging.Formatter):
         return super().format(record)
 
 
+class OncePerSecond(logging.Filter):
+    """Lets a message through once a second, whatever its values; the next one says how many were left out.
+
+    For messages that strangers can cause: a port that anybody can reach must not fill the log.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next_at: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, template = self._clock(), str(record.msg)
+        if now < self._next_at.get(template, -math.inf):
+            self._left_out[template] += 1
+            return False
+        self._next_at[template] = now + 1.0
+        if left_out := self._left_out.pop(template, 0):
+            record.msg = f"{template} ({left_out} more since the last such line)"
+        return True
+
+
 def configure_logging(level: str, role: str) -> None:
     """Send the log of this process to stderr. Call once, first thing."""
     handler = logging.StreamHandler()
@@ -28,6 +55,8 @@ def configure_logging(level: str, role: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in STRANGERS:
+        logging.getLogger(name).addFilter(OncePerSecond())
 
 
 class RateLimitedLog:

@@ -188,9 +188,6 @@ class PrefillConfig(ServerConfig):
         description="most prompt tokens computed in one step; default: 512 on a CPU, 1024 to 8192 on a GPU, by model",
     )
     send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
-    observe_timeout_s: float = Field(
-        30.0, gt=0, description="how long an HTTP leg with a bootstrap_room waits for decode to ask for that room"
-    )
 
     @model_validator(mode="after")
     def _authenticated(self) -> "PrefillConfig":

@@ -4,14 +4,15 @@ A kernel is a function of one record of arguments, which every thread of a team 
 work is its own. The team is one of the OpenMP runtime that torch itself is linked with: threads of a second pool would
 fight for the cores with torch's, which keep spinning for a while after each operation.
 
-Compiled code is kept beside the source, or in NUMBA_CACHE_DIR, or in the user's cache folder. Processes that compile a
-kernel at the same time write the same file, each as a whole. Importing this module raises ImportError where Numba or
-torch's OpenMP runtime is missing.
+Compiled code is kept in the user's cache folder, or in NUMBA_CACHE_DIR. Beside the source, where Numba would put it, it
+would outlive the package. Processes that compile a kernel at the same time write the same file, each as a whole.
+Importing this module raises ImportError where Numba or torch's OpenMP runtime is missing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import ctypes
 import logging
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from numba import carray, cfunc, from_dtype, njit, types
@@ -32,6 +34,14 @@ _THREAD_ELEMENTS = 8192
 _ARITHMETIC = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
 """Sums may be added up in any order and with fused products; nothing is approximated, infinities and NaN stay what they
 are, and a division by zero is one of them."""
+
+
+def _cache_folder() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return str(Path(base).expanduser() / "pdserve" / "kernels")
+
+
+numba.config.CACHE_DIR = numba.config.CACHE_DIR or _cache_folder()
 
 
 def _fingerprint() -> str:

@@ -61,10 +61,13 @@ class Deadlines:
                 return DeadlineError(f"prefill did not deliver within {limits.prefill_timeout_s:g} s ({field})")
             case "prefill_wait_s":
                 where = f" at {prompt.endpoint}" if prompt.endpoint else ""
-                why = f": {prompt.last_problem}" if prompt.last_problem else ""
-                what = "is paired" if self._peers.absent_since(prompt.endpoint) is not None else "takes the request"
+                absent = self._peers.absent_since(prompt.endpoint) is not None
+                known = [prompt.last_problem, self._peers.describe_absence(prompt.endpoint) if absent else ""]
+                why = "; ".join(filter(None, known))
+                what = "is paired" if absent else "takes the request"
                 return UnavailableError(
-                    f"no prefill server{where} {what}; waited {limits.prefill_wait_s:g} s ({field}){why}",
+                    f"no prefill server{where} {what}; waited {limits.prefill_wait_s:g} s ({field})"
+                    + (f": {why}" if why else ""),
                     retry_after_s=1,
                 )
             case "queue_timeout_s":

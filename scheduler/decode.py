@@ -44,7 +44,7 @@ from .answers import failed, finished, refusal
 from .counters import DECODE_COUNTERS
 from .deadlines import Deadlines
 from .effects import ConnectPeer, CopyPage, Effect, SendToFront
-from .front import FinishReason, InputLogprobs, Submit, Tokens
+from .front import FinishReason, Prefilled, Submit, Tokens
 from .hot_buffers import HotLimits
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
@@ -204,8 +204,8 @@ class DecodeScheduler:
             request.life.to(State.ARRIVED, now)
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
-            if done.input_logprobs and not prompt.output_tokens:
-                self._effects.append(SendToFront(InputLogprobs(request.rid, done.input_logprobs)))
+            if not prompt.output_tokens:
+                self._effects.append(SendToFront(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
             self.runs.arrived.push(request)
             self._accept_token(request, done.first_tokens[request.sample], now)
         self.orders.release(grant)

@@ -8,6 +8,7 @@ import queue
 import numpy as np
 
 from ..configs.errors import UnavailableError
+from ..configs.words import counted
 from ..transfer.chunks import PartScatter
 from ..transfer.decode_control import DecodeControl
 from ..transfer.events import (
@@ -17,6 +18,7 @@ from ..transfer.events import (
     PeerClosed,
     PeerLost,
     PeerRefused,
+    PeersUnreachable,
     PeerUp,
     SendFailed,
 )
@@ -103,7 +105,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case Cancel(rid=rid, stopped=stopped):
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
-                log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
             case OrderDone():
                 self._order_done(event)
             case HotCounters(rank=rank, counters=counters):
@@ -142,6 +144,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.peer_closed(instance, now)
             case SendFailed(message=KvDestination() as message, reason=reason):
                 scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
+            case PeersUnreachable(reasons=reasons):
+                scheduler.intake.peers.unreachable = reasons
             case PeerRefused() | SendFailed():
                 pass  # the control plane has logged it and shows it in its peers
             case _:

@@ -1,8 +1,8 @@
 """Messages between a server's HTTP front process and its leader engine process (one local ZMQ PAIR).
 
-The front speaks text and HTTP, the leader token ids. Every Submit or Observe is answered by exactly one terminal
-message, `Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a
-message for each of its requests, and to send them one by one costs more than what is in them.
+The front speaks text and HTTP, the leader token ids. Every Submit is answered by exactly one terminal message,
+`Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a message
+for each of its requests, and to send them one by one costs more than what is in them.
 """
 
 from typing import Literal
@@ -34,13 +34,6 @@ class Submit(FrontMessage, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     client: str = ""
-
-
-class Observe(FrontMessage, frozen=True):
-    """Wait for the transfer that carries this room to end (prefill)."""
-
-    rid: str
-    room: int
 
 
 class Cancel(FrontMessage, frozen=True):
@@ -114,11 +107,15 @@ class Tokens(FrontMessage, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class InputLogprobs(FrontMessage, frozen=True):
-    """Log-probabilities of the prompt, from `LogprobParams.start` on; comes before the first Tokens."""
+class Prefilled(FrontMessage, frozen=True):
+    """The prompt has been computed; comes before the first Tokens.
+
+    So much of it was cached. Its log-probabilities, from `LogprobParams.start` on, are there if the request wants them.
+    """
 
     rid: str
-    logprobs: tuple[TokenLogprob, ...]
+    cached_tokens: int
+    input_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -180,7 +177,7 @@ class Status(FrontMessage, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-ToLeader = Submit | Observe | Cancel | FlushCache | Stop
-ToFront = Ready | StartupFailed | Tokens | InputLogprobs | Finished | Failed | Status
+ToLeader = Submit | Cancel | FlushCache | Stop
+ToFront = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
 ToFrontBatch = list[ToFront]
 """What one message on the socket holds, in order."""

@@ -250,7 +250,6 @@ class Leader:
             max_queued_requests=config.max_queued_requests,
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
-            observe_timeout_s=config.observe_timeout_s,
             prefix_cache=config.prefix_cache,
             steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..configs.errors import ServerError
 from ..configs.sampling import TokenLogprob
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
@@ -36,10 +35,8 @@ from ..transfer.staged_links import StagedLink
 from .chunk_orders import chunk_order
 from .compute_queue import ComputeQueue
 from .counters import PREFILL_COUNTERS
-from .effects import CancelChunks, Effect, SendToFront, SendToPeer
-from .front import ToFront
+from .effects import CancelChunks, Effect, SendToPeer
 from .lifecycle import TransferState
-from .observers import Observers, Outcome, TransferSummary
 from .prefill_limits import PrefillLimits
 from .reservation import pages_for
 from .staged_sends import StagedSends
@@ -68,7 +65,6 @@ class PrefillScheduler:
         self._spaces: dict[InstanceId, PageSpace] = {}
         self._look_at = math.inf
         """Before that no transfer is due: they are not looked at in every turn."""
-        self._observers = Observers(limits.observe_timeout_s)
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
         self._accepting = True
@@ -114,7 +110,6 @@ class PrefillScheduler:
                 transfer,
                 TransferFailed(transfer.key, refusal.reason, refusal.retryable, refused=True, leaving=leaving),
             )
-            self._settle(transfer, ServerError(refusal.reason))
             return
         self.counters["requests"] += 1
         self.transfers[transfer.ref] = transfer
@@ -128,18 +123,6 @@ class PrefillScheduler:
             self._effects.append(SendToPeer(instance, AbortAck(message.key)))
         else:
             self._close(transfer, message.reason, now, aborted=True)
-
-    def observe(self, rid: str, room: int, now: float) -> None:
-        """An HTTP leg wants to know how the transfer of `room` ends."""
-        self._answer(self._observers.add(rid, room, now))
-
-    def cancel_observer(self, rid: str, now: float) -> None:
-        """Its client disconnected: that aborts the transfer."""
-        answers, room = self._observers.cancel(rid)
-        self._answer(answers)
-        for transfer in [t for t in self.transfers.values() if room is not None and t.destination.room == room]:
-            transfer.retryable = False
-            self._close(transfer, "the prefill leg of the request was aborted by its client", now)
 
     def stop_accepting(self) -> None:
         """Refuse new transfers from now on; decode servers are told to look elsewhere (shutdown, a lost rank)."""
@@ -156,7 +139,6 @@ class PrefillScheduler:
         """Everything that is due: deadlines, and pages for the queue. Call once per loop turn."""
         if now >= self._look_at:
             self._expire(now)
-        self._answer(self._observers.expire(self._under_way, now))
         self.staging.due(now)
         self._take_ended_chunks(now)
         while len(self._waiting) and self._start(self._waiting.first, now):
@@ -232,7 +214,7 @@ class PrefillScheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.transfers or self._computing.steps or len(self._observers))
+        return not (self.transfers or self._computing.steps)
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
@@ -272,9 +254,6 @@ class PrefillScheduler:
         for transfer in [t for t in open_ones if t.deadline <= now]:
             transfer.retryable = False
             self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
-
-    def _under_way(self, room: int) -> bool:
-        return any(transfer.destination.room == room for transfer in self.transfers.values())
 
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
@@ -364,7 +343,6 @@ class PrefillScheduler:
         )
         self.counters["requests_finished"] += 1
         self._release(transfer, now)
-        self._settle(transfer, TransferSummary(transfer.first_tokens[0].token, transfer.prompt_tokens, transfer.cached))
 
     def _close(self, transfer: Transfer, reason: str, now: float, *, aborted: bool = False) -> None:
         """Stop: no further chunk is computed or handed out; what is on its way is cancelled and waited for."""
@@ -397,7 +375,6 @@ class PrefillScheduler:
                 TransferFailed(transfer.key, reason, transfer.retryable, transfer.late_writes, leaving=leaving),
             )
         self._release(transfer, now)
-        self._settle(transfer, ServerError(f"the transfer failed: {reason}"))
 
     def _release(self, transfer: Transfer, now: float) -> None:
         transfer.life.to(TransferState.CLOSED, now)
@@ -408,12 +385,6 @@ class PrefillScheduler:
 
     def _tell(self, transfer: Transfer, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
         self._effects.append(SendToPeer(transfer.instance, message))
-
-    def _settle(self, transfer: Transfer, outcome: Outcome) -> None:
-        self._answer(self._observers.settle(transfer.destination.room, outcome))
-
-    def _answer(self, messages: list[ToFront]) -> None:
-        self._effects += [SendToFront(message) for message in messages]
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self.limits.page_size)

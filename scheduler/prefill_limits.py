@@ -19,7 +19,6 @@ class PrefillLimits:
     max_queued_requests: int
     context_length: int
     vocab_size: int
-    observe_timeout_s: float
     prefix_cache: bool = True
     steps_in_flight: int = 2
     """Steps given to the ranks at once: one that computes, and more so that no stage waits for the next."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..configs.words import counted
 from ..transfer.checksum import add_sums
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartWrite
 from ..transfer.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerRefused, PeerUp, SendFailed
@@ -27,7 +28,7 @@ from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
 from ..transfer.wire import WireError
 from .effects import CancelChunks, Effect, SendToPeer
-from .front import Cancel, FlushCache, Observe
+from .front import FlushCache
 from .front_link import FrontLink
 from .loop import EngineLoop
 from .prefill import PrefillScheduler
@@ -78,12 +79,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
-            case Observe(rid=rid, room=room):
-                scheduler.observe(rid, room, now)
-            case Cancel(rid=rid):
-                scheduler.cancel_observer(rid, now)
             case FlushCache():
-                log.info("prefix cache flushed: %d pages", scheduler.cache.flush())
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
                 scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
             case MessageReceived(instance=instance, message=Abort() as message):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
+from ..transfer.events import describe_absence
 from ..transfer.messages import InstanceId, Load
 from .request import Prompt
 
@@ -35,6 +37,8 @@ class PrefillPeers:
         self._peers: dict[InstanceId, PrefillPeer] = {}
         self._lost_at: dict[str | None, float] = {}
         """When the last server was lost: at each endpoint where there is none any more, and of all."""
+        self.unreachable: Mapping[str, str] = {}
+        """Why no server is paired, by endpoint, where that is known."""
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -84,6 +88,12 @@ class PrefillPeers:
         there is one.
         """
         return None if self._of(endpoint) else self._lost_at.get(endpoint, -math.inf)
+
+    def describe_absence(self, endpoint: str | None) -> str:
+        """Why no server is paired at this endpoint, or none at all; empty where nothing is known."""
+        if endpoint is not None:
+            return self.unreachable.get(endpoint, "")
+        return describe_absence(self.unreachable)
 
     def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
         """The pinned one, or the one with the fewest prompt tokens before it; one that just failed comes last, and

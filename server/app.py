@@ -1,29 +1,32 @@
 """The HTTP application of one server: its routes and their authentication. Errors: server/error_answers.py.
 
-A decode server generates; a prefill server has the same routes, but its generation routes only observe the transfer
-that a decode server asked for (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
+A decode server generates; a prefill server has the same routes, but its generation routes only check a body that a
+router sends to both sides (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
 `/health` and `/metrics`, which probes and scrapers call and which show neither prompts nor configuration.
 """
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from ..configs.errors import UnauthorizedError
 from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig
-from ..scheduler.front import Failed, Observe, Submit
+from ..scheduler.front import Failed, Submit
 from .error_answers import ErrorAnswers
-from .exchange import GenerationResponse, Rendering, read_body
+from .exchange import GenerationResponse, Rendering, prefill_leg, read_body
 from .fields import FieldError, Fields, decode_object, shown
-from .generate import GenerateCall, parse_generate, parse_observe
+from .generate import GenerateCall, parse_generate
 from .generate_reply import GenerateRendering
 from .info import ServerInfo, package_version
+from .lanes import Lanes
 from .leader_client import LeaderClient
 from .limits import Limits
 from .metrics import Metrics
@@ -31,12 +34,14 @@ from .openai_api import OpenAiCall, parse_chat, parse_completion
 from .openai_reply import ChatRendering, CompletionRendering, EchoRendering
 from .output_text import OutputText
 from .outputs import Output
-from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, new_rid
+from .request_ids import KeepsRequestIds, client_request_id
+from .request_log import leg_line
+from .routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .tokenize_api import detokenize, tokenize
 from .tokenizer import Tokenizer
 
-# Bodies above this are parsed and tokenized in a thread: 16 KiB of text is about a millisecond of tokenizing.
-INLINE_BODY_BYTES = 16 << 10
+log = logging.getLogger("pdserve.front")
+
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 
 ParsedT = TypeVar("ParsedT")
@@ -53,14 +58,14 @@ def create_app(
     leader: LeaderClient,
     metrics: Metrics,
     default_sampling: SamplingParams,
-) -> FastAPI:
+) -> ASGIApp:
     """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
     ErrorAnswers(metrics, log_requests=config.log_requests).install(app)
-    return app
+    return KeepsRequestIds(app)
 
 
 class Routes:
@@ -80,6 +85,7 @@ class Routes:
         self._metrics = metrics
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
+        self._lanes = Lanes()
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
@@ -102,21 +108,18 @@ class Routes:
         _post(router, "/flush_cache", self.flush_cache)
         _post(router, "/tokenize", self.tokenize)
         _post(router, "/detokenize", self.detokenize)
-        if self._config.role == "decode":
-            _post(router, "/generate", self.generate)
-            _post(router, "/v1/completions", self.completions)
-            _post(router, "/v1/chat/completions", self.chat_completions)
-        else:
-            for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-                _post(router, path, self.observe)
+        _post(router, "/generate", self.generate)
+        _post(router, "/v1/completions", self.completions)
+        _post(router, "/v1/chat/completions", self.chat_completions)
         return router
 
     async def check_api_key(self, request: Request) -> None:
         if self._config.api_key is None:
             return
         expected = self._config.api_key.get_secret_value().encode()
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), expected):
+        # as latin-1, which headers are, some bytes of a key are white space to str.strip()
+        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
 
     async def health(self) -> Response:
@@ -192,15 +195,21 @@ class Routes:
         return json_response(self._info.load(self._leader.ready))
 
     async def version(self) -> Response:
+        """Only when `/v1/models` answers as well: routers take one that has this route alone for vLLM."""
+        self._leader.check_available()
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await self._parse(request, lambda body: tokenize(body, self._tokenizer))
+        tokens = await self._parse(
+            request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False
+        )
         limit = self._limits().max_total_tokens
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._parse(request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer))
+        text = await self._parse(
+            request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+        )
         return json_response({"text": text})
 
     async def abort_request(self, request: Request) -> Response:
@@ -234,18 +243,10 @@ class Routes:
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
         return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
-    async def observe(self, request: Request) -> Response:
-        """Prefill's leg of a routed request: answers when the transfer of its room has ended."""
-        call = await self._parse(request, lambda body: parse_observe(body, self._config.max_batch_items))
-        messages = [Observe(rid, room) for rid, room in zip(call.rids, call.rooms, strict=True)]
-        outputs = [Output(rid, prompt_tokens=0, logprobs=call.logprobs) for rid in call.rids]
-        rendering = GenerateRendering(call.listed)
-        return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
-
-    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT]) -> ParsedT:
+    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
         body = await read_body(request, self._config.max_body_bytes)
-        return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
+        return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
         ready = self._leader.ready
@@ -253,13 +254,20 @@ class Routes:
         return Limits.of(self._config, ready, self._default_sampling)
 
     def _respond(self, request: Request, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
-        client = request.client.host if request.client is not None else ""
-        messages = [prompt.submit(client) for prompt in call.prompts]
         outputs = [
             Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
             for prompt in call.prompts
             for sample, rid in enumerate(prompt.route.rids)
         ]
+        if self._config.role == "prefill":
+            check_rooms(prompt.route for prompt in call.prompts)
+            if self._config.log_requests:
+                request_id = client_request_id(request.scope)
+                for prompt in call.prompts:
+                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room, request_id))
+            return prefill_leg(outputs, rendering, stream=call.stream)
+        client = request.client.host if request.client is not None else ""
+        messages = [prompt.submit(client) for prompt in call.prompts]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
 

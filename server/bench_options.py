@@ -51,6 +51,15 @@ class BenchOptions:
             return f"{self.concurrency} at a time"
         return "all at once" if math.isinf(self.rate_per_s) else f"{self.rate_per_s:g} a second (Poisson)"
 
+    @property
+    def lengths(self) -> str:
+        """Of prompts and answers, in words."""
+        if self.dataset != "random":
+            return f"{self.dataset} prompts, {self.output_len} tokens out"
+        shared = f"{self.prefix_len} shared + " if self.prefix_len else ""
+        spread = f" (each \u00b1{self.range_ratio:.0%})" if self.range_ratio else ""
+        return f"{shared}{self.input_len} tokens in, {self.output_len} out{spread}"
+
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """All flags. What depends on other flags is checked by `read_bench_options`."""

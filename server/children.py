@@ -6,6 +6,7 @@ that we are killed before we can.
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ class Children:
             for line in process.stdout:
                 text = line.rstrip("\r\n")
                 self._last_lines[name].append(text)
-                self._say(Text.assemble((f"[{name}]".ljust(10), style), text))
+                self._say(Text.assemble((f"[{name}]".ljust(10), style), without_role(text, name)))
 
     def _say(self, line: Text) -> None:
         with self._lock:
@@ -142,6 +143,11 @@ class Children:
                 self._held.append(line)
             else:
                 self._console.print(line, soft_wrap=True)
+
+
+def without_role(line: str, role: str) -> str:
+    """A line of a server's log without its role, which stands before the line already."""
+    return re.sub(rf"^(\S+ \S+ [A-Z]) {re.escape(role)}(?:: | (?=rank |node ))", r"\1 ", line)
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..configs.flags import to_flags
+from ..configs.words import counted
 from ..models.catalog import locate_model
 from .children import ChildEndedError
 from .pair import PairConfig
@@ -134,8 +135,9 @@ def timeline_table(answer: Answer) -> Table:
     total_s = sum(timeline.values())
     decode_s = timeline.get("decode", 0.0)
     rate = f", {(tokens - 1) / decode_s:.0f} tokens/s" if tokens > 1 and decode_s > 0 else ""
+    total_ms = answer.total_s * 1000
     table = Table(
-        title=f"{prompt_tokens} prompt tokens, {tokens} new tokens in {answer.total_s * 1000:.0f} ms",
+        title=f"{counted(prompt_tokens, 'prompt token')}, {counted(tokens, 'new token')} in {total_ms:.0f} ms",
         caption=f"first text after {answer.first_text_s * 1000:.0f} ms{rate}",
     )
     table.add_column("stage")

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..configs.errors import ClientError, TooLargeError
-from ..scheduler.front import Observe, Submit
+from ..scheduler.front import Finished, FinishReason, Submit
 from .http_errors import EngineError, request_id_header
 from .leader_client import Inbox, LeaderClient, Progress
 from .outputs import Delta, Output
+from .request_ids import client_request_id
 
 BODY_TIMEOUT_S = 60.0
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -74,7 +75,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         leader: LeaderClient,
-        messages: Sequence[Submit | Observe],
+        messages: Sequence[Submit],
         outputs: Sequence[Output],
         rendering: Rendering,
         *,
@@ -91,8 +92,8 @@ class GenerationResponse(Response):
         self._stream = stream
         self._group = group
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (ASGI signature)
-        with self._leader.open(self._messages, self._group) as inbox:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._answer_once(inbox, send)
             await run_until_disconnect(work, receive)
 
@@ -133,6 +134,23 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": closing + DONE_EVENT})
 
 
+def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
+    """What a prefill server answers to a body that a router sends to both sides: an answer of no tokens, at once.
+
+    The decode server asks for the prefill, answers the client and retries. Whatever happens to the transfer, or to the
+    decode server, is not this server's failure: a leg that waited for it would hold up the router and its client.
+    """
+    events: list[object] = []
+    for index, output in enumerate(outputs):
+        end = Finished(output.rid, FinishReason("length", length=0), output.prompt_tokens, 0, 0, timeline={})
+        delta = output.advance(Progress(output.rid, terminal=end))
+        events += rendering.events(index, output, delta) if stream else ()
+    if not stream:
+        return Response(msgspec.json.encode(rendering.result(outputs)), media_type="application/json")
+    events += rendering.closing_events(outputs)
+    return Response(_encode_events(events) + DONE_EVENT, media_type="text/event-stream")
+
+
 def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:
     """Take in what is new. With its stop string an output is complete, and the leader hears of it, once."""
     was_complete = output.complete
@@ -149,7 +167,7 @@ def _encode_events(events: Iterable[object]) -> bytes:
 async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
     """Run `work` to its end, or cancel it as soon as the client is gone."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
+    watching = asyncio.ensure_future(wait_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -161,6 +179,7 @@ async def run_until_disconnect(work: Coroutine[object, object, None], receive: R
         working.result()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
+    """Until the client is gone; call it when the whole body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

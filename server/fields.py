@@ -161,6 +161,9 @@ def check_within(value: object, name: str, minimum: float, maximum: float, above
 
 
 def check_integer(value: object, name: str, minimum: int, maximum: int | None = None) -> int:
+    """An integer, which may be written as 1.0: some languages have no other numbers."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise FieldError(name, f"must be an integer, got {shown(value)}")
     if value < minimum or (maximum is not None and value > maximum):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..configs.sampling import LogprobParams, SamplingParams
+from ..configs.words import counted
 from ..scheduler.front import Submit
 from .field_names import refuse_mistakes
 from .fields import (
@@ -24,9 +25,8 @@ from .fields import (
 )
 from .limits import ContextLengthError, Limits
 from .output_text import TextRules
-from .routing import Route, per_prompt, read_rids, read_rooms, read_routes
+from .routing import Route, per_prompt, read_routes
 from .sampling_fields import (
-    MAX_SAMPLES,
     NEUTRAL_SAMPLING_FIELDS,
     Dialect,
     read_samples,
@@ -47,7 +47,7 @@ NEUTRAL_CALL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "image_data": ([],),
     "video_data": ([],),
     "audio_data": ([],),
-    "lora_path": (),
+    "lora_path": ("",),
     "custom_logit_processor": (),
     "session_params": (),
 }
@@ -92,19 +92,6 @@ class GenerateCall:
     text_in_logprobs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ObserveCall:
-    """A checked body on a prefill server: which transfers to wait for."""
-
-    rids: tuple[str, ...]
-    rooms: tuple[int, ...]
-    listed: bool
-    stream: bool
-    group: str | None = None
-    logprobs: LogprobParams | None = None
-    """Prefill reports none, but routers that merge both legs expect the fields where they were asked for."""
-
-
 def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> GenerateCall:
     """Check and tokenize a body. Pure and thread-safe; long bodies are parsed off the event loop."""
     fields = Fields(decode_object(body))
@@ -133,36 +120,20 @@ def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Generat
     return call
 
 
-def parse_observe(body: bytes, max_batch_items: int) -> ObserveCall:
-    """Check the body a router posts to prefill as well as to decode. Only the rooms matter here."""
-    fields = Fields(decode_object(body))
-    given = fields.raw("bootstrap_room")
-    if given is None:
-        raise fields.error(
-            "bootstrap_room",
-            "is required: a prefill server only follows a transfer that a decode server asks for; "
-            "send requests without a room to the decode server",
-        )
-    samples = _count_samples(fields)
-    count, batched = _count_prompts(fields, given, samples)
-    if count > max_batch_items:
-        raise fields.error("bootstrap_room", f"names {count} requests; at most {max_batch_items} are allowed")
-    rids, group = read_rids(fields, count, batched)
-    rooms = read_rooms(fields, count, batched, samples)
-    known = tuple(room for room in rooms if room is not None)
-    if len(known) < count:
-        raise fields.error("bootstrap_room", "must name a room for every prompt")
-    logprobs = LogprobParams() if fields.raw("return_logprob") else None
-    return ObserveCall(rids, known, batched, fields.boolean("stream", False), group, logprobs)
-
-
 def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tuple[int, ...]:
     """A prompt that is neither empty nor too long for this server."""
     if not prompt_ids:
         raise FieldError(name, "is empty; give at least one token")
     if len(prompt_ids) > limits.max_prompt_tokens:
-        raise ContextLengthError(name, f"has {len(prompt_ids)} tokens; {limits.describe_prompt()}")
+        raise ContextLengthError(name, f"has {counted(len(prompt_ids), 'token')}; {limits.describe_prompt()}")
     return prompt_ids
+
+
+def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
+    """Refuse a text that is too long for this server before it is tokenized."""
+    tokens = tokenizer.floor.above(text, limits.max_prompt_tokens)
+    if tokens is not None:
+        raise ContextLengthError(name, f"has at least {tokens} tokens; {limits.describe_prompt()}")
 
 
 def split_batch(value: object, field: str, batched: bool, limits: Limits) -> list[tuple[object, str]]:
@@ -180,6 +151,7 @@ def split_batch(value: object, field: str, batched: bool, limits: Limits) -> lis
 def read_text(value: object, name: str, limits: Limits, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not isinstance(value, str):
         raise FieldError(name, f"must be a string, got {shown(value)}")
+    check_text(value, name, limits, tokenizer)
     return check_prompt(tuple(tokenizer.encode(value)) if value else (), name, limits)
 
 
@@ -231,26 +203,3 @@ def _read_logprobs(fields: Fields, prompts: Sequence[tuple[int, ...]], batched: 
         else:
             logprobs.append(LogprobParams(top=top_count, start=None if first == -1 else first))
     return logprobs
-
-
-def _count_prompts(fields: Fields, rooms: object, samples: int) -> tuple[int, bool]:
-    """How many prompts a body holds, without checking them, and whether they are a list."""
-    prompts, batched = 1, False
-    for name in ("text", "prompt", "input_ids"):
-        value = fields.raw(name)
-        if isinstance(value, list) and value and isinstance(value[0], list | str):
-            prompts, batched = len(value), True
-    if not isinstance(rooms, list) or (samples > 1 and len(rooms) == prompts * samples):
-        return prompts, batched
-    if not rooms:
-        raise fields.error("bootstrap_room", "is empty; name at least one room")
-    return len(rooms), True
-
-
-def _count_samples(fields: Fields) -> int:
-    """`n` of a body whose sampling decode checks."""
-    params = fields.raw("sampling_params")
-    for value in (params.get("n") if isinstance(params, dict) else None, fields.raw("n")):
-        if isinstance(value, int) and 1 <= value <= MAX_SAMPLES:
-            return value
-    return 1

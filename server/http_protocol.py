@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread.
 
-And without its weakness for clients that offer HTTP/2, as Java's does with every request.
+Two of its defects are mended: the body of a request that offers HTTP/2, as Java's client does, was lost, and clients of
+HTTP/1.0, which know no chunks, got chunks.
 """
 
 import array
@@ -9,16 +10,46 @@ import fcntl
 import logging
 import re
 import termios
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .http_errors import error_object
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.http")
+
+HEADER_LINE_BYTES = 4
+"""What a header line has beside name and value: a colon, a space and the end of the line."""
+
+HANG_UP_S = 1.0
+"""How long a client that was refused may go on sending before its connection is closed."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class HeadersTooLargeError(Exception):
+    """A request was answered with 431 while its headers were parsed."""
+
+
+class UnframedSend:
+    """`send` for a client of HTTP/1.0: a body whose length is not known beforehand ends with the connection, which
+    uvicorn closes after every answer to such a client.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._unframed = False
+
+    async def __call__(self, message: Any) -> None:  # Any: ASGI's messages have different types in each library
+        if message["type"] == "http.response.start":
+            self._unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._unframed:
+                self._cycle.chunked_encoding = False
+        elif self._unframed:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+        await self._send(message)
 
 
 class PatientHttpProtocol(HttpToolsProtocol):
@@ -38,6 +69,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
     max_header_bytes: ClassVar[int] = 64 << 10
     _waiting: asyncio.TimerHandle | None = None
     _headers_due: asyncio.TimerHandle | None = None
+    _hanging_up: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _in_body = False
 
@@ -46,13 +78,14 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
+        if self._hanging_up is not None:
+            return
         super().data_received(data if self._in_body else without_upgrade(data))
-        if self._headers_due is None or self.transport.is_closing():
+        if self._headers_due is None:
             return
         self._header_bytes += len(data)
         if self._header_bytes > self.max_header_bytes:
-            limit = self.max_header_bytes
-            self._refuse(b"431 Request Header Fields Too Large", 431, "too_large", f"headers are over {limit} bytes")
+            self._refuse_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -61,15 +94,22 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_expecting_headers()
+        size = len(self.url) + sum(len(name) + len(value) + HEADER_LINE_BYTES for name, value in self.headers)
+        if size > self.max_header_bytes:
+            self._refuse_headers()
+            raise HeadersTooLargeError  # so that the parser reads no further
         self._in_body = True
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[method-assign]  # uvicorn makes the cycle itself
 
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
+        if self._hanging_up is None:
+            self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -81,6 +121,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._hanging_up is not None:
+            self._hanging_up.cancel()
         self._stop_expecting_headers()
         super().connection_lost(exc)
 
@@ -98,12 +140,19 @@ class PatientHttpProtocol(HttpToolsProtocol):
             self._headers_due.cancel()
             self._headers_due = None
 
+    def _refuse_headers(self) -> None:
+        message = f"headers are over {self.max_header_bytes} bytes"
+        self._refuse(b"431 Request Header Fields Too Large", 431, "too_large", message)
+
     def _refuse(self, status_line: bytes, status: int, code: str, message: str) -> None:
         """Answer what never became a request, in the shape of all other errors, and hang up."""
         body = msgspec.json.encode({"error": error_object(status, code, message)})
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status_line, len(body)) + body)
-        self.transport.close()
+        self.transport.write_eof()
+        # what the client still sends is read, and ignored: a closed socket would reset the connection before it reads
+        self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
+        self._stop_expecting_headers()
 
     def _wait(self) -> None:
         self._stop_waiting()

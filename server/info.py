@@ -9,6 +9,7 @@ from ..configs.load import public_dict
 from ..configs.schema import AnyServerConfig, PrefillConfig
 from ..scheduler.front import PeerStatus, Ready
 from ..scheduler.lifecycle import State, TransferState
+from ..transfer.events import describe_absence
 from .leader_client import LeaderClient
 
 WAITING_STATES = (State.QUEUED.value, TransferState.WAITING.value)
@@ -42,10 +43,23 @@ class ServerInfo:
             "status": "ok" if not reasons else "unavailable",
             "state": self._leader.state,
             "reasons": reasons,
+            "warnings": self._warnings(),
             "role": self._config.role,
             "peers": self._peers(),
         }
         return not reasons, report
+
+    def _warnings(self) -> list[str]:
+        """What keeps this server from its work and is not its own: a decode server without a prefill server."""
+        peers = self._peers()
+        if self._config.role == "prefill" or self._leader.status is None or any(p.state == "paired" for p in peers):
+            return []
+        if not peers:
+            return [
+                "no prefill server is known: give --prefill, or name one in requests as routers do (bootstrap_host)"
+            ]
+        known = {peer.endpoint: peer.detail or peer.state for peer in peers}
+        return [f"no prefill server is paired: {describe_absence(known)}"]
 
     def model(self, ready: Ready) -> dict[str, object]:
         return {
@@ -71,7 +85,7 @@ class ServerInfo:
             "id": self.model_name,
             "object": "model",
             "created": int(self._started_at),
-            "owned_by": "pdserve",
+            "owned_by": "sglang",  # by this routers know which requests we take: those with bootstrap_room
             "root": ready.model.path,
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }

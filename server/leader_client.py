@@ -7,12 +7,11 @@ closes its `Inbox`; the leader is told with Cancel, and the request id stays tak
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
+import os
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -27,8 +26,7 @@ from ..scheduler.front import (
     Failed,
     Finished,
     FlushCache,
-    InputLogprobs,
-    Observe,
+    Prefilled,
     Ready,
     StartupFailed,
     Status,
@@ -40,12 +38,12 @@ from ..scheduler.front import (
     ToLeader,
 )
 from .metrics import Metrics
-from .request_log import end_line
+from .request_log import end_line, request_name
 
 log = logging.getLogger("pdserve.front")
 
 LeaderState = Literal["starting", "ready", "stopping", "dead"]
-RequestEvent = Tokens | InputLogprobs | Finished | Failed
+RequestEvent = Tokens | Prefilled | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
 OVERDUE_S = 0.5
@@ -64,7 +62,7 @@ class Progress:
     rid: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    input_logprobs: tuple[TokenLogprob, ...] = ()
+    prefilled: Prefilled | None = None
     terminal: Finished | Failed | None = None
 
 
@@ -88,8 +86,9 @@ class Inbox:
     only. Leaving the `with` block cancels what has not ended.
     """
 
-    def __init__(self, client: "LeaderClient", group: str | None) -> None:
+    def __init__(self, client: "LeaderClient", group: str | None, request_id: str | None) -> None:
         self.group = group
+        self.request_id = request_id
         self.open_rids: set[str] = set()
         self._client = client
         self._unread: dict[str, Progress] = {}
@@ -118,8 +117,8 @@ class Inbox:
             case Tokens():
                 progress.token_ids.extend(message.token_ids)
                 progress.logprobs.extend(message.logprobs)
-            case InputLogprobs():
-                progress.input_logprobs = message.logprobs
+            case Prefilled():
+                progress.prefilled = message
             case Finished() | Failed():
                 progress.terminal = message
         if self._waiter is not None and not self._waiter.done():
@@ -140,18 +139,19 @@ class Inbox:
 
 
 class LeaderClient:
-    """Owns the PAIR socket and its directory. All methods run on the event loop that created it."""
+    """Owns the PAIR socket. All methods run on the event loop that created it."""
 
     def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
         self._config = config
-        self._directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
-        self.address = f"ipc://{self._directory}/leader"
+        # in Linux's abstract namespace: there is no file, which a front that is killed would leave behind
+        self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         # The leader bounds the work it accepts (429), so neither direction may block or drop here.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # such a name can be seen by other users
         self._socket.bind(self.address)
         self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
         self._encoder = msgspec.msgpack.Encoder()
@@ -210,7 +210,7 @@ class LeaderClient:
         """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
         return await asyncio.shield(self._started)
 
-    def open(self, messages: Iterable[Submit | Observe], group: str | None = None) -> Inbox:
+    def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
         """Hand requests to the leader, all or none of them.
 
         Raises UnavailableError unless the leader serves and is well, and DuplicateRequestError when a request id is in
@@ -224,7 +224,7 @@ class LeaderClient:
                 where = "twice in this call" if rid in seen else "by a request that has not ended"
                 raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
             seen.add(rid)
-        inbox = Inbox(self, group)
+        inbox = Inbox(self, group, request_id)
         now = time.monotonic()
         for message in batch:
             for rid in _rids(message):
@@ -313,10 +313,9 @@ class LeaderClient:
         self._overdue.clear()
 
     def close(self) -> None:
-        """Release the socket and its directory."""
+        """Release the socket."""
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, message: ToLeader) -> bool:
         """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
@@ -359,7 +358,7 @@ class LeaderClient:
 
     def _dispatch(self, message: ToFront) -> None:
         match message:
-            case Tokens() | InputLogprobs() | Finished() | Failed():
+            case Tokens() | Prefilled() | Finished() | Failed():
                 self._deliver(message)
             case Status():
                 self._status, self._status_at = message, time.monotonic()
@@ -371,11 +370,9 @@ class LeaderClient:
                 if not self._started.done():
                     self._set_startup_error(message.message)
 
-    def _watch_deadline(self, rid: str, message: Submit | Observe) -> asyncio.TimerHandle | None:
-        """The leader ends a request at its deadline; while it hangs, nobody but this process can. Observers have no
-        deadline of their own: they are answered with the transfer that they wait for.
-        """
-        if isinstance(message, Observe) or not isinstance(self._config, DecodeConfig):
+    def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
+        """The leader ends a request at its deadline; while it hangs, nobody but this process can."""
+        if not isinstance(self._config, DecodeConfig):
             return None
         server_s = self._config.request_timeout_s
         deadline_s, field = server_s, "request_timeout_s"
@@ -408,14 +405,15 @@ class LeaderClient:
             case Tokens():
                 self._metrics.tokens_arrived(len(message.token_ids), entry.opened_at, entry.last_token_at, now)
                 entry.last_token_at = now
-            case InputLogprobs():
+            case Prefilled():
                 pass
             case Finished() | Failed():
                 elapsed_s = now - entry.opened_at
                 if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
-                    log.warning("request %s failed with %d: %s", message.rid, message.status, message.message)
+                    name = request_name(message.rid, entry.inbox.request_id)
+                    log.warning("%s failed with %d: %s", name, message.status, message.message)
                 elif self._config.log_requests:
-                    log.info("%s", end_line(message, elapsed_s))
+                    log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
                 del self._open[message.rid]
                 if entry.overdue is not None:
                     entry.overdue.cancel()
@@ -430,8 +428,8 @@ class LeaderClient:
             self._started.exception()  # marked as seen: the error is also reported when nobody waits any more
 
 
-def _rids(message: Submit | Observe) -> tuple[str, ...]:
-    return (message.rid, *message.more_rids) if isinstance(message, Submit) else (message.rid,)
+def _rids(message: Submit) -> tuple[str, ...]:
+    return (message.rid, *message.more_rids)
 
 
 def _gone(rid: str, message: str) -> Failed:

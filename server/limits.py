@@ -40,8 +40,9 @@ class Limits:
 
     @classmethod
     def of(cls, config: AnyServerConfig, ready: Ready, default_sampling: SamplingParams) -> "Limits":
-        total = min(ready.model.context_length, ready.max_total_tokens)
-        new_tokens = config.max_new_tokens_limit if isinstance(config, DecodeConfig) else None
+        total, new_tokens = ready.model.context_length, None
+        if isinstance(config, DecodeConfig):  # prompt and output share its KV pool; prefill holds prompts, one by one
+            total, new_tokens = min(total, ready.max_total_tokens), config.max_new_tokens_limit
         return cls(
             vocab_size=ready.model.vocab_size,
             eos_token_ids=frozenset(ready.model.eos_token_ids),

@@ -85,11 +85,24 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format the scraper prefers."""
         encoder, content_type = choose_encoder(accept)
-        return encoder(self.registry), content_type
+        return encoder(_WithSamples(self.registry)), content_type
 
     def _own_names(self) -> Iterator[str]:
         for family in self.registry.collect():
             yield family.name
+
+
+class _WithSamples(CollectorRegistry):
+    """The families of another registry that have samples. sglang-router adds up the metrics of all servers, and fails
+    altogether when a family has labels on one of them and, because it is empty, none on another.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        return (family for family in self._registry.collect() if family.samples)
 
 
 class _TokenCollector(Collector):
@@ -153,14 +166,15 @@ class _LeaderCollector(Collector):
         for state, count in status.states.items():
             states.add_metric([state], count)
         yield states
-        paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=["endpoint"])
+        labels = ["endpoint", "instance_id"]  # prefill sees the address only, which several decode servers may share
+        paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=labels)
         round_trip = GaugeMetricFamily(
-            "pdserve_peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=["endpoint"]
+            "pdserve_peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=labels
         )
-        for peer in {peer.endpoint: peer for peer in status.peers}.values():
-            paired.add_metric([peer.endpoint], float(peer.state == "paired"))
+        for names, peer in {(peer.endpoint, peer.instance or ""): peer for peer in status.peers}.items():
+            paired.add_metric(names, float(peer.state == "paired"))
             if peer.round_trip_ms is not None:
-                round_trip.add_metric([peer.endpoint], peer.round_trip_ms / 1000)
+                round_trip.add_metric(names, peer.round_trip_ms / 1000)
         yield paired
         yield round_trip
 

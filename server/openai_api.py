@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..configs.sampling import LogprobParams
 from .field_names import refuse_mistakes
 from .fields import FieldError, Fields, as_fields, check_integer, decode_object, shown
-from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, read_ids, read_text, split_batch
+from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, check_text, read_ids, read_text, split_batch
 from .limits import Limits
 from .prompt_echo import Echo, make_echo
 from .routing import read_routes
@@ -57,11 +57,12 @@ NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "return_hidden_states": (False,),
-    "lora_path": (),
+    "lora_path": ("",),
     "custom_logit_processor": (),
 }
 
 NEUTRAL_MESSAGE_FIELDS: Mapping[str, tuple[object, ...]] = {"tool_calls": ([],), "function_call": ()}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 # Names that `/generate` has for the same thing.
@@ -115,12 +116,19 @@ def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
     if not given:
         raise FieldError("messages", "is required and must not be empty")
     refuse_unsupported(fields, {"add_special_tokens": (False,), "echo": (False,)})
-    prompt_ids = check_prompt(read_chat(fields, given, tokenizer), "messages", limits)
+    text = read_chat(fields, given, tokenizer)
+    check_text(text, "messages", limits, tokenizer)
+    prompt_ids = check_prompt(encode_chat(text, tokenizer), "messages", limits)
     return _read_call(fields, limits, [prompt_ids], False, DEFAULT_CHAT_TOKENS, _read_chat_logprobs(fields))
 
 
-def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a chat. With `continue_final_message` the answer goes on with the last message's own words."""
+def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of a rendered chat. The template writes the BOS token itself."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> str:
+    """The text of a chat. With `continue_final_message` the answer goes on with the last message's own words."""
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     variables = _read_template_variables(fields)
     add_generation_prompt = fields.boolean("add_generation_prompt", True)
@@ -130,9 +138,7 @@ def read_chat(fields: Fields, given: list[object], tokenizer: Tokenizer) -> tupl
         if last["role"] != "assistant":
             raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
         begun, add_generation_prompt = last["content"], True
-    rendered = tokenizer.render_chat(messages, add_generation_prompt, variables)
-    # the template writes the BOS token itself
-    return tuple(tokenizer.encode(rendered + begun, add_special_tokens=False))
+    return tokenizer.render_chat(messages, add_generation_prompt, variables) + begun
 
 
 def _read_call(
@@ -207,6 +213,8 @@ def _read_message(value: object, path: str) -> dict[str, str]:
     role = message.string("role", 64)
     if role is None:
         raise message.error("role", "is required")
+    if role.lower() not in ROLES:
+        raise message.error("role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
     content = message.raw("content")
     if isinstance(content, list):
         parts = [as_fields(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
@@ -216,4 +224,4 @@ def _read_message(value: object, path: str) -> dict[str, str]:
         content = "".join(str(part.raw("text")) for part in parts)
     if not isinstance(content, str):
         raise message.error("content", f"must be a string or an array of text parts, got {shown(content)}")
-    return {"role": role, "content": content}
+    return {"role": role.lower(), "content": content}

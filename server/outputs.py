@@ -21,15 +21,14 @@ class Output:
     """One request's output; nothing in it is ever taken back.
 
     Token ids keep the stop token that ended the request, which text does not show. At a stop string the output is
-    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing. Without
-    `text` (the observer leg on prefill) only ids are kept.
+    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
     """
 
     def __init__(
         self,
         rid: str,
         prompt_tokens: int,
-        text: OutputText | None = None,
+        text: OutputText,
         logprobs: LogprobParams | None = None,
         sample: int = 0,
     ) -> None:
@@ -41,6 +40,7 @@ class Output:
         self.text_offsets: list[int] = []
         """With log-probabilities: where in the text each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
+        self.cached_tokens = 0
         self.stop_string: str | None = None
         """The stop string that completed the output."""
         self.terminal: Finished | Failed | None = None
@@ -76,10 +76,6 @@ class Output:
         return len(self.token_ids)
 
     @property
-    def cached_tokens(self) -> int:
-        return self.terminal.cached_tokens if isinstance(self.terminal, Finished) else 0
-
-    @property
     def timeline(self) -> dict[str, float]:
         return self.terminal.timeline if isinstance(self.terminal, Finished) else {}
 
@@ -91,23 +87,22 @@ class Output:
         """Take in new events. Nothing may follow a terminal one."""
         assert self.terminal is None, f"request {self.rid} went on after its end"
         first_token = len(self.token_ids)
-        if progress.input_logprobs:
-            self.input_logprobs = progress.input_logprobs
+        if progress.prefilled is not None:
+            self.input_logprobs = progress.prefilled.input_logprobs
+            self.cached_tokens = progress.prefilled.cached_tokens
         text = self._take_tokens(progress)
         if progress.terminal is not None:
-            if self._text is not None:
-                text += self._text.finish()
-                self.stop_string = self._text.stop_string
+            text += self._text.finish()
+            self.stop_string = self._text.stop_string
             self.terminal = progress.terminal
+            if isinstance(self.terminal, Finished):
+                self.cached_tokens = self.terminal.cached_tokens
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)
         return Delta(text, first_token)
 
     def _take_tokens(self, progress: Progress) -> str:
-        if self._text is None:
-            self.token_ids.extend(progress.token_ids)
-            return ""
         with_logprobs = self.wanted_logprobs is not None
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
         shown = ""

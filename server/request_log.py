@@ -5,21 +5,36 @@ Messages of refusals are left out: they quote the field that was wrong, which ma
 
 from starlette.requests import Request
 
+from ..configs.words import counted
 from ..scheduler.front import Failed, Finished
 from .fields import shortened, shown
+from .request_ids import client_request_id
 
 SHORTEST_SHOWN_S = 0.0005
 """Stages that would be shown as 0.000 are not."""
 
 
-def end_line(end: Finished | Failed, elapsed_s: float) -> str:
+def request_name(rid: str, request_id: str | None) -> str:
+    """What the log calls a request: its `rid` and, where the client has sent one, its `X-Request-Id`."""
+    return f"request {rid}" if request_id is None else f"request {rid} (X-Request-Id {request_id})"
+
+
+def end_line(end: Finished | Failed, elapsed_s: float, request_id: str | None = None) -> str:
     """Of a request that the engine has seen."""
+    name = request_name(end.rid, request_id)
     if isinstance(end, Failed):
-        return f"request {end.rid}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
+        return f"{name}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
     stages = [f"{stage} {seconds:.3f}" for stage, seconds in end.timeline.items() if seconds >= SHORTEST_SHOWN_S]
     return (
-        f"request {end.rid}: {end.reason.type}, {end.prompt_tokens} prompt tokens ({end.cached_tokens} cached), "
+        f"{name}: {end.reason.type}, {counted(end.prompt_tokens, 'prompt token')} ({end.cached_tokens} cached), "
         f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)})"
+    )
+
+
+def leg_line(rid: str, prompt_tokens: int, room: int | None, request_id: str | None) -> str:
+    """Of a body that a router has sent to a prefill server, too."""
+    return (
+        f"{request_name(rid, request_id)}: {counted(prompt_tokens, 'prompt token')} in room {room}, for a decode server"
     )
 
 
@@ -29,4 +44,6 @@ def refusal_line(request: Request, status: int, code: str, param: str | None = N
     # both are the client's words: the path as it came, percent-encoded, the field as JSON; a line stays a line
     path = request.scope["raw_path"].decode("ascii")
     field = "" if param is None else f" for {shown(param)}"
-    return f"{request.method} {shortened(path)} from {client}: {status} {code}{field}"
+    request_id = client_request_id(request.scope)
+    named = "" if request_id is None else f" (X-Request-Id {request_id})"
+    return f"{request.method} {shortened(path)} from {client}{named}: {status} {code}{field}"

@@ -7,10 +7,11 @@ send a room for every sample: the first of a prompt's rooms is used.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..configs.allowed_hosts import AllowedHosts
+from ..configs.words import counted
 from .fields import FieldError, Fields, check_integer, check_string, shown
 from .limits import Limits
 
@@ -42,8 +43,8 @@ def read_routes(
     fields: Fields, prompts: int, batched: bool, samples: int, limits: Limits
 ) -> tuple[Sequence[Route], str | None]:
     """A route for each prompt, and the one id of the whole call where it has one."""
-    rids, group = read_rids(fields, prompts, batched)
-    rooms = read_rooms(fields, prompts, batched, samples)
+    rids, group = _read_rids(fields, prompts, batched)
+    rooms = _read_rooms(fields, prompts, batched, samples)
     endpoints = _read_endpoints(fields, prompts, batched, samples, limits.bootstrap_hosts)
     priority = fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
     timeout_s = _read_timeout_s(fields)
@@ -61,7 +62,7 @@ def read_routes(
     return routes, group
 
 
-def read_rids(fields: Fields, prompts: int, batched: bool) -> tuple[tuple[str, ...], str | None]:
+def _read_rids(fields: Fields, prompts: int, batched: bool) -> tuple[tuple[str, ...], str | None]:
     given = per_prompt(fields, "rid", prompts, batched)
     if given is not None:
         rids = tuple(new_rid() if rid is None else _check_rid(rid, f"rid[{index}]") for index, rid in enumerate(given))
@@ -72,7 +73,7 @@ def read_rids(fields: Fields, prompts: int, batched: bool) -> tuple[tuple[str, .
     return tuple(f"{rid}_{index}" for index in range(prompts)), rid
 
 
-def read_rooms(fields: Fields, prompts: int, batched: bool, samples: int = 1) -> tuple[int | None, ...]:
+def _read_rooms(fields: Fields, prompts: int, batched: bool, samples: int = 1) -> tuple[int | None, ...]:
     given = per_prompt(fields, "bootstrap_room", prompts, batched, samples)
     if given is None:
         first = fields.integer("bootstrap_room", 0, MAX_ROOM - prompts + 1)
@@ -85,6 +86,16 @@ def read_rooms(fields: Fields, prompts: int, batched: bool, samples: int = 1) ->
     if len(set(named)) < len(named):
         raise fields.error("bootstrap_room", "names a room twice; every prompt needs a room of its own")
     return rooms
+
+
+def check_rooms(routes: Iterable[Route]) -> None:
+    """On a prefill server: every prompt is one that a decode server was sent, too."""
+    if any(route.room is None for route in routes):
+        raise FieldError(
+            "bootstrap_room",
+            "is required for every prompt: a prefill server computes what a decode server asks for; "
+            "send requests without a room to the decode server",
+        )
 
 
 def per_prompt(fields: Fields, field: str, prompts: int, batched: bool, samples: int = 1) -> list[object] | None:
@@ -100,7 +111,7 @@ def per_prompt(fields: Fields, field: str, prompts: int, batched: bool, samples:
     if not batched:
         raise fields.error(field, f"is an array of {len(value)} but the call holds a single prompt")
     if len(value) != prompts:
-        raise fields.error(field, f"is an array of {len(value)} but the call holds {prompts} prompts")
+        raise fields.error(field, f"is an array of {len(value)} but the call holds {counted(prompts, 'prompt')}")
     return value
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..configs.sampling import SamplingParams
+from ..configs.words import counted
 from .fields import FieldError, Fields, check_string, check_token_ids, check_within, shown
 from .limits import ContextLengthError, Limits
 from .output_text import TextRules
@@ -63,8 +64,8 @@ def read_samples(prompts: Sequence[Fields], limits: Limits) -> int:
     if total > limits.max_batch_items:
         raise prompts[0].error(
             "n",
-            f"asks for too many results: {len(prompts)} prompts x {samples[0]} samples = {total}; "
-            f"at most {limits.max_batch_items} (max_batch_items) are allowed",
+            f"asks for too many results: {counted(len(prompts), 'prompt')} x {samples[0]} samples = {total}; at most "
+            f"{limits.max_batch_items} (max_batch_items) are allowed",
         )
     return samples[0]
 

@@ -1,12 +1,19 @@
 """`/tokenize` and `/detokenize`: what a prompt comes to before it is sent, by the tokenizer and template that serve."""
 
 from .fields import FieldError, Fields, check_token_ids, decode_object, shown
-from .openai_api import MAX_MESSAGES, read_chat
+from .generate import check_text
+from .limits import Limits
+from .openai_api import MAX_MESSAGES, encode_chat, read_chat
 from .tokenizer import Tokenizer
 
+LONG_TEXT_CHARACTERS = 1 << 20
 
-def tokenize(body: bytes, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of `prompt` as `/generate` and `/v1/completions` see it, or of `messages` as a chat."""
+
+def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of `prompt` as `/generate` and `/v1/completions` see it, or of `messages` as a chat.
+
+    Also of text that is too long for a prompt, so that clients can cut it, up to a megabyte.
+    """
     fields = Fields(decode_object(body))
     messages = fields.array("messages", MAX_MESSAGES)
     prompt = fields.raw("prompt")
@@ -14,10 +21,18 @@ def tokenize(body: bytes, tokenizer: Tokenizer) -> tuple[int, ...]:
         given = "both were" if prompt is not None else "neither was"
         raise FieldError("prompt", f"or messages: give exactly one of them; {given} given")
     if messages is not None:
-        return read_chat(fields, messages, tokenizer)
+        text = read_chat(fields, messages, tokenizer)
+        _check_size(text, "messages", limits, tokenizer)
+        return encode_chat(text, tokenizer)
     if not isinstance(prompt, str):
         raise FieldError("prompt", f"must be a string, got {shown(prompt)}")
+    _check_size(prompt, "prompt", limits, tokenizer)
     return tuple(tokenizer.encode(prompt, add_special_tokens=fields.boolean("add_special_tokens", True)))
+
+
+def _check_size(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
+    if len(text) > LONG_TEXT_CHARACTERS:
+        check_text(text, name, limits, tokenizer)
 
 
 def detokenize(body: bytes, vocab_size: int, tokenizer: Tokenizer) -> str:

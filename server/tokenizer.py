@@ -23,6 +23,8 @@ from ..models.catalog import ModelSource
 from ..models.gguf_file import GgufFile
 from ..models.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ..models.json_fields import read_json
+from .byte_level import BYTE_LEVEL
+from .token_floor import TokenFloor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
@@ -86,6 +88,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoder_kinds = _decoder_kinds(backend)
+        self.floor = TokenFloor(backend, self._find_bytes)
         self._lengths_alone: dict[int, int] = {}
         self._bytes: dict[int, bytes] = {}
 
@@ -163,7 +166,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if "ByteLevel" in self._decoder_kinds:
-            return b"".join(_BYTE_LEVEL.get(character) or character.encode() for character in piece)
+            return b"".join(BYTE_LEVEL.get(character) or character.encode() for character in piece)
         if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
             return bytes([int(piece[3:-1], 16)])
         if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
@@ -237,15 +240,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _byte_level_alphabet() -> dict[str, bytes]:
-    """How byte-level BPE writes bytes in its vocabulary: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    return alphabet | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 

@@ -29,7 +29,6 @@ DECIDING = (
     "hot_buffers.py",
     "intake.py",
     "lifecycle.py",
-    "observers.py",
     "orders.py",
     "prefill.py",
     "prefill_limits.py",

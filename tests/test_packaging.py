@@ -55,7 +55,7 @@ def test_the_wheel_is_one_package_of_all_folders(built: Path) -> None:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".py", ".yaml", ".cu", ".cuh"}
-    }
+    } | {"pdserve/py.typed"}
     assert ours - names == set()
     strangers = {
         name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))
@@ -87,6 +87,26 @@ def test_the_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: 
     script = "from pdserve.configs.load import find_config_file; print(find_config_file('local'))"
     preset = run(installed_python, "-I", "-c", script, cwd=tmp_path).strip()
     assert Path(preset).is_relative_to(installed_python.parents[1])
+
+
+def test_an_uninstall_leaves_nothing(built: Path, tmp_path: Path) -> None:
+    """Neither byte code nor what Numba has compiled, which is kept in the user's cache folder."""
+    environment, home = tmp_path / "venv", tmp_path / "home"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    (wheel,) = built.glob("*.whl")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
+    (site_packages / "pdserve").resolve(strict=True)
+    compile_one = "import os, sys; os.environ['HOME'] = sys.argv[1]; import pdserve.kernels.swiglu_numba"
+    run(python, "-I", "-c", compile_one, str(home), cwd=tmp_path)
+    run(python, "-I", "-m", "pdserve.server", "version", cwd=tmp_path)
+    assert list(home.rglob("*.nbc")), "the kernel was compiled, and kept"
+    run(*pip, "uninstall", "--yes", "pdserve", cwd=tmp_path)
+    assert [path.name for path in site_packages.iterdir()] == ["outer.pth"]
+    assert [path.name for path in (environment / "bin").iterdir() if "pdserve" in path.name] == []
 
 
 def test_no_folder_of_ours_is_importable_by_its_bare_name(installed_python: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
 import zmq
 
 from ..configs.logs import RateLimitedLog
@@ -49,6 +50,8 @@ SEND_QUEUE_MESSAGES = 10_000
 MAX_SOCKETS = 8192
 """Of ZMQ, in one process. Decode has three for each prefill endpoint."""
 REMEMBERED_WARNINGS = 1024
+GOODBYE_S = 0.3
+"""How long close() waits for paired peers to hear that this server leaves."""
 LAST_WORDS_S = 1.0
 """How long close() waits for paired peers to acknowledge what was sent to them before."""
 
@@ -203,6 +206,7 @@ class Control(ABC):
     def _say_last_words(self) -> None:
         """Go on until paired peers have acknowledged everything. They answer each heartbeat, and that acknowledges."""
         ends_at = time.monotonic() + LAST_WORDS_S
+        self._say_goodbye()
         while self._work or any(_owes(session) for session in self._sessions()):
             if time.monotonic() >= ends_at:
                 owed = {str(session): session.link.pending for session in self._sessions() if _owes(session)}
@@ -210,6 +214,20 @@ class Control(ABC):
                 return
             for session in self._sessions():
                 session.heartbeat_at = self._clock()
+            self._turn()
+
+    def _say_goodbye(self) -> None:
+        """Heartbeats say that this server leaves; the answer to one says that the peer knows, to whom its end is no
+        loss then.
+        """
+        peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
+        for session in peers:
+            session.round_trip_s = None
+            self._beat(session, self._clock())
+        ends_at = time.monotonic() + GOODBYE_S
+        while time.monotonic() < ends_at and any(
+            session.state is SessionState.PAIRED and session.round_trip_s is None for session in peers
+        ):
             self._turn()
 
     def _turn(self) -> None:
@@ -350,7 +368,10 @@ class Control(ABC):
         session.state = SessionState.LOST
         session.detail = reason
         self._counts["peers_lost"] += 1
-        logger.warning("lost %s: %s", session, reason)
+        if session.load.accepting:
+            logger.warning("lost %s: %s", session, reason)
+        else:
+            logger.info("%s has stopped", session)
         self._emit(PeerLost(session.instance, reason))
 
     def _end(self, session: Session, reason: str) -> None:
@@ -380,7 +401,8 @@ class Control(ABC):
 
     def _current_load(self) -> Load:
         try:
-            return self._load()
+            load = self._load()
+            return msgspec.structs.replace(load, accepting=False) if self._stopping.is_set() else load
         except Exception:
             self._counts["event_errors"] += 1
             self._errors.exception("load() failed")

@@ -15,9 +15,10 @@ import zmq
 from ..configs.allowed_hosts import AllowedHosts
 from .control import MESSAGES_PER_TURN, Control
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
-from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeerUp
+from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable, PeerUp
 from .messages import Hello, InstanceId, Load, Refused, Welcome
 from .pairing import describe_versions
+from .reachability import Reachability
 from .session import Session, SessionState, Timing
 from .wakeup import ConnectionMonitor
 from .wire import Buffer
@@ -122,6 +123,7 @@ class DecodeControl(Control):
         self._endpoints: dict[str, _Endpoint] = {}
         self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance that was announced
         self._attempts = 0
+        self._reachability = Reachability()
 
     def connect(self, endpoint: str, *, client: str | None = None) -> None:
         """Pair with the prefill server at HOST:PORT, now or whenever it is there. Again is a no-op. Any thread.
@@ -185,6 +187,7 @@ class DecodeControl(Control):
 
     def _give_up(self, place: _Endpoint, reason: str, now: float) -> None:
         self._end_attempt(place, reason, now)
+        self._reachability.forget(place.endpoint)
         del self._endpoints[place.endpoint]
         self._noise.warning("prefill endpoint %s of a request is given up: %s", place.endpoint, reason)
 
@@ -259,7 +262,9 @@ class DecodeControl(Control):
             self._poller.unregister(place.socket)
             place.socket.close(linger=0)
             place.socket = None
-        if place.connection is not None:
+        if place.connection is None:
+            self._reachability.failed(place.endpoint, now)
+        else:
             if not place.unpaired:
                 place.wanted_at = now  # its server may come back
             connection, place.connection = place.connection, None
@@ -303,6 +308,7 @@ class DecodeControl(Control):
             kind, value = event
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 assert place.socket is not None
+                self._reachability.forget(place.endpoint)
                 place.failed_handshakes = 0
                 place.refused = False
                 place.detail = None
@@ -436,10 +442,17 @@ class DecodeControl(Control):
                     )
             elif not place.resolving and now >= place.attempt_at:
                 self._begin_attempt(place, now)
+        reasons = self._reachability.report(self._snapshot, now)
+        if reasons is not None:
+            self._emit(PeersUnreachable(reasons))
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [
-            PeerSnapshot(place.endpoint, "refused" if place.refused else "connecting", detail=place.detail)
+            PeerSnapshot(
+                place.endpoint,
+                "refused" if place.refused else "connecting",
+                detail=self._reachability.reason(place.endpoint) or place.detail,
+            )
             if place.connection is None
             else place.connection.snapshot(place.endpoint)
             for place in self._endpoints.values()

@@ -5,11 +5,16 @@ silent and is back) or PeerClosed (it is not coming back under this connection).
 PeerUp .. PeerLost: what a peer sends meanwhile it sends again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from .messages import AnyMessage, Hello, InstanceId, Load, Welcome
 from .wire import IntArray
+
+MOST_SHOWN = 4
+"""Endpoints that one line names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,20 @@ class PeerRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersUnreachable:
+    """Why no server is paired at these endpoints (decode); takes the place of what was said before."""
+
+    reasons: Mapping[str, str]
+
+
+def describe_absence(reasons: Mapping[str, str]) -> str:
+    """The first few of them in one line."""
+    shown = [f"{endpoint}: {reason}" for endpoint, reason in islice(reasons.items(), MOST_SHOWN)]
+    more = len(reasons) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+@dataclass(frozen=True, slots=True)
 class MessageReceived:
     """One message of a paired peer, delivered once and in the order it was sent."""
 
@@ -81,7 +100,15 @@ class SendFailed:
 
 
 Event: TypeAlias = (
-    PeerUp | PeerAlias | PeerLost | PeerClosed | PeerRefused | MessageReceived | LoadReported | SendFailed
+    PeerUp
+    | PeerAlias
+    | PeerLost
+    | PeerClosed
+    | PeerRefused
+    | PeersUnreachable
+    | MessageReceived
+    | LoadReported
+    | SendFailed
 )
 
 

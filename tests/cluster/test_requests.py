@@ -1,5 +1,6 @@
 """Everything an ordinary user sends, and everything an ordinary load does, through a real pair."""
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,15 @@ def test_second_request_with_the_same_prefix(pair: Pair) -> None:
     assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 10 * PAGE
     page_bytes = 3 * 2 * 2 * PAGE * 16 * 4  # layers, k and v, heads, tokens, dim, fp32
     assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, "one page for the seven new tokens"
+
+
+def test_every_event_of_a_stream_has_its_cached_tokens(pair: Pair) -> None:
+    prompt = prompt_of(3 * PAGE + 1, seed=8)
+    pair.post(**body(prompt, 2))
+    with HTTP.stream("POST", f"{pair.decode.url}/generate", json=body(prompt, 8, stream=True), timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    assert len(lines) > 1
+    assert {json.loads(line)["meta_info"]["cached_tokens"] for line in lines} == {3 * PAGE}
 
 
 def test_conversation_goes_on_from_the_answer(pair: Pair) -> None:

@@ -51,7 +51,7 @@ def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server
     assert all(prefill.count("requests_finished") > 0 for prefill in prefills)
 
 
-def test_bootstrap_fields_pin_the_prefill_and_prefill_observes(
+def test_bootstrap_fields_pin_the_prefill_server(
     square: tuple[list[Server], list[Server]], expected: list[list[int]]
 ) -> None:
     """What a router does: the same body, with the room, to both sides at once."""
@@ -65,10 +65,9 @@ def test_bootstrap_fields_pin_the_prefill_and_prefill_observes(
         before = prefill.count("requests_finished")
         with ThreadPoolExecutor(2) as pool:
             legs = [pool.submit(side.post, PROMPTS[3], 6, **room) for side in (prefill, decodes[0])]
-            observed, answered = (leg.result().raise_for_status().json() for leg in legs)
+            checked, answered = (leg.result().raise_for_status().json() for leg in legs)
         assert answered["output_ids"] == expected[3]
-        assert observed["output_ids"] == expected[3][:1]
-        assert observed["meta_info"]["prompt_tokens"] == len(PROMPTS[3])
+        assert (checked["output_ids"], checked["meta_info"]["prompt_tokens"]) == ([], len(PROMPTS[3]))
         assert prefill.count("requests_finished") == before + 1, "pinned"
 
 
@@ -84,12 +83,12 @@ def test_a_batch_with_a_list_of_rooms(square: tuple[list[Server], list[Server]],
             pool.submit(HTTP.post, f"{side.url}/generate", json=body(PROMPTS, 6, **rooms), timeout=60)
             for side in (prefill, decode)
         ]
-        observed, answered = (leg.result().raise_for_status().json() for leg in legs)
+        checked, answered = (leg.result().raise_for_status().json() for leg in legs)
     assert [result["output_ids"] for result in answered] == expected
-    assert [result["output_ids"] for result in observed] == [tokens[:1] for tokens in expected]
+    assert [result["output_ids"] for result in checked] == [[]] * len(PROMPTS)
 
 
-def test_observer_of_a_room_nobody_asks_for(square: tuple[list[Server], list[Server]]) -> None:
+def test_a_prefill_server_needs_a_room(square: tuple[list[Server], list[Server]]) -> None:
     prefills, _ = square
     response = prefills[0].post(PROMPTS[0], 1)
     assert response.status_code == 400
@@ -131,6 +130,33 @@ def test_models_that_differ_are_refused_by_name(servers: Cluster, llama: Path, t
     prefill.start().wait_ready(peers=1)
     decode.wait_ready(peers=1)
     assert len(decode.generate(PROMPTS[0], 3)) == 3
+
+
+def test_a_decode_server_says_why_it_has_no_prefill_server(servers: Cluster, llama: Path) -> None:
+    """In its log, in /health, which stays 200, and in the answer; here --prefill names the HTTP port."""
+    prefill = servers.add("prefill", llama, *POOL)
+    prefill.wait_ready()
+    decode = servers.add("decode", llama, "--prefill", f"127.0.0.1:{prefill.port}", *POOL)
+    decode.wait_ready(peers=0)
+    why = f"127.0.0.1:{prefill.port}: that is an HTTP port"
+    wait_until(lambda: f"no prefill server is paired: {why}" in decode.log.read_text(), 10, "logged")
+    health = HTTP.get(f"{decode.url}/health", timeout=5)
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert why in health.json()["warnings"][0]
+    refused = decode.post(PROMPTS[0], 1)
+    assert refused.status_code == 503
+    assert why in refused.json()["error"]["message"]
+
+
+def test_a_peer_that_is_stopped_is_no_warning(servers: Cluster, llama: Path) -> None:
+    prefill, decode = servers.pair(llama, POOL, POOL)
+    second = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL).wait_ready(peers=1)
+    assert second.stop() == 0
+    wait_until(lambda: "has stopped" in prefill.log.read_text(), 10, "prefill knows")
+    assert prefill.stop() == 0
+    wait_until(lambda: "has stopped" in decode.log.read_text(), 10, "decode knows")
+    warnings = [line for server in (prefill, decode) for line in server.log.read_text().splitlines() if " W " in line]
+    assert [line for line in warnings if "no prefill server is paired" not in line] == []
 
 
 def learned_why(outsider: Server) -> bool:

@@ -1,10 +1,10 @@
-"""Lines that strangers can cause are bounded."""
+"""What strangers can cause is logged once a second."""
 
 import logging
 
 import pytest
 
-from pdserve.configs.logs import RateLimitedLog
+from pdserve.configs.logs import STRANGERS, OncePerSecond, RateLimitedLog, configure_logging
 
 logger = logging.getLogger("test-logs")
 
@@ -34,3 +34,37 @@ def test_exceptions_come_with_their_traceback(caplog: pytest.LogCaptureFixture) 
             limited.exception("a message could not be handled")
     assert caplog.text.count("ValueError: broken") == 1
     assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_a_message_passes_once_a_second_and_the_next_one_counts(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    logger = logging.Logger("test")
+    logger.addHandler(caplog.handler)
+    logger.addFilter(OncePerSecond(lambda: now))
+    for _ in range(100):
+        logger.warning("client %s talks nonsense", "a")
+    logger.warning("something else")
+    now = 0.99
+    logger.warning("client %s talks nonsense", "b")
+    now = 1.0
+    logger.warning("client %s talks nonsense", "c")
+    now = 5.0
+    logger.warning("client %s talks nonsense", "d")
+    assert caplog.messages == [
+        "client a talks nonsense",
+        "something else",
+        "client c talks nonsense (100 more since the last such line)",
+        "client d talks nonsense",
+    ]
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_the_http_port_is_limited(name: str) -> None:
+    root, logger = logging.getLogger(), logging.getLogger(name)
+    level, handlers, filters = root.level, root.handlers[:], logger.filters[:]
+    try:
+        configure_logging("info", "decode")
+        assert any(isinstance(limit, OncePerSecond) for limit in logger.filters)
+    finally:
+        root.setLevel(level)
+        root.handlers[:], logger.filters[:] = handlers, filters

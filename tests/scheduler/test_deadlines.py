@@ -5,7 +5,7 @@ import pytest
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.effects import SendToFront, SendToPeer
+from pdserve.scheduler.effects import SendToPeer
 from pdserve.scheduler.front import Failed, Submit
 from pdserve.scheduler.prefill import PrefillScheduler
 from pdserve.scheduler.prefill_limits import PrefillLimits
@@ -127,6 +127,22 @@ def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoin
     world.finish()
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "why"), [(None, "a:1: connection refused; b:1: wrong key"), ("b:1", "wrong key"), ("c:1", None)]
+)
+def test_the_answer_says_why_there_is_no_server(endpoint: str | None, why: str | None) -> None:
+    world = World()
+    for _ in ENDPOINTS:
+        world.kill(0)
+    world.decode.intake.peers.unreachable = {"a:1": "connection refused", "b:1": "wrong key"}
+    submit(world, "r", endpoint=endpoint)
+    (failed,) = turn_at(world, PREFILL_WAIT_S)
+    where = f" at {endpoint}" if endpoint else ""
+    reason = f": {why}" if why else ""
+    assert failed.message == f"no prefill server{where} is paired; waited 3 s (prefill_wait_s){reason}"
+    world.finish()
+
+
 def test_a_server_under_another_address_is_a_server() -> None:
     world = World()
     (instance, _) = world.servers
@@ -139,9 +155,7 @@ def test_a_server_under_another_address_is_a_server() -> None:
 
 
 def prefill_server() -> PrefillScheduler:
-    limits = PrefillLimits(
-        page_size=4, chunk_size=4, max_queued_requests=9, context_length=64, vocab_size=100, observe_timeout_s=5
-    )
+    limits = PrefillLimits(page_size=4, chunk_size=4, max_queued_requests=9, context_length=64, vocab_size=100)
     scheduler = PrefillScheduler(limits, PageAllocator[KvPage](8))
     scheduler.peer_up(DECODE, PageSpace(8, 4))
     return scheduler
@@ -175,25 +189,3 @@ def test_transfers_end_when_their_time_is_up_whatever_their_order() -> None:
         (timeout_s + DEADLINE_GRACE_S, f"not done within the {timeout_s:.1f} s it was given")
         for timeout_s in (3.0, 6.0, 9.0)
     ]
-
-
-def test_who_observes_a_room_waits_for_its_transfer_or_not_for_long() -> None:
-    scheduler = prefill_server()
-    scheduler.observe("nobody asks", 7, 0.0)
-    scheduler.observe("under way", 1, 0.0)
-    scheduler.observe("gone", 8, 0.0)
-    ask(scheduler, 1, 9.0, 1.0)
-    scheduler.cancel_observer("gone", 2.0)
-    scheduler.take_effects()
-    told: dict[str, tuple[float, str]] = {}
-    for tenth in range(20, 150):
-        scheduler.advance(tenth / 10)
-        for effect in scheduler.take_effects():
-            if isinstance(effect, SendToFront) and isinstance(effect.message, Failed):
-                assert effect.message.rid not in told
-                told[effect.message.rid] = tenth / 10, effect.message.message
-    assert told == {
-        "nobody asks": (5.0, "bootstrap_room 7: no decode server asked for it in 5 s"),
-        "under way": (12.0, "the transfer failed: not done within the 9.0 s it was given"),
-    }
-    assert scheduler.idle

@@ -33,7 +33,6 @@ class Prefill:
             max_queued_requests=8,
             context_length=1 << 20,
             vocab_size=1 << 20,
-            observe_timeout_s=1.0,
             steps_in_flight=1,
         )
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](pages))

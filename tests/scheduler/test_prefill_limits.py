@@ -15,9 +15,7 @@ from pdserve.scheduler.transfer import PageSpace
 from pdserve.transfer.messages import InstanceId, KvDestination, TransferFailed, TransferKey
 
 PEER = InstanceId("decode")
-LIMITS = PrefillLimits(
-    page_size=8, chunk_size=16, max_queued_requests=9, context_length=64, vocab_size=100, observe_timeout_s=5
-)
+LIMITS = PrefillLimits(page_size=8, chunk_size=16, max_queued_requests=9, context_length=64, vocab_size=100)
 SOUND = KvDestination(
     key=TransferKey(1, 1), rid="r", sampling=SamplingParams(max_new_tokens=4), timeout_s=9, prefix_tokens=4
 )

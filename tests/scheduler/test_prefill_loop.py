@@ -56,7 +56,6 @@ class Engine:
             max_queued_requests=1000,
             context_length=1 << 20,
             vocab_size=1 << 20,
-            observe_timeout_s=1.0,
         )
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -35,9 +35,7 @@ class Prefill:
     """A prefill scheduler with one transfer of six tokens to a decode server that takes two staged pieces of each."""
 
     def __init__(self) -> None:
-        limits = PrefillLimits(
-            page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100, observe_timeout_s=5
-        )
+        limits = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
         self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)

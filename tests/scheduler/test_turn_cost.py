@@ -159,15 +159,13 @@ def test_decode_does_not_look_at_all_who_wait(world: Callable[[int], DecodeSched
     assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs
 
 
-@pytest.mark.parametrize("observed", [False, True])
-def test_prefill_does_not_look_at_all_who_wait(observed: bool) -> None:
+def test_prefill_does_not_look_at_all_who_wait() -> None:
     limits = PrefillLimits(
         page_size=PAGE_SIZE,
         chunk_size=8,
         max_queued_requests=MANY,
         context_length=64,
         vocab_size=100,
-        observe_timeout_s=30,
     )
     costs = []
     for count in (FEW, MANY):
@@ -183,8 +181,6 @@ def test_prefill_does_not_look_at_all_who_wait(observed: bool) -> None:
                 room=number,
             )
             scheduler.receive(PEER, wanted, range(12), [0, 1, 2], 0.0)
-            if observed:
-                scheduler.observe(f"o{number}", number, 0.0)
         scheduler.advance(0.0)
         assert scheduler.state_counts()["waiting"] == count - 1
         costs.append(instructions(partial(scheduler.advance, 0.1)))

@@ -366,7 +366,6 @@ class World:
             max_queued_requests=3,
             context_length=64,
             vocab_size=100,
-            observe_timeout_s=5,
         )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
         scheduler = PrefillScheduler(limits, PageAllocator[KvPage](PREFILL_PAGES))

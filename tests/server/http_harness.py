@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import tokenizers
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
@@ -133,7 +133,7 @@ async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
             await asyncio.sleep(0.001)
 
 
-async def start_http(app: FastAPI, listener: socket.socket) -> HttpServer:
+async def start_http(app: ASGIApp, listener: socket.socket) -> HttpServer:
     """uvicorn without its main loop, whose ticks would cost every test 0.2 s."""
     config = uvicorn.Config(app, http=PatientHttpProtocol, ws="none", lifespan="off", log_config=None)
     config.load()

@@ -1,6 +1,7 @@
 """`pdserve bench`: its arithmetic against numpy, its client and its command against the real HTTP front."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import math
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from rich.console import Console
 
 from pdserve.configs.errors import StartupError
@@ -24,7 +27,7 @@ from pdserve.scheduler.front import Cancel, Failed, Finished, FinishReason, Subm
 from pdserve.server.bench import arrival_times_s, measure
 from pdserve.server.bench_client import BenchClient, RequestRecord
 from pdserve.server.bench_options import BenchOptions
-from pdserve.server.bench_plot import check_plot, draw
+from pdserve.server.bench_plot import check_plot, draw, picture
 from pdserve.server.bench_prompts import ModelLimits, make_workload, read_sharegpt
 from pdserve.server.bench_report import BenchResult, report, to_json
 from pdserve.server.bench_summary import Distribution, percentile, summarize
@@ -155,6 +158,52 @@ def test_a_summary_of_nothing() -> None:
     assert (summary.ok, summary.failed, summary.requests_per_s, summary.ttft_s) == (0, 0, 0.0, None)
     assert summary.goodput is not None
     assert summary.goodput.share == 0.0
+
+
+def colors_of(axes: Axes) -> dict[str, str]:
+    """The colour of each stage of a bar chart."""
+    bars = [bar for bar in axes.containers if isinstance(bar, BarContainer)]
+    return {str(bar.get_label()): str(bar.patches[0].get_facecolor()) for bar in bars}
+
+
+def test_a_picture_has_a_color_for_every_stage_axes_from_zero_and_says_what_was_measured() -> None:
+    timeline = dict.fromkeys(STAGES, 0.1)
+    records = [dataclasses.replace(record, timeline=timeline) for record in random_records(10)]
+    options = BenchOptions(input_len=20, output_len=10, range_ratio=0.5, prefix_len=7, concurrency=3)
+    result = BenchResult(
+        options=options,
+        command="",
+        started_at=datetime.now(UTC),
+        model_info={"served_model_name": "tiny"},
+        server_info={},
+        records=records,
+        summary=summarize(records, 4.0),
+        client_cpu_s=0.0,
+        interrupted=False,
+    )
+    drawn = picture(result)
+    *cdfs, to_first_token, whole = drawn.get_axes()
+    for axes in (*cdfs, to_first_token, whole):
+        assert axes.get_xlim()[0] == 0
+    assert all(axes.get_ylim() == (0, 1) for axes in cdfs)
+    colors = colors_of(whole)
+    assert {label.replace(" ", "_") for label in colors} == set(STAGES)
+    assert len(set(colors.values())) == len(STAGES)
+    assert colors_of(to_first_token).items() <= colors.items(), "the same in both"
+    measured, outcome = drawn.get_suptitle().splitlines()
+    assert measured == "tiny: 7 shared + 20 tokens in, 10 out (each \u00b150%), 3 at a time"
+    assert outcome.startswith("8 requests ok, 2 failed: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        (BenchOptions(), "256 tokens in, 64 out"),
+        (BenchOptions(dataset="sharegpt", dataset_path=Path("x"), output_len=7), "sharegpt prompts, 7 tokens out"),
+    ],
+)
+def test_lengths_in_words(options: BenchOptions, lengths: str) -> None:
+    assert options.lengths == lengths
 
 
 # prompts
@@ -471,5 +520,5 @@ async def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(StartupError, match=r"^--plot needs matplotlib: pip install 'pdserve\[bench\]'$"):
+    with pytest.raises(StartupError, match=r"^--plot needs matplotlib: pip install matplotlib$"):
         check_plot(Path("x.png"))

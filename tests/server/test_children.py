@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdserve.server.children import ChildEndedError, Children
+from pdserve.server.children import ChildEndedError, Children, without_role
 from tests.cluster.servers import wait_until
 from tests.processes import gone
 
@@ -52,6 +52,20 @@ def test_lines_carry_the_name_of_the_child_and_no_colour_off_a_terminal(children
     children.start("prefill", python("import sys; print('one [b]'); print('two', file=sys.stderr); input()"), ENVIRON)
     wait_until(lambda: "EOFError" in output(console), 30, "its last word")
     assert output(console).splitlines()[:2] == ["[prefill] one [b]", "[prefill] two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("2026-11-15 02:14:54.123 I decode: ready: decode: yes", "2026-11-15 02:14:54.123 I ready: decode: yes"),
+        ("2026-11-15 02:14:54.123 W decode rank 1: slow", "2026-11-15 02:14:54.123 W rank 1: slow"),
+        ("2026-11-15 02:14:54.123 I prefill: ready", "2026-11-15 02:14:54.123 I prefill: ready"),
+        ("pdserve: error: decode: no", "pdserve: error: decode: no"),
+        ("  decode: indented", "  decode: indented"),
+    ],
+)
+def test_a_line_names_its_role_once(line: str, shown: str) -> None:
+    assert without_role(line, "decode") == shown
 
 
 def test_a_death_is_reported_with_its_code_and_last_words(children: Children) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
-from pdserve.scheduler.front import Cancel, Failed, FinishReason, Observe, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server, sse_events
 from tests.server.scripted_leader import EOS, make_finished
@@ -44,6 +44,18 @@ async def test_one_prompt(decode: RunningServer) -> None:
         "cached_tokens": 3,
         "timeline": {"queued": 0.001, "prefilling": 0.02},
     }
+
+
+async def test_cached_tokens_are_known_from_the_first_event_on(decode: RunningServer) -> None:
+    asking = post(decode, {"text": "a", "rid": "r1", "stream": True})
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Prefilled("r1", cached_tokens=3), Tokens("r1", (104,)))
+    await asyncio.sleep(0.05)
+    await decode.leader.send(Tokens("r1", (105,)), make_finished("r1", 2))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    assert len(events) == 2
+    assert [event["meta_info"]["cached_tokens"] for event in events] == [3, 3]
 
 
 async def test_the_stop_token_is_in_the_ids_and_not_in_the_text(decode: RunningServer) -> None:
@@ -309,7 +321,31 @@ async def test_body_over_the_limit(tokenizer: Tokenizer, chunked: bool) -> None:
         assert (error["code"], "10000" in error["message"]) == ("too_large", True)
 
 
-async def test_a_long_prompt_does_not_block_the_loop(decode: RunningServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/generate", "text"),
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/tokenize", "prompt"),
+        ("/tokenize", "messages"),
+    ],
+)
+async def test_hopeless_text_is_not_tokenized(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    def encode(_tokenizer: Tokenizer, text: str, **_options: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    text = "word " * 400_000
+    body = {"messages": [{"role": "user", "content": text}]} if field == "messages" else {field: text}
+    error = (await decode.http.post(path, json=body)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "has at least 400000 tokens" in error["message"] or "has at least 400004 tokens" in error["message"]
+
+
+async def test_a_long_body_does_not_block_the_loop(decode: RunningServer) -> None:
     """A body near the limit is tokenized in a thread: the loop keeps turning meanwhile."""
     longest_gap = 0.0
 
@@ -324,45 +360,10 @@ async def test_a_long_prompt_does_not_block_the_loop(decode: RunningServer) -> N
 
     watching = asyncio.create_task(watch())
     started = asyncio.get_running_loop().time()
-    response = await decode.http.post("/generate", json={"text": "word " * 200_000})
+    response = await decode.http.post("/tokenize", json={"prompt": "word " * 200_000})
     took = asyncio.get_running_loop().time() - started
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
-    assert response.status_code == 400
-    assert "1000000 tokens" in response.json()["error"]["message"]
+    assert response.json()["count"] == 1_000_000
     assert longest_gap < took / 2
-
-
-async def test_observer_leg_waits_for_the_transfer(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": "a", "bootstrap_room": 7, "rid": "r1", "sampling_params": {"top_p": 9}})
-    observe = await prefill.leader.expect(Observe)
-    assert (observe.rid, observe.room) == ("r1", 7)
-    await prefill.leader.send(Tokens("r1", (65,)), make_finished("r1", 1))
-    body = (await asking).json()
-    assert (body["text"], body["output_ids"]) == ("", [65])
-    assert body["meta_info"]["prompt_tokens"] == 5
-
-
-async def test_observer_leg_of_a_list(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": ["a", "b"], "bootstrap_room": [7, 9], "stream": True})
-    first, second = await prefill.leader.expect(Observe), await prefill.leader.expect(Observe)
-    assert [first.room, second.room] == [7, 9]
-    await prefill.leader.send(make_finished(first.rid, 0), make_finished(second.rid, 0))
-    events: list[Any] = sse_events((await asking).text)
-    assert events.pop() == "[DONE]"
-    assert sorted(event["index"] for event in events) == [0, 1]
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-async def test_prefill_needs_a_room(prefill: RunningServer, path: str) -> None:
-    response = await prefill.http.post(path, json={"text": "a"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "bootstrap_room"
-
-
-async def test_observer_disconnect_cancels(prefill: RunningServer) -> None:
-    asking = post(prefill, {"text": "a", "bootstrap_room": 7, "rid": "r1"})
-    await prefill.leader.expect(Observe)
-    asking.cancel()
-    assert (await prefill.leader.expect(Cancel, within_s=1.0)).rid == "r1"

@@ -1,13 +1,14 @@
-"""Clients that offer to change to HTTP/2 or WebSocket are answered in HTTP/1.1, body and all."""
+"""Clients that offer to change to HTTP/2 or WebSocket are answered in HTTP/1.1; old ones get no chunks."""
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from pdserve.scheduler.front import Submit, Tokens
 from pdserve.server.http_protocol import without_upgrade
-from tests.server.http_harness import RunningServer
+from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 
 # As Java's HttpClient and `curl --http2` write it.
@@ -45,6 +46,32 @@ async def test_an_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nupgrade: websocket\r\n\r\n")
     assert (await answer_of(reader))[0] == "HTTP/1.1 200 OK"
+    writer.close()
+
+
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_the_connection(decode: RunningServer) -> None:
+    """As nginx asks by default, and `ab`. Pieces leave as they come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    body = json.dumps({"text": "a", "stream": True}).encode()
+    writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    submit = await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens(submit.rid, (65,)))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert (await reader.readuntil(b"\n\n")).startswith(b'data: {"text":"A"')
+    await decode.leader.send(Tokens(submit.rid, (66,)), make_finished(submit.rid, 2))
+    events: list[Any] = sse_events((await reader.read()).decode())
+    assert [event if isinstance(event, str) else event["text"] for event in events] == ["AB", "[DONE]"]
+    writer.close()
+
+
+async def test_an_answer_to_a_client_of_http_1_0_has_its_length(decode: RunningServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    status, answer = await answer_of(reader)
+    assert (status, json.loads(answer)["status"]) == ("HTTP/1.1 200 OK", "ok")
+    assert await reader.read() == b""
     writer.close()
 
 

@@ -1,7 +1,9 @@
 """The front's end of the socket to its leader, and what it counts, with a scripted leader on the other end."""
 
 import asyncio
+import os
 import random
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -46,6 +48,24 @@ async def test_what_comes_while_something_is_sent_is_not_left_lying(pair: tuple[
     await leader.send(make_finished("r", 20))
     await inbox.receive()
     inbox.close()
+
+
+async def test_no_other_user_can_be_the_leader() -> None:
+    """All users of the machine can see the name of the socket."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    client = LeaderClient(Metrics(), DecodeConfig())
+    program = f"""
+import os, zmq
+os.setgid(65534), os.setuid(65534)
+socket = zmq.Context().socket(zmq.PAIR)
+monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+socket.connect({client.address!r})
+os._exit(bool(monitor.poll(500)))
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await asyncio.wait_for(process.wait(), 20) == 0, "another user was let in"
+    client.close()
 
 
 async def test_a_front_that_has_fallen_behind_takes_everything_in_order(

@@ -7,10 +7,8 @@ import httpx
 import pytest
 
 from pdserve.configs.sampling import LogprobParams, TokenLogprob
-from pdserve.configs.schema import PrefillConfig
-from pdserve.scheduler.front import FinishReason, InputLogprobs, Observe, Submit, Tokens
-from pdserve.server.tokenizer import Tokenizer
-from tests.server.http_harness import RunningServer, running_server, sse_events
+from pdserve.scheduler.front import FinishReason, Prefilled, Submit, Tokens
+from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import EOS, make_finished
 
 CRAB = "🦀".encode()
@@ -41,7 +39,7 @@ async def test_prompt_and_alternatives_with_their_text(decode: RunningServer) ->
     asking = post(decode, "/generate", text="a ", rid="r", **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
     prompt = (TokenLogprob(97, None), TokenLogprob(32, -0.5, ((32, -0.5), (240, -2.0))))
-    await decode.leader.send(InputLogprobs("r", prompt), scored("r", [EOS], top=2))
+    await decode.leader.send(Prefilled("r", 0, prompt), scored("r", [EOS], top=2))
     await decode.leader.send(make_finished("r", 1, FinishReason("stop", matched=EOS)))
     meta = (await asking).json()["meta_info"]
     assert meta["input_token_logprobs"] == [[None, 97, "a"], [-0.5, 32, " "]]
@@ -64,7 +62,7 @@ async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningSe
     )
     await decode.leader.expect(Submit)
     for rid in ("r", "r_1"):
-        await decode.leader.send(InputLogprobs(rid, (TokenLogprob(97, None),)), scored(rid, b"A"))
+        await decode.leader.send(Prefilled(rid, 0, (TokenLogprob(97, None),)), scored(rid, b"A"))
     await decode.report()
     for rid in ("r", "r_1"):
         await decode.leader.send(scored(rid, b"B!C"), make_finished(rid, 4))
@@ -77,14 +75,6 @@ async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningSe
         assert lengths == [meta["completion_tokens"] for meta in metas]
         assert all(meta["input_token_logprobs"] == [[None, 97, None]] for meta in metas)
         assert [entry[1] for entry in metas[-1]["output_token_logprobs"]] == list(b"AB!")
-
-
-async def test_the_prefill_leg_has_the_fields_that_routers_merge(tokenizer: Tokenizer) -> None:
-    async with running_server(tokenizer, PrefillConfig()) as prefill:
-        asking = post(prefill, "/generate", text="a", rid="r", bootstrap_room=7, return_logprob=True)
-        await prefill.leader.expect(Observe)
-        await prefill.leader.send(Tokens("r", (65,)), make_finished("r", 1))
-        assert (await asking).json()["meta_info"]["input_token_logprobs"] == []
 
 
 async def test_completion(decode: RunningServer) -> None:

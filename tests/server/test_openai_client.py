@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from pdserve.configs.sampling import LogprobParams, TokenLogprob
 from pdserve.configs.schema import DecodeConfig
-from pdserve.scheduler.front import Cancel, Failed, FinishReason, InputLogprobs, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server
 from tests.server.scripted_leader import EOS, make_finished
@@ -112,7 +112,7 @@ async def test_echo_scores_a_text(decode: RunningServer, client: openai.AsyncOpe
     )
     submit = await decode.leader.expect(Submit)
     assert submit.logprobs == LogprobParams(top=1, start=0)
-    await decode.leader.send(InputLogprobs(submit.rid, (TokenLogprob(97, None), *scored(b"b"))))
+    await decode.leader.send(Prefilled(submit.rid, 0, (TokenLogprob(97, None), *scored(b"b"))))
     await decode.leader.send(Tokens(submit.rid, (33,), scored(b"!")), make_finished(submit.rid, 1))
     choice = (await asking).choices[0]
     assert choice.text == "ab!"
@@ -143,7 +143,7 @@ async def test_a_timeout_of_the_client_aborts_its_request(decode: RunningServer,
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["bytes"]
-    assert (await client.models.retrieve("bytes")).owned_by == "pdserve"
+    assert (await client.models.retrieve("bytes")).owned_by == "sglang"
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("org/other")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

@@ -62,6 +62,16 @@ async def test_completion_stream_carries_deltas(decode: RunningServer) -> None:
     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
 
 
+async def test_roles_in_any_case_and_whole_numbers_with_a_point(decode: RunningServer) -> None:
+    messages = [{"role": "Developer", "content": "Be brief."}, {"role": "tool", "content": "4"}]
+    asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", max_tokens=1.0, lora_path="")
+    submit = await decode.leader.expect(Submit)
+    assert bytes(submit.prompt_ids).decode() == "developer: Be brief.\ntool: 4\nassistant: "
+    assert submit.sampling.max_new_tokens == 1
+    await decode.leader.send(make_finished("c", 0))
+    assert (await asking).status_code == 200
+
+
 async def test_chat(decode: RunningServer) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -195,6 +205,7 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [1]}, "messages[0]"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "banana", "content": "a"}]}, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
         (
             "chat/completions",

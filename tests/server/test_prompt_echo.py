@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from pdserve.configs.sampling import LogprobParams, TokenLogprob
 from pdserve.models.catalog import locate_model
-from pdserve.scheduler.front import InputLogprobs, Submit, Tokens
+from pdserve.scheduler.front import Prefilled, Submit, Tokens
 from pdserve.server.prompt_echo import Echo, make_echo
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 from tests.server.http_harness import RunningServer, running_server, sse_events, write_byte_model
@@ -30,7 +30,7 @@ async def answer(server: RunningServer, data: bytes) -> None:
     assert submit.logprobs == LogprobParams(top=1, start=0)
     first, *rest = submit.prompt_ids
     for rid in (submit.rid, *submit.more_rids):
-        await server.leader.send(InputLogprobs(rid, (TokenLogprob(first, None), *scored(rest))))
+        await server.leader.send(Prefilled(rid, 0, (TokenLogprob(first, None), *scored(rest))))
         for token in data:
             await server.leader.send(Tokens(rid, (token,), scored([token])))
             await server.report()

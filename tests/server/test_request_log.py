@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from pdserve.configs.schema import DecodeConfig
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.scheduler.front import Failed, Submit, Tokens
 from pdserve.server.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server
@@ -39,6 +39,14 @@ async def test_every_request_has_a_line(tokenizer: Tokenizer, caplog: pytest.Log
     ends = [line.partition(": ")[2] for line in refused]
     assert ends == ['400 invalid_request for "text"', '400 invalid_request for "rid"', "405 method_not_allowed"]
     assert "secret" not in caplog.text
+
+
+async def test_a_routed_body_has_a_line_on_prefill(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve")
+    async with running_server(tokenizer, PrefillConfig(log_requests=True)) as server:
+        await server.http.post("/generate", json=BODY | {"bootstrap_room": 7})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "request r1: 8 prompt tokens in room 7, for a decode server"
 
 
 async def test_a_client_cannot_write_lines(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.scheduler.front import Cancel, Failed, FinishReason, Observe, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FinishReason, Submit, Tokens
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 
@@ -147,11 +147,7 @@ async def test_a_router_may_name_a_room_for_every_sample(decode: RunningServer, 
     assert (submit.room, submit.endpoint, submit.more_rids) == (7, "p1:9000", ("c_1",))
     await answer(decode, c="A", c_1="B")
     assert (await asking).status_code == 200
-    observing = post(prefill, "/v1/chat/completions", **routed)
-    assert await prefill.leader.expect(Observe) == Observe("c", 7)
-    await prefill.leader.send(make_finished("c", 0))
-    assert (await observing).status_code == 200
-    await prefill.leader.expect_nothing(for_s=0.05)
+    assert (await post(prefill, "/v1/chat/completions", **routed)).status_code == 200
 
 
 async def test_rooms_of_another_number_are_refused(decode: RunningServer) -> None:

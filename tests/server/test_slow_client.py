@@ -128,13 +128,25 @@ async def test_a_request_that_is_never_whole_ends(
         writer.close()
 
 
-async def test_headers_have_a_limit_and_bodies_do_not_count(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["unfinished", "whole"])
+@pytest.mark.parametrize("path", [b"/health", b"/health?" + b"y" * 70_000], ids=["headers", "path"])
+async def test_headers_have_a_limit(tokenizer: Tokenizer, path: bytes, end: bytes) -> None:
+    """Also when they come at once, with their end: 100,000 bytes used to pass."""
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
-        writer.write(b"GET /health HTTP/1.1\r\n" + b"X: %s\r\n" % (b"y" * 8192) * 10)
+        writer.write(b"GET %s HTTP/1.1\r\n" % path + b"X: %s\r\n" % (b"y" * 8192) * 9 + end)
         answer = await asyncio.wait_for(reader.read(), 3)
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert answer.count(b"HTTP/1.1") == 1
         assert b"headers are over 65536 bytes" in answer
+        writer.close()
+
+
+async def test_headers_up_to_the_limit_pass_and_bodies_do_not_count(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: %s\r\n" % (b"y" * 8000) * 8 + b"\r\n")
+        assert (await reader.readline()).endswith(b"200 OK\r\n")
         writer.close()
 
         body = b'{"prompt": "%s"}' % (b"x" * (100 << 10))

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from pdserve.configs.load import CONFIG_OF_ROLE, Role
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
-from pdserve.scheduler.front import Cancel, Failed, FlushCache, Submit, Tokens
+from pdserve.scheduler.front import Cancel, Failed, FlushCache, PeerStatus, Submit, Tokens
 from pdserve.scheduler.lifecycle import State, TransferState
 from pdserve.server import app as app_module
 from pdserve.server.tokenizer import Tokenizer
@@ -58,6 +58,31 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
 
         server.client.fail_all("process 7 exited with status 1")
         assert await health_reasons(server) == (503, "leader dead: process 7 exited with status 1")
+
+
+@pytest.mark.parametrize(
+    ("role", "peers", "warning"),
+    [
+        (
+            "decode",
+            (PeerStatus("p:1", "connecting", detail="connection refused"),),
+            "is paired: p:1: connection refused",
+        ),
+        ("decode", (PeerStatus("p:1", "lost"), PeerStatus("q:1", "paired")), None),
+        ("decode", (), "no prefill server is known: give --prefill"),
+        ("prefill", (), None),
+    ],
+)
+async def test_health_warns_of_absent_prefill_servers(
+    tokenizer: Tokenizer, role: Role, peers: tuple[PeerStatus, ...], warning: str | None
+) -> None:
+    """It stays 200: to restart decode for want of a prefill server helps nobody."""
+    async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
+        await server.report(msgspec.structs.replace(make_status(), peers=peers))
+        response = await server.http.get("/health")
+    warnings = response.json()["warnings"]
+    assert (response.status_code, len(warnings)) == (200, 0 if warning is None else 1)
+    assert warning is None or warning in warnings[0]
 
 
 async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
@@ -163,6 +188,18 @@ async def test_api_key(tokenizer: Tokenizer) -> None:
             assert allowed.status_code == 400
 
 
+@pytest.mark.parametrize("key", ["l\u00e0", "k\u0085", "k\u00a0", "k\u00c5"])
+async def test_an_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) -> None:
+    """Headers are latin-1, in which the last byte of these is white space or looks like it: 0xA0, 0x85."""
+    async with running_server(tokenizer, DecodeConfig(api_key=SecretStr(key))) as server:
+        for padding in (b"", b" ", b"  "):
+            headers = [(b"Authorization", b"Bearer " + padding + key.encode())]
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 200
+        for wrong in (key.encode()[:-1], key.encode() + b"\xa0"):
+            headers = [(b"Authorization", b"Bearer " + wrong)]
+            assert (await server.http.get("/v1/models", headers=headers)).status_code == 401
+
+
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()])
 async def test_flush_cache(tokenizer: Tokenizer, config: DecodeConfig | PrefillConfig) -> None:
     async with running_server(tokenizer, config) as server:
@@ -214,8 +251,36 @@ async def test_metrics(decode: RunningServer) -> None:
     assert samples["pdserve_transfer_bytes_total",] == 4096
     assert samples["pdserve_retractions_total",] == 2
     assert samples["pdserve_requests_in_state", "RUNNING"] == 1
-    assert samples["pdserve_peer_paired", "127.0.0.1:8998"] == 0
+    assert samples["pdserve_peer_paired", "127.0.0.1:8998", ""] == 0
     assert all(name.startswith("pdserve_") and not name.endswith("_created") for name in families)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_no_metric_is_without_samples(tokenizer: Tokenizer, ready: bool) -> None:
+    """A labelled family that is empty has no labels for those who read it, and other labels on another server."""
+    async with running_server(tokenizer, ready=ready) as server:
+        text = (await server.http.get("/metrics")).text
+    families = list(text_string_to_metric_families(text))
+    assert families
+    assert [family.name for family in families if not family.samples] == []
+
+
+async def test_two_decode_servers_of_one_host_are_two_peers(prefill: RunningServer) -> None:
+    peers = tuple(PeerStatus("10.0.0.5", "paired", instance, round_trip_ms=1.0) for instance in ("d1", "d2"))
+    await prefill.report(msgspec.structs.replace(make_status(), peers=peers))
+    text = (await prefill.http.get("/metrics")).text
+    for instance in ("d1", "d2"):
+        assert f'pdserve_peer_paired{{endpoint="10.0.0.5",instance_id="{instance}"}} 1.0' in text
+
+
+async def test_routers_see_an_sglang_server_or_one_that_is_not_ready(tokenizer: Tokenizer) -> None:
+    """`/version` alone would be vLLM to them, for good."""
+    async with running_server(tokenizer, ready=False) as server:
+        for path in ("/v1/models", "/version"):
+            assert (await server.http.get(path)).status_code == 503
+        await introduce(server.leader, server.client)
+        assert (await server.http.get("/v1/models")).json()["data"][0]["owned_by"] == "sglang"
+        assert (await server.http.get("/version")).status_code == 200
 
 
 async def test_failures_of_ours_are_logged_with_their_id(

@@ -118,8 +118,11 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     (sampling(logit_bias={str(i): 1 for i in range(1025)}), "sampling_params.logit_bias", ("1025", "at most 1024")),
     (sampling(n=0), "sampling_params.n", ("between 1 and 16", "0")),
     (sampling(n=17), "sampling_params.n", ("between 1 and 16", "17")),
-    (sampling(n=1.0), "sampling_params.n", ("integer", "1.0")),
-    (sampling(n=5), "sampling_params.n", ("1 prompts x 5 samples = 5", "at most 4")),
+    (sampling(n=1.5), "sampling_params.n", ("integer", "1.5")),
+    (sampling(n=17.0), "sampling_params.n", ("between 1 and 16", "17")),
+    (sampling(max_new_tokens=float(1 << 80)), "sampling_params.max_new_tokens", ("between 1 and 350",)),
+    ({"text": "a", "lora_path": "adapter"}, "lora_path", ("not supported",)),
+    (sampling(n=5), "sampling_params.n", ("1 prompt x 5 samples = 5", "at most 4")),
     ({"text": ["a", "b", "c"], "sampling_params": {"n": 2}}, "sampling_params.n", ("3 prompts x 2 samples = 6", "4")),
     ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params[1].n", ("same", "2 and 1")),
     (sampling(n=2, seed=2**63 - 1), "sampling_params.seed", (str(2**63 - 2), str(2**63 - 1))),
@@ -345,3 +348,16 @@ async def test_top_k_of_the_whole_vocabulary_is_none(server: RunningServer, give
 async def test_requests_without_a_seed_get_different_ones(server: RunningServer) -> None:
     seeds = {(await submitted(server, {"text": "a"})).sampling.seed for _ in range(3)}
     assert len(seeds) == 3
+
+
+async def test_numbers_that_are_whole_may_have_a_point(server: RunningServer) -> None:
+    """As JSON of languages with one kind of number has them; SGLang and OpenAI take them."""
+    params = {"max_new_tokens": 3.0, "min_new_tokens": 1.0, "top_k": 5.0, "seed": 7.0, "n": 1.0}
+    body = {"text": "a", "priority": 2.0, "lora_path": "", "sampling_params": params}
+    asking = asyncio.create_task(server.http.post("/generate", json=body))
+    submit = await server.leader.expect(Submit)
+    await server.leader.send(make_finished(submit.rid, 0))
+    assert (await asking).status_code == 200
+    wanted = submit.sampling
+    assert (wanted.max_new_tokens, wanted.min_new_tokens, wanted.top_k, wanted.seed) == (3, 1, 5, 7)
+    assert (submit.priority, type(wanted.max_new_tokens)) == (2, int)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ from pdserve.transfer.events import (
     PeerLost,
     PeerRefused,
     PeerSnapshot,
+    PeersUnreachable,
     PeerUp,
     SendFailed,
 )
@@ -63,6 +65,7 @@ from pdserve.transfer.messages import (
 )
 from pdserve.transfer.pairing import check_pair
 from pdserve.transfer.prefill_control import PrefillControl
+from pdserve.transfer.reachability import HTTP_PORT
 from pdserve.transfer.session import Timing
 from pdserve.transfer.wire import Envelope, decode, encode
 from tests.ports import free_port
@@ -654,6 +657,31 @@ def test_a_server_that_hangs_up_is_not_said_to_have_another_key_where_we_have_no
         hangs_up.join()
 
 
+@pytest.mark.parametrize("secret", [None, "k" * 16], ids=["no key", "a key"])
+def test_an_http_port_is_called_by_its_name(cluster: Cluster, secret: str | None) -> None:
+    """ZMQ only sees that the handshake fails, which another key would explain as well."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        client, below = cluster.decode("d1", server.server_port, secret=secret)
+        endpoint = f"127.0.0.1:{server.server_port}"
+        eventually(lambda: bool(client.peers()) and only_peer(client).detail == HTTP_PORT)
+        eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in below.of(PeersUnreachable))
+        client.close()
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize("stops", ["prefill", "decode"])
+def test_a_clean_stop_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture, stops: str) -> None:
+    caplog.set_level(logging.INFO, "pdserve")
+    server, above, client, below = cluster.pair()
+    (server if stops == "prefill" else client).close()
+    (below if stops == "prefill" else above).wait(PeerClosed)
+    about_peers = [r for r in caplog.records if "has stopped" in r.message or r.message.startswith("lost ")]
+    assert [record.levelname for record in about_peers] == ["INFO"]
+
+
 def hang_up_on_all(server: sockets.socket) -> None:
     with suppress(OSError):  # until it is shut down
         while True:
@@ -1125,6 +1153,8 @@ def _serve(role: str, port: int, instance: str) -> None:
                 print(json.dumps(["MessageReceived", str(transfer)]), flush=True)
             case PeerLost(reason=reason):
                 print(json.dumps(["PeerLost", reason]), flush=True)
+            case PeersUnreachable():
+                pass
             case _:
                 print(json.dumps([type(event).__name__]), flush=True)
 

@@ -1,0 +1,96 @@
+"""Prefill's leg of a routed request: a router sends the same body to a prefill and to a decode server."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.http_harness import RunningServer, sse_events
+from tests.server.scripted_leader import CONTEXT_LENGTH
+
+ROOM = {"bootstrap_host": "p1", "bootstrap_port": 9000, "bootstrap_room": 7}
+GOOD: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "abc"},
+    "/v1/completions": {"prompt": "abc"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
+}
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {}),
+    ("/generate", {"text": ""}),
+    ("/generate", {"text": "abc", "sampling_params": {"top_p": 2.0}}),
+    ("/generate", {"text": "abc", "sampling_params": {"temprature": 1}}),
+    ("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": CONTEXT_LENGTH + 1}}),
+    ("/generate", {"text": "abc", "lora_path": "x"}),
+    ("/generate", {"input_ids": [1, 999]}),
+    ("/generate", {"text": "a" * (CONTEXT_LENGTH + 1)}),
+    ("/generate", {"text": ["a", "b"], "bootstrap_room": [7]}),
+    ("/generate", {"text": "abc", "bootstrap_room": -1}),
+    ("/generate", {"text": "abc", "rid": ""}),
+    ("/v1/completions", {}),
+    ("/v1/completions", {"prompt": "abc", "suffix": "x"}),
+    ("/v1/completions", {"prompt": "abc", "max_new_tokens": 4}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 4}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), WRONG)
+async def test_both_servers_refuse_a_body_alike(
+    decode: RunningServer, prefill: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    decoded, prefilled = [await server.http.post(path, json=ROOM | body) for server in (decode, prefill)]
+    assert decoded.status_code == prefilled.status_code == 400
+    # the two differ where the limit is that of a pool: decode's holds prompt and output, prefill's prompts
+    assert decoded.json()["error"] | {"message": ""} == prefilled.json()["error"] | {"message": ""}
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_a_right_body_is_answered_at_once_without_the_engine(prefill: RunningServer, path: str) -> None:
+    """Whoever asks for the room, and whether anybody does: decode answers the client."""
+    response = await prefill.http.post(path, json=ROOM | GOOD[path])
+    assert response.status_code == 200
+    answer = response.json()
+    tokens = answer["meta_info"] if path == "/generate" else answer["usage"]
+    assert (tokens["completion_tokens"], tokens["prompt_tokens"] >= 3) == (0, True)
+    await prefill.leader.expect_nothing(for_s=0.05)
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_a_streamed_leg_is_a_stream(prefill: RunningServer, path: str) -> None:
+    response = await prefill.http.post(path, json=ROOM | GOOD[path] | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = sse_events(response.text)
+    assert events
+    assert done == "[DONE]"
+
+
+async def test_a_list_of_rooms(prefill: RunningServer) -> None:
+    body = {"text": ["a", "b"], "bootstrap_room": [7, 9], "stream": True}
+    events: list[Any] = sse_events((await prefill.http.post("/generate", json=body)).text)
+    assert events.pop() == "[DONE]"
+    assert sorted(event["index"] for event in events) == [0, 1]
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_prefill_needs_a_room(prefill: RunningServer, path: str) -> None:
+    response = await prefill.http.post(path, json=GOOD[path])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "bootstrap_room")
+
+
+async def test_the_leg_has_the_fields_that_routers_merge(prefill: RunningServer) -> None:
+    body = ROOM | {"text": "abc", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+    answer = (await prefill.http.post("/generate", json=body)).json()
+    assert (answer["meta_info"]["input_token_logprobs"], answer["meta_info"]["input_top_logprobs"]) == ([], [])
+
+
+async def test_echo_with_log_probabilities_has_no_tokens_to_score(prefill: RunningServer) -> None:
+    body = ROOM | {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
+    assert (await prefill.http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_output_does_not_count_against_the_pool_of_prefill(decode: RunningServer, prefill: RunningServer) -> None:
+    """Both say that 400 tokens fit, of 512 that the model has: on prefill that bounds prompts, which decode knows."""
+    body = ROOM | {"text": "a" * 300, "sampling_params": {"max_new_tokens": 200}}
+    assert (await decode.http.post("/generate", json=body)).status_code == 400
+    assert (await prefill.http.post("/generate", json=body)).status_code == 200
+    await decode.leader.expect_nothing(for_s=0.05)

@@ -60,6 +60,9 @@ class AllowedHosts:
         return any(address in network for network in self.networks)
 
 
+ANY_HOST = AllowedHosts(any_host=True)
+
+
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(text)

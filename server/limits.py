@@ -4,7 +4,7 @@ where the request does not say.
 
 from dataclasses import dataclass
 
-from ..configs.allowed_hosts import AllowedHosts
+from ..configs.allowed_hosts import ANY_HOST, AllowedHosts
 from ..configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ..configs.schema import AnyServerConfig, DecodeConfig
 from ..scheduler.front import Ready
@@ -34,7 +34,7 @@ class Limits:
     max_new_tokens: int
     max_batch_items: int
     bootstrap_hosts: AllowedHosts
-    """Hosts a request may name as its prefill server."""
+    """Hosts a request may name as its prefill server. A prefill server connects to none of them, and allows all."""
     default_sampling: SamplingParams = NEUTRAL_SAMPLING
     """What holds where a request does not say."""
 
@@ -51,7 +51,7 @@ class Limits:
             max_prompt_tokens=min(total, config.max_prompt_tokens or total),
             max_new_tokens=min(total, new_tokens or total),
             max_batch_items=config.max_batch_items,
-            bootstrap_hosts=config.allowed_bootstrap_hosts if isinstance(config, DecodeConfig) else AllowedHosts(),
+            bootstrap_hosts=config.allowed_bootstrap_hosts if isinstance(config, DecodeConfig) else ANY_HOST,
             default_sampling=default_sampling,
         )
 

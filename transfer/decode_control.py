@@ -12,7 +12,7 @@ from functools import partial
 
 import zmq
 
-from ..configs.allowed_hosts import AllowedHosts
+from ..configs.allowed_hosts import ANY_HOST, AllowedHosts
 from .control import MESSAGES_PER_TURN, Control
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
 from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable, PeerUp
@@ -89,9 +89,6 @@ class _Endpoint:
 
 _PAIRED = (SessionState.PAIRED, SessionState.ALIAS, SessionState.LOST)
 """States of a connection whose server has paired. A lost one may be back, and its end is still to be told."""
-
-
-ANY_HOST = AllowedHosts(any_host=True)
 
 
 class DecodeControl(Control):

@@ -1,0 +1,121 @@
+"""Host memory for the KV of retracted requests: pages are copied there and back.
+
+The memory is taken at start and page-locked where the cache is on a GPU: a copy allocates nothing and runs at the full
+rate of PCIe. What it cannot hold goes to plain memory, which is slower.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..configs.errors import StartupError
+from .free_pages import FreePages
+from .kv_pool import KvCache, KvPool, zeroed
+from .pinned import PinnedMemory
+
+log = logging.getLogger(__name__)
+
+
+class PageStore:
+    """Copies of pages of one cache, by the name they were saved under.
+
+    One thread at a time. On a GPU copies are enqueued on the current stream, in the order of the calls, and nothing
+    waits for them: memory that was dropped may be overwritten by what is saved next, but not before it has been read.
+    """
+
+    def __init__(self, cache: KvCache, num_pages: int) -> None:
+        """Room for `num_pages` pages. Where it cannot be page-locked there is none."""
+        self._cache = cache
+        self._pools = [_StoredPool(pool, num_pages) for pool in cache.pools] if num_pages else []
+        self._free = FreePages[int](range(num_pages))
+        self._slots: dict[str, list[int]] = {}
+        self._overflow: dict[str, list[torch.Tensor]] = {}
+
+    @classmethod
+    def allocate(cls, cache: KvCache, size_bytes: int) -> "PageStore":
+        """As many pages as `size_bytes` hold. Where they cannot be page-locked it does without, and says so."""
+        page_bytes = sum(pool.page_bytes for pool in cache.pools)
+        try:
+            return cls(cache, size_bytes // page_bytes)
+        except StartupError as error:
+            log.warning("retracted requests are copied to memory that is not page-locked: %s", error)
+            return cls(cache, 0)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def save(self, name: str, pages: Sequence[int]) -> None:
+        """Copy these pages."""
+        if len(pages) > len(self._free):
+            self._overflow[name] = self._cache.save(pages)
+            return
+        slots = self._slots[name] = [self._free.pop() for _ in pages]
+        for stored in self._pools:
+            stored.copy(pages, slots, to_store=True)
+
+    def load(self, name: str, pages: Sequence[int]) -> None:
+        """Copy what was saved under this name to the first of these pages, and forget it."""
+        if name in self._overflow:
+            self._cache.load(self._overflow.pop(name), pages)
+            return
+        slots = self._slots[name]
+        for stored in self._pools:
+            stored.copy(pages[: len(slots)], slots, to_store=False)
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Forget what was saved under this name."""
+        if self._overflow.pop(name, None) is None:
+            for slot in self._slots.pop(name):
+                self._free.add(slot)
+
+    def close(self) -> None:
+        """Undo the page-locking; no copy may be under way."""
+        for stored in self._pools:
+            stored.close()
+
+
+class _StoredPool:
+    """Room for pages of one pool."""
+
+    def __init__(self, pool: KvPool, num_pages: int) -> None:
+        self._pool = pool
+        size_bytes = num_pages * pool.page_bytes
+        self._pinned: PinnedMemory | None = None
+        self._chunk = num_pages
+        """A copy to or from a GPU stays between two multiples of it."""
+        if pool.on_gpu:
+            self._pinned = PinnedMemory(size_bytes, unit_bytes=pool.page_bytes)
+            self._chunk = self._pinned.chunk_bytes // pool.page_bytes
+            memory = self._pinned.data
+        else:
+            memory = zeroed(size_bytes, torch.device("cpu"))
+        self._data = memory[:size_bytes].view(pool.data.dtype).view(num_pages, *pool.data.shape[1:])
+
+    def copy(self, pages: Sequence[int], slots: Sequence[int], *, to_store: bool) -> None:
+        for page, slot, count in stretches(pages, slots, self._chunk):
+            in_pool, in_store = self._pool.data[page : page + count], self._data[slot : slot + count]
+            target, source = (in_store, in_pool) if to_store else (in_pool, in_store)
+            target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+def stretches(first: Sequence[int], second: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:
+    """(start in `first`, start in `second`, length) of the stretches in which both count up by one, none of which is on
+    both sides of a multiple of `chunk` in `second`.
+    """
+    start, length = (0, 0), 0
+    for pair in zip(first, second, strict=True):
+        if length and pair == (start[0] + length, start[1] + length) and pair[1] % chunk:
+            length += 1
+            continue
+        if length:
+            yield *start, length
+        start, length = pair, 1
+    if length:
+        yield *start, length

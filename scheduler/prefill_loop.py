@@ -22,6 +22,7 @@ from ..transfer.messages import (
     TransferKey,
     Welcome,
 )
+from ..transfer.page_sizes import describe_page_sizes
 from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
 from ..transfer.wire import WireError
@@ -92,6 +93,9 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
                 pages = PageSpace(layout.num_pages, layout.page_size)
                 scheduler.peer_up(instance, pages, staged_links(hello, self._welcome))
+                remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
+                if remark is not None:
+                    log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):

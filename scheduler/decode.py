@@ -269,7 +269,7 @@ class DecodeScheduler:
         self._let_in(now)
         while self.memory.call_in([*self.runs.ready, *self.runs.running]):
             self._let_in(now)
-        self.memory.reopen_hot(self.runs.running)
+        self.memory.reopen_hot(self.runs.running, len(self.requests))
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step to give to the ranks; None when there is none to give, for now or at all."""

@@ -178,6 +178,14 @@ class World:
         self.decode.submit(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
         self.act()
 
+    def ask_for(self, tokens: Prefix, new: int) -> str:
+        """One request for this prompt."""
+        rid = f"r{next(self.names)}"
+        self.submitted.add(rid)
+        self.decode.submit(Submit(rid, tokens, SamplingParams(max_new_tokens=new)), self.now)
+        self.act()
+        return rid
+
     def cancel(self, which: int, stopped: bool) -> None:
         if self.decode.requests:
             rid = sorted(self.decode.requests)[which % len(self.decode.requests)]

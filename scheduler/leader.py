@@ -249,6 +249,7 @@ class Leader:
             vocab_size=self._source.config.vocab_size,
             observe_timeout_s=config.observe_timeout_s,
             prefix_cache=config.prefix_cache,
+            stages=config.pp,
             steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )
         scheduler = PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages))

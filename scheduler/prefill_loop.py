@@ -143,11 +143,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             self.scheduler.chunk_written(_join(parts), now)
 
     def _next_step(self, now: float) -> RunStep | None:
-        step = self.scheduler.next_step()
-        if step is None:
-            return None
-        self.scheduler.step_given(step, now)
-        return RunStep(step.order, tuple(step_row(row) for row in step.rows))
+        step = self.scheduler.next_step(now)
+        return RunStep(step.order, tuple(step_row(row) for row in step.rows)) if step is not None else None
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:

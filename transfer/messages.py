@@ -154,7 +154,8 @@ class ChunkArrived(Message, frozen=True):
     """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal.
 
     `checksums` has one sum per decode rank, over all that the rank holds of these tokens (`checksum.py`); it is empty
-    unless decode asked for it.
+    unless decode asked for it. A message about no tokens at all says that the first chunk is being computed, where that
+    takes long; it is not sent where decode asks for checksums.
     """
 
     key: TransferKey
@@ -185,7 +186,8 @@ class PrefillDone(Message, frozen=True):
 
 class TransferFailed(Message, frozen=True):
     """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while. With
-    `refused` it was never begun: another server may take it, or this one later.
+    `refused` it was never begun: another server may take it, or this one later. With `full` the server has too much to
+    do, and is otherwise well.
     """
 
     key: TransferKey
@@ -193,6 +195,7 @@ class TransferFailed(Message, frozen=True):
     retryable: bool
     late_writes: bool = False
     refused: bool = False
+    full: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -284,11 +287,17 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy a server is; decode picks the prefill with the fewest tokens waiting."""
+    """How busy a server is; decode picks the prefill with the fewest tokens waiting.
+
+    `waiting_requests` have nothing in a step under way, `running_requests` have. `waiting_tokens` of both are not
+    computed. `window_tokens` is how many of those a prefill server wants to have of each decode server, so that it
+    never waits for the next prompt.
+    """
 
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
+    window_tokens: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -582,7 +582,7 @@ class World:
     def _turn(self, server: Server) -> None:
         """Give a step if there is one, and do the oldest when two are under way or there is none to give."""
         server.scheduler.advance(self.now)
-        step = server.scheduler.next_step()
+        step = server.scheduler.next_step(self.now)
         if step is not None:
             assert sum(row.end - row.start for row in step.rows) <= 4
             server.steps.append(step)

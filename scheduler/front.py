@@ -21,7 +21,8 @@ class Submit(FrontMessage, frozen=True):
 
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: one prefill, one transfer, and
     a request of its own from then on, with its own tokens and its own terminal message. The request with the higher
-    `priority` is served first.
+    `priority` is served first. `follows` is the rid of the first prompt of a call with several, which come one after
+    another: where that was let in, so are the others.
     """
 
     rid: str
@@ -33,6 +34,7 @@ class Submit(FrontMessage, frozen=True):
     more_rids: tuple[str, ...] = ()
     logprobs: LogprobParams | None = None
     priority: int = 0
+    follows: str | None = None
 
 
 class Observe(FrontMessage, frozen=True):

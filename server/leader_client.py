@@ -205,12 +205,13 @@ class LeaderClient:
         return await asyncio.shield(self._started)
 
     def open(self, messages: Iterable[Submit | Observe], group: str | None = None) -> Inbox:
-        """Hand requests to the leader, all or none of them.
+        """Hand requests to the leader, all or none of them: it lets the others in where it does the first.
 
         Raises UnavailableError unless the leader serves, and DuplicateRequestError when a request id is in use.
         """
         self.check_available()
-        batch = list(messages)
+        first, *others = messages
+        batch = [first, *(_following(message, first.rid) for message in others)]
         seen: set[str] = set()
         for rid in (rid for message in batch for rid in _rids(message)):
             if rid in self._open or rid in seen:
@@ -380,6 +381,10 @@ class LeaderClient:
 
 def _rids(message: Submit | Observe) -> tuple[str, ...]:
     return (message.rid, *message.more_rids) if isinstance(message, Submit) else (message.rid,)
+
+
+def _following(message: Submit | Observe, first: str) -> Submit | Observe:
+    return msgspec.structs.replace(message, follows=first) if isinstance(message, Submit) else message
 
 
 def _gone(rid: str, message: str) -> Failed:

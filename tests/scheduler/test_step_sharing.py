@@ -15,6 +15,7 @@ from pdserve.scheduler.transfer import PageSpace, PrefillStep
 from pdserve.scheduler.transfer_line import MAX_OVERTAKES
 from pdserve.transfer.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.messages import KvDestination, TransferKey
+from tests.scheduler.timed_world import TimedWorld
 from tests.scheduler.world import DECODE
 
 PAGE = 16
@@ -171,3 +172,19 @@ def test_a_prompt_that_waits_for_pages_is_passed_by_smaller_ones_sixteen_times()
     assert server.scheduler.transfers[DECODE, TransferKey(1, 1)].grant is not None
     while len(server.done) < 32:
         server.step()
+
+
+def test_five_tokens_behind_three_prompts_of_eight_thousand() -> None:
+    """As on two cores: 1,800 tokens a second. It took 13.2 s, behind all of them."""
+    world = TimedWorld(tokens_per_s=1800)
+    world.run_for(1.0)
+    began = world.now
+    for number in range(3):
+        world.ask(f"long {number}", 8000)
+    world.run_for(1.0)
+    asked = world.now
+    world.ask("short", 5)
+    world.run(lambda: "short" in world.ended_at)
+    assert world.ended_at["short"] - asked < 3 * 512 / 1800, "two steps are under way, the third is its own"
+    world.run(lambda: not world.decode.requests)
+    assert world.now - began == pytest.approx(24_005 / 1800, rel=0.01)

@@ -92,7 +92,12 @@ class ServerConfig(BaseModel):
     )
 
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
-    max_queued_requests: int = Field(256, ge=1, le=1_000_000, description="more are answered 429")
+    max_queued_requests: int = Field(
+        256,
+        ge=1,
+        le=1_000_000,
+        description="prompts that wait; more are answered 429, and a call with several is let in as a whole",
+    )
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
     max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
@@ -251,7 +256,9 @@ class DecodeConfig(ServerConfig):
         128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"
     )
     retract_memory_gib: float = Field(4.0, ge=0, description="host memory for the KV of retracted requests")
-    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for KV memory before a request begins")
+    queue_timeout_s: float = Field(
+        60.0, gt=0, description="longest wait before a request begins: for KV memory, or behind others for prefill"
+    )
     prefill_wait_s: float = Field(
         3.0, gt=0, description="longest wait while no prefill server is paired, at arrival and after one was lost"
     )

@@ -7,8 +7,8 @@ The query at row r of sequence i stands at position p = kv_lens[i] - query_lens[
 
 Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
 any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
-out as query. Rows of a page beyond a sequence's end are never seen, but must hold finite values. Pages have the dtype
-of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
+out as query. Rows of a page beyond a sequence's end may hold anything, NaN as well: another sequence has left them.
+Pages have the dtype of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
 
 The plan of a batch is made once and serves every layer: `WorkPlan` for the Triton kernels, otherwise `GatherPlan`, by
 which torch computes, or the Numba kernel for sequences of one query and torch for the others.
@@ -29,12 +29,20 @@ from .kv_write import can_store
 
 
 class PageTable:
-    """The pages of some sequences of one length, for all heads: [B, H, P] blocks of [page_size, D] to gather.
+    """The pages of some sequences, padded to one length, for all heads: [B, H, P] blocks of [page_size, D] to gather.
 
-    Where the blocks lie depends on the strides of the pool, which are the same for every layer: worked out once.
+    Where the blocks lie depends on the strides of the pool, which are the same for every layer: worked out once. With
+    `unseen`, [B, P * page_size] bool on the CPU, rows that a sequence does not have are gathered as zeros: a mask gives
+    them the weight 0, and 0 * NaN is NaN.
     """
 
-    def __init__(self, pages: Sequence[tuple[int, ...]], num_kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        pages: Sequence[tuple[int, ...]],
+        num_kv_heads: int,
+        device: torch.device,
+        unseen: torch.Tensor | None = None,
+    ) -> None:
         self.pages = torch.tensor(pages, dtype=torch.long, device=device).unsqueeze(1)  # [B, 1, P]
         self.heads = torch.arange(num_kv_heads, device=device).unsqueeze(1)  # [H, 1]
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}
@@ -42,6 +50,11 @@ class PageTable:
         alone = len(pages) == 1 and pages[0] == tuple(range(first, last + 1))
         self.adjacent = slice(first, last + 1) if alone else None
         """The pages of a single sequence, where they lie side by side."""
+        self.unseen: torch.Tensor | None = None
+        """Of the rows of keys and then of values, [2, B, H, P * page_size] in one, those to be zeros."""
+        if unseen is not None:
+            everywhere = unseen.unsqueeze(1).expand(2, -1, num_kv_heads, -1)
+            self.unseen = everywhere.flatten().nonzero().squeeze(1).to(device)
 
     def blocks(self, per_page: int, value_distance: int) -> torch.Tensor:
         """[2 * B * H * P] numbers of the key blocks, then of the value blocks `value_distance` behind them."""
@@ -108,7 +121,7 @@ class GatherPlan:
     def decode(self) -> tuple[DecodeGroup, ...]:
         """The sequences of one query, for torch."""
         return tuple(
-            _decode_group(group, self.tokens, self.num_kv_heads, self.device)
+            _decode_group(group, self.tokens, self.page_size, self.num_kv_heads, self.device)
             for group in _similar_lengths(self.decoding)
         )
 
@@ -177,16 +190,16 @@ def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[Decodin
 
 
 def _decode_group(
-    sequences: Sequence[DecodingSequence], tokens: int, num_kv_heads: int, device: torch.device
+    sequences: Sequence[DecodingSequence], tokens: int, page_size: int, num_kv_heads: int, device: torch.device
 ) -> DecodeGroup:
     rows, kv_lens, pages = zip(*sequences, strict=True)
     longest = max(len(ids) for ids in pages)
     padded = [ids + (ids[-1],) * (longest - len(ids)) for ids in pages]
-    table = PageTable(padded, num_kv_heads, device)
-    mask = None
+    mask, unseen = None, None
     if len(set(kv_lens)) > 1:
-        seen = torch.arange(max(kv_lens), device=device) < torch.tensor(kv_lens, device=device).unsqueeze(1)
-        mask = seen[:, None, None, :]
+        unseen = torch.arange(longest * page_size) >= torch.tensor(kv_lens).unsqueeze(1)
+        mask = ~unseen[:, None, None, : max(kv_lens)].to(device)
+    table = PageTable(padded, num_kv_heads, device, unseen)
     everything = rows == tuple(range(tokens))
     return DecodeGroup(None if everything else torch.tensor(rows, device=device), table, mask, max(kv_lens))
 
@@ -300,10 +313,13 @@ def _gather(
     one_pool = key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
     blocky = key_pages.stride() == value_pages.stride() and key_pages.stride()[1:] == (block, head_dim, 1)
     if not (one_pool and blocky and distance > 0) or rest or odd:
-        key, value = (pages[table.pages, table.heads].flatten(2, 3).to(dtype) for pages in (key_pages, value_pages))
-        return key[:, :, :kv_len], value[:, :, :kv_len]
-    matrix = key_pages.as_strided(((num_pages - 1) * per_page + distance + num_heads, block), (block, 1))
-    rows = matrix.index_select(0, table.blocks(per_page, distance)).to(dtype)
+        rows = torch.stack([pages[table.pages, table.heads] for pages in (key_pages, value_pages)])
+    else:
+        matrix = key_pages.as_strided(((num_pages - 1) * per_page + distance + num_heads, block), (block, 1))
+        rows = matrix.index_select(0, table.blocks(per_page, distance))
+    rows = rows.to(dtype)
+    if table.unseen is not None:
+        rows.view(-1, head_dim).index_fill_(0, table.unseen, 0.0)
     key, value = rows.view(2, len(table.pages), num_heads, -1, head_dim)[:, :, :, :kv_len]
     return key, value
 

@@ -8,11 +8,17 @@ from .intake import Intake
 from .lifecycle import State
 from .request import Request
 
+LAST_CHANCE = 0.25
+"""Of `queue_timeout_s`: a prompt that was sent to prefill in time has so long to be begun. Without it, where all wait
+until their time is almost up, prefill would compute only for those that are about to leave.
+"""
+
 
 class Deadlines:
     """Finds those whose time is up, and looks at all requests only when that may be so: not in every turn."""
 
     def __init__(self, intake: Intake) -> None:
+        self._intake = intake
         self._limits = intake.limits
         self._peers = intake.peers
         self._shortest_s = min(
@@ -34,27 +40,29 @@ class Deadlines:
         for request in requests:
             due, field = self._next(request)
             if due <= now:
-                ends.append((request, self._error(request, field)))
+                ends.append((request, self._error(request, field, now)))
             else:
                 self._look_at = min(self._look_at, due)
         return ends
 
     def _next(self, request: Request) -> tuple[float, str]:
         """When its time is up as things are, and which limit that is."""
-        limits, since = self._limits, request.life.since
-        due, field = math.inf, "request_timeout_s"
+        limits, since, prompt = self._limits, request.life.since, request.prompt
+        ends = [(request.deadline, "request_timeout_s")]
         match request.state:
             case State.PREFILLING:
-                due, field = since + limits.prefill_timeout_s, "prefill_timeout_s"
-            case State.QUEUED if (lost_at := self._peers.absent_since(request.prompt.endpoint)) is not None:
-                due, field = max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"
-            case State.QUEUED if request.prompt.refused_since is not None:
-                due, field = request.prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"
-            case State.QUEUED if not request.output_ids:  # one that has run waits as long as if its KV had been saved
-                due, field = since + limits.queue_timeout_s, "queue_timeout_s"
-        return (due, field) if due < request.deadline else (request.deadline, "request_timeout_s")
+                ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
+            case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
+                ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
+            case State.QUEUED if prompt.refused_since is not None:
+                ends.append((prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"))
+        # one that has run waits as long as if its KV had been saved
+        if request.waits_for_prefill and not request.output_ids:
+            sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if request.state is State.PREFILLING else since
+            ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))
+        return min(ends)
 
-    def _error(self, request: Request, field: str) -> RequestError:
+    def _error(self, request: Request, field: str, now: float) -> RequestError:
         limits, prompt = self._limits, request.prompt
         match field:
             case "prefill_timeout_s":
@@ -71,8 +79,13 @@ class Deadlines:
                     retry_after_s=1,
                 )
             case "queue_timeout_s":
+                busy = request.state is State.PREFILLING or self._intake.pace.is_busy(prompt.endpoint)
+                waited = f"{limits.queue_timeout_s:g} s ({field})"
                 return UnavailableError(
-                    f"no KV memory became free within {limits.queue_timeout_s:g} s ({field})", retry_after_s=1
+                    f"prefill did not get to the prompt within {waited}"
+                    if busy
+                    else f"no KV memory became free within {waited}",
+                    retry_after_s=max(1.0, self._intake.expected_wait_s(now)),
                 )
             case _:
                 given_s = request.deadline - request.life.started

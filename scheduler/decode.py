@@ -40,7 +40,7 @@ from ..transfer.messages import (
 )
 from ..transfer.stage_receiver import StageReceiver
 from ..transfer.staged_links import StagedLink
-from .answers import failed, finished, refusal
+from .answers import failed, finished, overloaded, refusal, too_long
 from .counters import DECODE_COUNTERS
 from .deadlines import Deadlines
 from .effects import ConnectPeer, CopyPage, Effect, SendToFront
@@ -55,6 +55,8 @@ from .run_queue import DecodeRow, DecodeStep, RunQueue
 
 MAX_ATTEMPTS = 2
 """One try and one retry, into fresh pages, on another prefill server where there is one."""
+READY_AHEAD = 4
+"""Requests that wait for places in the batch, so that one which becomes free is taken at once."""
 _WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
 """States in which the KV of all tokens but the newest is in the request's pages."""
 
@@ -94,22 +96,24 @@ class DecodeScheduler:
         """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
         self._accepting = True
+        self._call: str | None = None
+        """The first prompt of the last call that was let in (`Submit.follows`)."""
+        self._peers_changed = False
+        """Since the last turn, so that prompts in the queue may have become too long."""
 
     # -- what happens: events from clients ---------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or answer at once why not."""
         rids = (submit.rid, *submit.more_rids)
-        error = refusal(submit, self.requests, self.pages.num_pages, len(self.intake.queue), self.limits)
-        if not self._accepting:
-            error = UnavailableError("the server is shutting down")
+        error = self._refusal(submit, now)
         if error is not None:
             self.counters["requests_refused"] += len(rids)
             self._effects += [SendToFront(failed(rid, error)) for rid in rids]
             return
         deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
         prompt = self.intake.new_prompt(
-            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority
+            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
         )
         for index, rid in enumerate(rids):
             sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
@@ -119,7 +123,7 @@ class DecodeScheduler:
             prompt.members.append(request)
             self._deadlines.watch(request)
         self.counters["requests"] += len(rids)
-        self.intake.queue.push(prompt)
+        self.intake.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._effects.append(ConnectPeer(prompt.endpoint, submit.client))
 
@@ -153,9 +157,11 @@ class DecodeScheduler:
         self.intake.staging.peer_up(instance, staged)
         for prompt in self.intake.queue:
             prompt.refused_since = None  # not by this one
+        self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
         self.intake.peers.alias(instance, endpoint)
+        self._peers_changed = True
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
         self.intake.peers.report(instance, load)
@@ -171,6 +177,7 @@ class DecodeScheduler:
         for prompt in self.intake.of_peer(instance):
             self.intake.give_up(prompt, f"prefill server lost: {reason}", tell=True)
             self._retry_or_fail(prompt, now)
+        self._peers_changed = True
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
         self.intake.fences.writer_closed(instance, now)
@@ -195,6 +202,7 @@ class DecodeScheduler:
             self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
             return
         self._count_transfer(prompt, done)
+        self.intake.pace.served(now)
         self.intake.leave(prompt)
         grant = prompt.grant
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
@@ -212,9 +220,19 @@ class DecodeScheduler:
         self._admit_arrived(now)
 
     def transfer_failed(
-        self, key: TransferKey, reason: str, *, retryable: bool, late_writes: bool, now: float, refused: bool = False
+        self,
+        key: TransferKey,
+        reason: str,
+        *,
+        retryable: bool,
+        late_writes: bool,
+        now: float,
+        refused: bool = False,
+        full: bool = False,
     ) -> None:
-        """The writer has stopped without having finished, or has `refused` to begin. Nobody may be waiting any more."""
+        """The writer has stopped without having finished, or has `refused` to begin because it is `full` or shuts down.
+        Nobody may be waiting any more.
+        """
         prompt = self.intake.prefilling.get(key)
         self.counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
@@ -223,7 +241,7 @@ class DecodeScheduler:
         if prompt is None:
             return
         if retryable and refused:
-            self._refused(prompt, now)
+            self._refused(prompt, now, full=full)
         elif retryable:
             self._retry_or_fail(prompt, now)
         else:
@@ -254,7 +272,7 @@ class DecodeScheduler:
         This is the only edge into READY, so whatever a running request needs is set up here and nowhere else: with
         HiSparse its hot buffer, for which `memory.may_admit` has found room.
         """
-        self.runs.remove(request)
+        self.runs.arrived.take(request)
         self.memory.open_hot(request)
         request.life.to(State.READY, now)
         self.runs.ready.push(request)
@@ -263,6 +281,8 @@ class DecodeScheduler:
 
     def advance(self, now: float) -> None:
         """Everything that is due: deadlines, fences, memory for those that wait. Call once per loop turn."""
+        if self._peers_changed:
+            self._end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self._end(request, error, now)
         self.intake.staging.due(now)
@@ -273,7 +293,7 @@ class DecodeScheduler:
         self._let_in(now)
         while self.memory.call_in([*self.runs.ready, *self.runs.running]):
             self._let_in(now)
-        self.memory.reopen_hot(self.runs.running)
+        self.memory.reopen_hot(self.runs.running, len(self.requests))
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
@@ -357,6 +377,32 @@ class DecodeScheduler:
             }
             assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
 
+    # -- refusing ----------------------------------------------------------------------------------------------
+
+    def _refusal(self, submit: Submit, now: float) -> RequestError | None:
+        """Why this prompt is not let in. A call with several prompts is let in as a whole, if there is room for its
+        first one: with room for each alone, it would rarely find that for all at once.
+        """
+        if not self._accepting:
+            return UnavailableError("the server is shutting down")
+        prefill_tokens = self.intake.peers.largest_prompt(submit.endpoint)
+        error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
+        if error is not None or (submit.follows is not None and submit.follows == self._call):
+            return error
+        if len(self.intake.queue) >= self.limits.max_queued_requests:
+            self._call = None
+            return overloaded(self.limits.max_queued_requests, self.intake.expected_wait_s(now))
+        self._call = submit.rid
+        return None
+
+    def _end_too_long(self, now: float) -> None:
+        """End those in the queue that none of the prefill servers there are now can hold."""
+        self._peers_changed = False
+        for prompt in list(self.intake.queue):
+            most_tokens = self.intake.peers.largest_prompt(prompt.endpoint)
+            if prompt.tokens > most_tokens:
+                self._end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
+
     # -- letting in --------------------------------------------------------------------------------------------
 
     def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
@@ -381,7 +427,18 @@ class DecodeScheduler:
             return
         while self.memory.may_admit() and self.retracted.resume(now):
             self._admit_arrived(now)
-        self.intake.dispatch(now, above=self.retracted.line.first.prompt.priority if len(self.retracted) else None)
+        waits = self.retracted.line
+        above = waits.first.priority if len(waits) else None
+        for priority in self.intake.dispatch(now, above=above, keep=self._growth()):
+            waits.passed_by(priority)
+
+    def _growth(self) -> int:
+        """Pages to be left for those that run, while enough wait for a place in the batch: one more of those would only
+        be retracted for them.
+        """
+        if len(self.runs.ready) < READY_AHEAD or not len(self.intake.queue):
+            return 0
+        return sum(self.memory.growth(request) for request in self.runs.running)
 
     def _admit_arrived(self, now: float) -> None:
         """In line; one that finds no hot buffer takes that of a request of a lower priority."""
@@ -409,17 +466,20 @@ class DecodeScheduler:
             self._end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return
         prompt.refused_since = None
+        if prompt.attempt is not None and prompt.attempt.begun:
+            prompt.waits_since = now
         self._queue_again(prompt, now)
 
-    def _refused(self, prompt: Prompt, now: float) -> None:
-        """A prefill server is full or shutting down. That was no attempt: another may take it, or this one later."""
+    def _refused(self, prompt: Prompt, now: float, *, full: bool) -> None:
+        """A prefill server is full or shutting down. That was no attempt: another may take it, or this one later. One
+        that is full is there, so its prompts wait as if they had not been sent.
+        """
         assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused by nobody"
         self.intake.peers.refused(prompt.attempt.instance, now)
-        prompt.refused_since = now if prompt.refused_since is None else prompt.refused_since
+        if not full and prompt.refused_since is None:
+            prompt.refused_since = now
         prompt.times_refused += 1
         self._queue_again(prompt, now)
-        for request in prompt.waiting:
-            self._deadlines.watch(request)
 
     def _queue_again(self, prompt: Prompt, now: float) -> None:
         self.counters["redispatches"] += 1
@@ -427,7 +487,8 @@ class DecodeScheduler:
         for request in prompt.waiting:
             self.memory.release(request)
             request.life.to(State.QUEUED, now)
-        self.intake.queue.push(prompt, again=True)
+            self._deadlines.watch(request)
+        self.intake.enqueue(prompt, now, again=True)
 
     # -- tokens and endings ------------------------------------------------------------------------------------
 

@@ -159,10 +159,16 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case PrefillDone():
                 if scheduler.intake.written(message):
                     self._all_landed(message, now)
-            case TransferFailed(key=key, reason=reason, retryable=retryable, late_writes=late_writes, refused=refused):
-                log.warning("transfer %s failed: %s", key, reason)
+            case TransferFailed(key=key, reason=reason):
+                log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
                 scheduler.transfer_failed(
-                    key, reason, retryable=retryable, late_writes=late_writes, refused=refused, now=now
+                    key,
+                    reason,
+                    retryable=message.retryable,
+                    late_writes=message.late_writes,
+                    refused=message.refused,
+                    full=message.full,
+                    now=now,
                 )
             case AbortAck(key=key, late_writes=late_writes):
                 scheduler.abort_acked(key, late_writes, now)

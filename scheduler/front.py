@@ -21,7 +21,8 @@ class Submit(FrontMessage, frozen=True):
 
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: one prefill, one transfer, and
     a request of its own from then on, with its own tokens and its own terminal message. The request with the higher
-    `priority` is served first. `client` is the address that the request came from.
+    `priority` is served first. `client` is the address that the request came from. `follows` is the rid of the first
+    prompt of a call with several, which come one after another: where that was let in, so are the others.
     """
 
     rid: str
@@ -34,6 +35,7 @@ class Submit(FrontMessage, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     client: str = ""
+    follows: str | None = None
 
 
 class Cancel(FrontMessage, frozen=True):

@@ -96,10 +96,12 @@ class HotBuffers:
         """Requests that have all their rows on the GPU."""
         return sum(not buffer.cycles for buffer in self._buffers.values())
 
-    @property
-    def room_to_spare(self) -> int:
-        """Pages for residents that nobody else may want soon."""
-        return self._unneeded + self._lendable
+    def room_to_spare(self, coming: int) -> int:
+        """Pages for one more resident that nobody wants soon: neither the `coming` requests, which have no buffer yet,
+        nor those that are resident, for their next rows.
+        """
+        wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.resident
+        return max(0, self.pages.available - wanted) + self._lendable
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if need be at the cost of residents."""
@@ -130,15 +132,15 @@ class HotBuffers:
         self._set_capacity(buffer)
         return buffer, shrunk
 
-    def reopen(self, rid: str, tokens: int) -> HotBuffer | None:
+    def reopen(self, rid: str, tokens: int, room: int) -> HotBuffer | None:
         """Make a request whose buffer cycles resident again, with all its `tokens`, which have to be copied; None where
-        it is too early for that, or would take room that others may want soon.
+        it is too early for that, or takes more than the `room_to_spare`.
         """
         buffer = self._buffers[rid]
         if buffer.cycles_from is None or (tokens - 1 - buffer.cycles_from) * FETCHED_PER_STEP < tokens:
             return None
         missing = -(-tokens // self.limits.page_size) - len(buffer.pages)
-        if missing > self.room_to_spare:
+        if missing > room:
             return None
         extended = self._extend(buffer, missing)
         assert extended, "there was room"

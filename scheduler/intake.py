@@ -15,13 +15,15 @@ from ..memory.pages import PageAllocator
 from ..memory.prefix_cache import PrefixCache
 from ..transfer.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ..transfer.stage_receiver import StageReceiver
+from .dispatch_window import PromptKind
 from .effects import ConnectPeer, Effect, SendToPeer
 from .fences import Fences
 from .lifecycle import State
 from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
+from .queue_pace import QueuePace
 from .request import Attempt, Prompt, Request
-from .reservation import Reservation, reserve
+from .reservation import Reservation, pages_needed, reserve
 from .staged_arrivals import StagedArrivals
 
 MAX_OVERTAKES = 16
@@ -67,6 +69,7 @@ class Intake:
         self.limits = limits
         self.counters = counters
         self.queue = PromptQueue()
+        self.pace = QueuePace()
         self.peers = PrefillPeers()
         self.fences = Fences(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
@@ -85,6 +88,7 @@ class Intake:
         room: int | None = None,
         priority: int = 0,
         output_tokens: int = 0,
+        now: float,
     ) -> Prompt:
         """A prompt that is not in the queue yet."""
         return Prompt(
@@ -94,19 +98,26 @@ class Intake:
             room=room,
             priority=priority,
             output_tokens=output_tokens,
+            now=now,
         )
 
-    def compute_anew(self, request: Request) -> None:
+    def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
+        """Have it wait for memory and for a prefill server; `again` if it was let in before."""
+        prompt.busy_mark = self.pace.busy_s(prompt.endpoint, now)
+        self.queue.push(prompt, again=again)
+
+    def compute_anew(self, request: Request, now: float) -> None:
         """Queue a request whose KV is gone, before those that are new: what it has said is part of its prompt now."""
         old = request.prompt
         request.prompt = self.new_prompt(
             (*request.prompt_ids, *request.output_ids),
             endpoint=old.endpoint,
-            priority=old.priority,
+            priority=request.priority,
             output_tokens=len(request.output_ids),
+            now=now,
         )
         request.prompt.members.append(request)
-        self.queue.push(request.prompt, again=True)
+        self.enqueue(request.prompt, now, again=True)
         if old.endpoint is not None:
             self.effects.append(ConnectPeer(old.endpoint))  # it may have been given up since
 
@@ -118,16 +129,25 @@ class Intake:
     def chunk_arrived(self, chunk: ChunkArrived) -> bool:
         """Note it; False when nobody waits for it."""
         prompt = self.prefilling.get(chunk.key)
-        if prompt is not None:
-            _attempt(prompt).chunks.append(chunk)
-        return prompt is not None
+        if prompt is None:
+            return False
+        attempt = _attempt(prompt)
+        attempt.begun = True
+        if chunk.token_start < chunk.token_end:
+            attempt.chunks.append(chunk)
+        tokens = min(attempt.tokens_left, chunk.token_end - chunk.token_start)
+        window = self.peers.window(attempt.instance)
+        if tokens and window is not None:
+            attempt.tokens_left -= tokens
+            window.computed(attempt.kind, tokens)
+        return True
 
     def written(self, done: PrefillDone) -> bool:
         """Prefill has written everything. Whether all of it is in its pages: if not, staging returns `done` later."""
         prompt = self.prefilling.get(done.key)
         if prompt is not None and not (attempt := _attempt(prompt)).written:
             attempt.written = True
-            self.peers.dispatched(attempt.instance, -prompt.tokens)
+            self._leave_prefill(attempt)
         return not self.staging.hold(done)
 
     def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
@@ -140,20 +160,38 @@ class Intake:
             return f"prefill sent {len(done.first_tokens)} first tokens for {samples} samples"
         return None
 
-    def dispatch(self, now: float, *, above: int | None = None) -> None:
+    def expected_wait_s(self, now: float) -> float:
+        """How long a prompt that comes now would be in the queue: nobody is for longer than `queue_timeout_s`."""
+        return self.pace.wait_s(len(self.queue), now, most_s=self.limits.queue_timeout_s)
+
+    def dispatch(self, now: float, *, above: int | None = None, keep: int = 0) -> list[int]:
         """Let prompts in, in order of the queue; only those of a priority `above` that of somebody who waits as well.
+        Returns the priorities of those that were let in.
 
         One that does not fit may be passed by smaller ones, but not for ever; one whose prefill server is away holds up
         nobody.
         """
         blocked: list[Prompt] = []
-        for prompt in self.queue.in_order(lambda endpoint: self.peers.serve(endpoint, now)):
+        sent: list[int] = []
+        busy: set[str | None] = set()
+
+        def may_send(prompt: Prompt) -> bool:
+            """Prefill servers that are there and take no prompt are busy."""
+            if self.peers.choose(prompt, now) is not None:
+                return True
+            if self.peers.absent_since(prompt.endpoint) is None:
+                busy.add(prompt.endpoint)
+            return False
+
+        for prompt in self.queue.in_order(may_send):
             if len(blocked) >= MAX_MISFITS or any(other.overtaken >= MAX_OVERTAKES for other in blocked):
-                return
+                break
             if above is not None and prompt.priority <= above:
-                return
+                break
             peer = self.peers.choose(prompt, now)
             assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+            if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
+                break
             reservation = reserve(
                 prompt,
                 self._pages,
@@ -168,18 +206,29 @@ class Intake:
             for other in blocked:
                 other.overtaken += 1
             self._send(prompt, reservation, peer, now)
+            sent.append(prompt.priority)
+        self.pace.note(len(self.queue), busy, now)
+        return sent
+
+    def _most_pages(self, prompt: Prompt) -> int:
+        """What it is let in with, if none of it is cached."""
+        samples, page_size = len(prompt.waiting), self.limits.page_size
+        return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
 
     def _send(self, prompt: Prompt, reservation: Reservation, peer: PrefillPeer, now: float) -> None:
-        self.queue.remove(prompt)
+        self.queue.take(prompt)
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
-        prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens)
+        kind, tokens = PromptKind.of(prompt.priority, prompt.tokens), max(1, prompt.tokens - reservation.prefix_tokens)
+        prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
         prompt.grant = reservation.prompt
         self.prefilling[key] = prompt
-        self.peers.dispatched(peer.instance, prompt.tokens)
+        peer.window.sent(kind, tokens)
         members = prompt.waiting
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_mark
         for request, grant in zip(members, reservation.members, strict=True):
             request.grant = grant
+            request.prefill_wait_s += busy_s
             request.life.to(State.RESERVED, now)
             request.life.to(State.PREFILLING, now)
         first = members[0]
@@ -220,7 +269,14 @@ class Intake:
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
         if not attempt.written:
-            self.peers.dispatched(attempt.instance, -prompt.tokens)
+            self._leave_prefill(attempt)
+
+    def _leave_prefill(self, attempt: Attempt) -> None:
+        """Prefill has nothing more to do for it. One that was lost has left its window behind."""
+        window = self.peers.window(attempt.instance)
+        if window is not None:
+            window.returned(attempt.kind, attempt.tokens_left)
+        attempt.tokens_left = 0
 
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """Nobody wants this prompt any more: out of the queue, or stop its writer."""

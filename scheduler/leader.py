@@ -251,6 +251,7 @@ class Leader:
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
             prefix_cache=config.prefix_cache,
+            stages=config.pp,
             steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )
         scheduler = PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages))

@@ -10,6 +10,7 @@ released, and decode is told, only after every chunk that was handed out has rep
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -43,12 +44,20 @@ from .staged_sends import StagedSends
 from .transfer import PageSpace, PrefillStep, Transfer, TransferRef
 from .transfer_line import TransferLine
 
+MAX_MISFITS = 8
+"""Transfers that find no pages before a turn stops looking for one that does."""
+BEGUN_AFTER_S = 1.0
+"""Decode is told of a step that takes longer before its chunks are there, and does not take its prompts for waiting."""
+ROUND_TRIP_S = 0.1
+"""The next prompt comes within this long after decode has heard of the end of another, on a machine with much to do."""
+
 
 class Refusal(NamedTuple):
-    """Why a transfer is not taken, and whether another try may help."""
+    """Why a transfer is not taken, and whether another try may help. With `full` there are too many."""
 
     reason: str
     retryable: bool
+    full: bool = False
 
 
 class PrefillScheduler:
@@ -68,8 +77,6 @@ class PrefillScheduler:
         self._effects: list[Effect] = []
         self.staging = StagedSends(limits.page_size, self.counters, self._effects)
         self._accepting = True
-        self._no_room: tuple[TransferRef, int] | None = None
-        """The transfer that did not fit, and `pages.chances` then: to look for its prefix every turn takes long."""
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -102,14 +109,20 @@ class PrefillScheduler:
         if transfer.ref in self.transfers:
             self.counters["stale_messages"] += 1
             return
+        if len(self._waiting) >= self.limits.max_queued_requests:
+            self._start_waiting(now)  # many may come in one turn
         refusal = self._refusal(transfer)
         if refusal is not None:
             self.counters["requests_refused"] += 1
-            leaving = not self._accepting
-            self._tell(
-                transfer,
-                TransferFailed(transfer.key, refusal.reason, refusal.retryable, refused=True, leaving=leaving),
+            failed = TransferFailed(
+                transfer.key,
+                refusal.reason,
+                refusal.retryable,
+                refused=True,
+                leaving=not self._accepting,
+                full=refusal.full,
             )
+            self._tell(transfer, failed)
             return
         self.counters["requests"] += 1
         self.transfers[transfer.ref] = transfer
@@ -141,18 +154,18 @@ class PrefillScheduler:
             self._expire(now)
         self.staging.due(now)
         self._take_ended_chunks(now)
-        while len(self._waiting) and self._start(self._waiting.first, now):
-            self._waiting.pop()
+        self._start_waiting(now)
+        self._say_what_has_begun(now)
 
-    def next_step(self) -> PrefillStep | None:
-        """The next step to give to the ranks; None when there is nothing to do, or enough is under way."""
-        return self._computing.next_step()
-
-    def step_given(self, step: PrefillStep, now: float) -> None:
-        """Ask for room for what the step will compute, so that it is there when the step is done."""
-        for row in step.rows:
+    def next_step(self, now: float) -> PrefillStep | None:
+        """The next step to give to the ranks; None when there is nothing to do, or enough is under way. Room for what
+        it will compute is asked for, so that it is there when the step is done.
+        """
+        step = self._computing.next_step(now)
+        for row in step.rows if step is not None else ():
             transfer = row.transfer
             self.staging.request(transfer.ref, max(row.start, transfer.destination.prefix_tokens), row.end, now)
+        return step
 
     def step_done(
         self,
@@ -167,7 +180,7 @@ class PrefillScheduler:
         that the slice yields.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs in zip(self._computing.take(order), first_tokens, input_logprobs, strict=True):
+        for row, tokens, logprobs in zip(self._computing.take(order, now), first_tokens, input_logprobs, strict=True):
             transfer = row.transfer
             if transfer.state is not TransferState.COMPUTING:
                 continue
@@ -185,7 +198,7 @@ class PrefillScheduler:
     def step_failed(self, order: int, reason: str, now: float) -> None:
         """The model could not run this step: its transfers fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in self._computing.take(order):
+        for row in self._computing.take(order, now):
             if row.transfer.state is TransferState.COMPUTING:
                 self._close(row.transfer, f"the prefill step failed: {reason}", now)
 
@@ -217,18 +230,24 @@ class PrefillScheduler:
         return not (self.transfers or self._computing.steps)
 
     def state_counts(self) -> dict[str, int]:
+        """Those that have their pages and stand behind others for the next step are waiting, too."""
         counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
         for transfer in self.transfers.values():
             counts[transfer.state.value] += 1
+        behind_others = len(self._computing) - self._running
+        counts[TransferState.COMPUTING.value] -= behind_others
+        counts[TransferState.WAITING.value] += behind_others
         return counts
 
     def load(self) -> Load:
-        backlog = [*self._waiting, *self._computing]
+        backlog, running, limits = [*self._waiting, *self._computing], self._running, self.limits
+        on_the_way = ROUND_TRIP_S * (self._computing.rate.per_s or 0.0)
         return Load(
-            waiting_requests=len(self._waiting),
-            running_requests=len(self._computing),
+            waiting_requests=len(backlog) - running,
+            running_requests=running,
             waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
             accepting=self._accepting,
+            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(on_the_way)),
         )
 
     def check_integrity(self) -> None:
@@ -237,11 +256,17 @@ class PrefillScheduler:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    @property
+    def _running(self) -> int:
+        """Transfers of which something is being computed."""
+        return sum(transfer.state is TransferState.COMPUTING for transfer in self._computing.running)
+
     def _refusal(self, transfer: Transfer) -> Refusal | None:
         if not self._accepting:
             return Refusal("the prefill server is shutting down", retryable=True)
         if len(self._waiting) >= self.limits.max_queued_requests:
-            return Refusal(f"prefill has {len(self._waiting)} requests queued (max_queued_requests)", retryable=True)
+            reason = f"prefill has {len(self._waiting)} requests queued (max_queued_requests)"
+            return Refusal(reason, retryable=True, full=True)
         if transfer.instance not in self._spaces:
             return Refusal("the decode server is not paired", retryable=True)
         problem = self.limits.describe_problem(transfer, self._spaces[transfer.instance], self.pages.num_pages)
@@ -255,9 +280,33 @@ class PrefillScheduler:
             transfer.retryable = False
             self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
 
+    def _say_what_has_begun(self, now: float) -> None:
+        for transfer in self._computing.computing_for(BEGUN_AFTER_S, now):
+            if transfer.said_begun or transfer.state is not TransferState.COMPUTING or transfer.destination.verify:
+                continue
+            transfer.said_begun = True
+            start = transfer.destination.prefix_tokens
+            self._tell(transfer, ChunkArrived(transfer.key, start, start))
+
+    def _start_waiting(self, now: float) -> None:
+        while self._start_next(now):
+            pass
+
+    def _start_next(self, now: float) -> bool:
+        """Give the first that finds enough pages its own. Smaller ones may pass one that does not until it is due; then
+        pages gather for it.
+        """
+        for transfer in itertools.islice(self._waiting, MAX_MISFITS):
+            if self._start(transfer, now):
+                self._waiting.take(transfer)
+                return True
+            if self._waiting.oldest_is_due:
+                return False
+        return False
+
     def _start(self, transfer: Transfer, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
-        if (transfer.ref, self.pages.chances) == self._no_room:
+        if transfer.no_room_at == self.pages.chances:
             return False
         most = transfer.prompt_tokens - 1
         wanted = transfer.destination.logprobs
@@ -267,7 +316,7 @@ class PrefillScheduler:
         pages = self._pages_for(transfer.prompt_tokens)
         grant = self.pages.grant(transfer.destination.rid, pages - len(prefix), shared=prefix)
         if grant is None:
-            self._no_room = transfer.ref, self.pages.chances
+            transfer.no_room_at = self.pages.chances
             return False
         transfer.grant = grant
         transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
@@ -325,6 +374,7 @@ class PrefillScheduler:
         if transfer.state is not TransferState.SENDING or transfer.sending:
             return
         assert transfer.first_tokens, f"{transfer.ref} was computed without a first token"
+        before_s = transfer.life.spent(TransferState.WAITING, now) + transfer.life.spent(TransferState.COMPUTING, now)
         self._tell(
             transfer,
             PrefillDone(
@@ -334,8 +384,8 @@ class PrefillScheduler:
                 chunks=transfer.chunks,
                 writes=transfer.writes,
                 bytes_written=transfer.bytes_written,
-                queue_s=transfer.life.spent(TransferState.WAITING, now),
-                compute_s=transfer.life.spent(TransferState.COMPUTING, now),
+                queue_s=max(0.0, before_s - transfer.compute_s),
+                compute_s=transfer.compute_s,
                 transfer_tail_s=transfer.life.spent(TransferState.SENDING, now),
                 cached_tokens=transfer.cached,
                 input_logprobs=tuple(transfer.input_logprobs),

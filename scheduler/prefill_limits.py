@@ -20,6 +20,8 @@ class PrefillLimits:
     context_length: int
     vocab_size: int
     prefix_cache: bool = True
+    stages: int = 1
+    """Pipeline stages: so many steps compute at once."""
     steps_in_flight: int = 2
     """Steps given to the ranks at once: one that computes, and more so that no stage waits for the next."""
 

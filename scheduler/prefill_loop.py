@@ -24,6 +24,7 @@ from ..transfer.messages import (
     TransferKey,
     Welcome,
 )
+from ..transfer.page_sizes import describe_page_sizes
 from ..transfer.prefill_control import PrefillControl
 from ..transfer.staged_links import staged_links
 from ..transfer.wire import WireError
@@ -101,6 +102,9 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
                 pages = PageSpace(layout.num_pages, layout.page_size)
                 scheduler.peer_up(instance, pages, staged_links(hello, self._welcome))
+                remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
+                if remark is not None:
+                    log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
@@ -148,11 +152,8 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             self.scheduler.chunk_written(_join(parts), now)
 
     def _next_step(self, now: float) -> RunStep | None:
-        step = self.scheduler.next_step()
-        if step is None:
-            return None
-        self.scheduler.step_given(step, now)
-        return RunStep(step.order, tuple(step_row(row) for row in step.rows))
+        step = self.scheduler.next_step(now)
+        return RunStep(step.order, tuple(step_row(row) for row in step.rows)) if step is not None else None
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:

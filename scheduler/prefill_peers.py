@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..transfer.events import describe_absence
 from ..transfer.messages import InstanceId, Load
+from .dispatch_window import DispatchWindow, PromptKind
 from .request import Prompt
 
 
@@ -17,13 +18,11 @@ class PrefillPeer:
     endpoints: set[str]
     capacity: float = math.inf
     """Tokens of the longest prompt that its KV pool holds."""
-    load: Load = dataclasses.field(default_factory=Load)
     rests_until: float = -math.inf
     """It has refused a prompt, and gets none before."""
     leaving: bool = False
     """It is about to end, and gets no more prompts."""
-    dispatched_tokens: int = 0
-    """Prompt tokens sent there that have not come back yet; its own report lags behind by a heartbeat."""
+    window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
 
 
 REFUSED_REST_S = 0.5
@@ -44,7 +43,8 @@ class PrefillPeers:
         return len(self._peers)
 
     def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
-        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity)
+        window = self.window(instance) or DispatchWindow()
+        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, window=window)
         self._found(endpoint)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -67,21 +67,16 @@ class PrefillPeers:
 
     def report(self, instance: InstanceId, load: Load) -> None:
         if instance in self._peers:
-            self._peers[instance].load = load
+            self._peers[instance].window.report(load)
 
-    def dispatched(self, instance: InstanceId, tokens: int) -> None:
-        """`tokens` more are on their way there; fewer when negative."""
-        if instance in self._peers:
-            self._peers[instance].dispatched_tokens += tokens
+    def window(self, instance: InstanceId) -> DispatchWindow | None:
+        """None for a server that was lost."""
+        return self._peers[instance].window if instance in self._peers else None
 
     def refused(self, instance: InstanceId, now: float) -> None:
         """It did not take a prompt, and may take that or another one later."""
         if instance in self._peers:
             self._peers[instance].rests_until = now + REFUSED_REST_S
-
-    def serve(self, endpoint: str | None, now: float) -> bool:
-        """Whether a server at this endpoint, or any at all, may be given prompts."""
-        return any(peer.rests_until <= now for peer in self._of(endpoint))
 
     def absent_since(self, endpoint: str | None) -> float | None:
         """Since when there is no server at this endpoint, or none at all: for ever, where there never was. None while
@@ -96,25 +91,21 @@ class PrefillPeers:
         return describe_absence(self.unreachable)
 
     def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
-        """The pinned one, or the one with the fewest prompt tokens before it; one that just failed comes last, and
-        before it one that is too small.
+        """Of those that can hold the prompt and whose window is open to it the one with the fewest tokens ahead of it;
+        one that just failed comes last. None while there is none.
         """
-        peers = [peer for peer in self._of(prompt.endpoint) if peer.rests_until <= now]
+        kind = PromptKind.of(prompt.priority, prompt.tokens)
+        peers = [
+            peer
+            for peer in self._of(prompt.endpoint)
+            if peer.rests_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
+        ]
         last = prompt.attempt.instance if prompt.attempt is not None else None
-        return min(
-            peers,
-            key=lambda peer: (
-                peer.instance == last,
-                peer.capacity < prompt.tokens,
-                peer.load.waiting_tokens + peer.dispatched_tokens,
-            ),
-            default=None,
-        )
+        return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
 
-    def can_compute(self, endpoint: str | None, tokens: int) -> bool:
-        """Whether one of them, or the pinned one, holds a prompt of so many tokens. Nobody is paired: it may be so."""
-        peers = self._of(endpoint)
-        return not peers or any(peer.capacity >= tokens for peer in peers)
+    def largest_prompt(self, endpoint: str | None) -> float:
+        """Tokens that the largest of them, or the pinned one, can hold. Nobody is paired: as many as you like."""
+        return max((peer.capacity for peer in self._of(endpoint)), default=math.inf)
 
     def _note_absence(self, peer: PrefillPeer, now: float) -> None:
         for endpoint in (*peer.endpoints, None):

@@ -11,6 +11,7 @@ from ..configs.sampling import LogprobParams, SamplingParams
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageGrant
 from ..transfer.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
+from .dispatch_window import PromptKind
 from .front import FinishReason
 from .lifecycle import REQUEST, Lifecycle, State
 
@@ -24,8 +25,13 @@ class Attempt:
     key: TransferKey
     instance: InstanceId
     prefix_tokens: int
+    kind: PromptKind
+    tokens_left: int
+    """Of those that prefill has to compute, which close its dispatch window."""
     written: bool = False
     """Prefill has said that it is done: it may go, what it wrote stays. Ranks may still scatter or compare it."""
+    begun: bool = False
+    """Prefill has computed something of it, or is about to."""
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
 
     def tokens_arrived(self) -> int:
@@ -58,12 +64,15 @@ class Prompt:
         room: int | None = None,
         priority: int = 0,
         output_tokens: int = 0,
+        now: float,
     ) -> None:
         self.prompt_id = prompt_id
         self.token_ids = token_ids
         self.endpoint = endpoint
         self.room = room
         self.priority = priority
+        self.waits_since = now
+        """Since when no prefill server has begun to compute it; after `queue_timeout_s` it has waited too long."""
         self.output_tokens = output_tokens
         """How many of `token_ids`, at the end, are output of a request whose KV has to be computed anew."""
         self.members: list[Request] = []
@@ -79,7 +88,9 @@ class Prompt:
         self.times_refused = 0
         """Attempts that a prefill server did not begin."""
         self.refused_since: float | None = None
-        """When that was first, since one was begun."""
+        """When one that shuts down has first refused it, since one was begun."""
+        self.busy_mark = 0.0
+        """How long prefill had been busy (queue_pace.py) when it was queued."""
         self.overtaken = 0
         """How many later ones were let in while this one waited for memory."""
         self.last_problem: str | None = None
@@ -88,6 +99,12 @@ class Prompt:
     @property
     def tokens(self) -> int:
         return len(self.token_ids)
+
+    def raise_priority(self, priority: int) -> None:
+        """It has waited for long, and so have its members. Call while none of them is in a line."""
+        self.priority = priority
+        for request in self.members:
+            request.priority = priority
 
     @property
     def waiting(self) -> "list[Request]":
@@ -113,6 +130,7 @@ class Request:
         self.sample = sample
         """Its place among the samples of its prompt."""
         self.prompt = prompt
+        self.priority = prompt.priority
         self.prompt_ids = prompt.token_ids
         self.sampling = sampling
         self.logprobs = logprobs
@@ -121,6 +139,8 @@ class Request:
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.output_ids: list[int] = []
+        self.prefill_wait_s = 0.0
+        """What of the time in the queue it has waited because prefill servers were busy."""
         self.in_flight = 0
         """Steps under way: tokens of its output that exist and are not known here yet."""
         self.last_step = 0
@@ -153,6 +173,13 @@ class Request:
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
 
     @property
+    def waits_for_prefill(self) -> bool:
+        """Nothing of its prompt has been computed: it is in our queue, or behind others on prefill."""
+        attempt = self.prompt.attempt
+        begun = self.state is State.PREFILLING and attempt is not None and attempt.begun
+        return self.state in _BEFORE_ARRIVAL and not begun
+
+    @property
     def may_step(self) -> bool:
         """Whether another step can be of use: the tokens under way do not reach its `max_new_tokens`."""
         return len(self.output_ids) + self.in_flight < self.sampling.max_new_tokens
@@ -169,6 +196,7 @@ class Request:
     def timeline(self, now: float) -> dict[str, float]:
         """Seconds by stage, in order; they add up to the time since arrival.
 
+        Time behind other prompts of prefill is `prefill_queue`, here and there; `queue` is for memory of this server.
         `control` is what the prefill round trip took beyond prefill's own account of it: messages, polling, and
         attempts that failed.
         """
@@ -176,8 +204,8 @@ class Request:
         remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
         prefilling = spent[State.RESERVED] + spent[State.PREFILLING]
         return {
-            "queue": spent[State.QUEUED],
-            "prefill_queue": remote[0],
+            "queue": max(0.0, spent[State.QUEUED] - self.prefill_wait_s),
+            "prefill_queue": min(spent[State.QUEUED], self.prefill_wait_s) + remote[0],
             "prefill": remote[1],
             "transfer": remote[2],
             "control": max(0.0, prefilling - sum(remote)),

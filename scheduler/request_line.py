@@ -3,14 +3,18 @@
 import bisect
 from collections.abc import Iterator
 
+from .ageing import Ageing
 from .request import Request
 
 
 class RequestLine:
-    """A line in the order of precedence. Who comes back to it stands where it would have stood all the time."""
+    """A line in the order of precedence. Who comes back to it stands where it would have stood all the time. Nobody is
+    passed for ever (ageing.py).
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._ageing = Ageing()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -33,9 +37,26 @@ class RequestLine:
         """It has to be here."""
         del self._requests[self._requests.index(request, self._place(request))]
 
+    def take(self, request: Request) -> None:
+        """Remove one that has got what it waited for."""
+        self.remove(request)
+        self.passed_by(request.priority)
+
     def pop(self) -> Request:
         """Take the first; there is one."""
-        return self._requests.pop(0)
+        first = self.first
+        self.take(first)
+        return first
+
+    def passed_by(self, priority: int) -> None:
+        """One of this priority has got what these wait for; now and then that makes one of them as urgent."""
+        if not self._requests or (raised := self._ageing.passed(priority, self._requests[-1].priority)) is None:
+            return
+        passed = [request for request in self._requests if request.priority < raised]
+        oldest = min(passed, key=lambda request: (request.life.started, request.sample))
+        self.remove(oldest)
+        oldest.priority = raised
+        self.push(oldest)
 
     def _place(self, request: Request) -> int:
         """Where those begin that came at the same moment."""
@@ -43,4 +64,4 @@ class RequestLine:
 
 
 def _precedence(request: Request) -> tuple[int, float, int]:
-    return -request.prompt.priority, request.life.started, request.sample
+    return -request.priority, request.life.started, request.sample

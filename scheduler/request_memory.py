@@ -54,15 +54,18 @@ class RequestMemory:
         self._effects += [_resized(other) for other in shrunk]
         self._opened(buffer, request)
 
-    def reopen_hot(self, running: Iterable[Request]) -> None:
-        """Have one of those whose hot buffers cycle resident again, where there is room to spare. One in a turn: its
-        rows are copied between two steps.
+    def reopen_hot(self, running: Iterable[Request], requests: int) -> None:
+        """Have one of those whose hot buffers cycle resident again, where there is room to spare beside what those of
+        the `requests` need that have no buffer yet. One in a turn: its rows are copied between two steps.
         """
-        if self.hot is None or not self.hot.room_to_spare:
+        if self.hot is None or self.hot.resident == len(self.hot):
+            return
+        room = self.hot.room_to_spare(coming=requests - len(self.hot))
+        if not room:
             return
         for request in running:
             tokens = request.kv_tokens + request.in_flight + 1
-            if request.may_step and (buffer := self.hot.reopen(request.rid, tokens)) is not None:
+            if request.may_step and (buffer := self.hot.reopen(request.rid, tokens, room)) is not None:
                 self._opened(buffer, request)
                 return
 
@@ -94,7 +97,7 @@ class RequestMemory:
         shortfalls = pages.take_shortfalls()
         loans.allowed = not shortfalls
         if loans.borrowed or pages.lendable(0):
-            loans.margin = sum(self._margin(request) for request in running)
+            loans.margin = sum(min(MARGIN_PAGES, self.growth(request)) for request in running)
         else:  # there is nothing to lend: not worth the sum, in every turn
             loans.margin = MARGIN_PAGES * hot.limits.slots
         before = pages.available
@@ -118,11 +121,11 @@ class RequestMemory:
         if self.orders.unsettled and not len(self.orders):
             self._effects.append(Settle(self.orders.next()))
 
-    def _margin(self, request: Request) -> int:
-        """Free pages to be kept for it."""
+    def growth(self, request: Request) -> int:
+        """Pages that it may still need, beyond what is reserved for it."""
         assert request.grant is not None, f"{request.rid} runs without pages"
         most = pages_for(request.most_kv_tokens, self._page_size)
-        return max(0, min(MARGIN_PAGES, most - len(request.grant.pages) - request.grant.reserved))
+        return max(0, most - len(request.grant.pages) - request.grant.reserved)
 
     def release(self, request: Request) -> None:
         """Take everything. A request without memory has nothing to give."""

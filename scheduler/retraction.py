@@ -70,7 +70,7 @@ class Retractions:
         One that is in a step is held back from the next and parked when it is out.
         """
         victim = _least((*self._runs.ready, *self._runs.running))
-        if victim is None or victim.prompt.priority >= request.prompt.priority:
+        if victim is None or victim.priority >= request.priority:
             return False
         if victim.in_flight:
             self._runs.held_back = victim
@@ -90,7 +90,7 @@ class Retractions:
         self._runs.remove(request)
         request.life.to(State.RETRACTED, now)
         pages = pages_for(request.kv_tokens, self._limits.page_size)
-        can_compute = self._intake.peers.can_compute(request.prompt.endpoint, request.kv_tokens + 1)
+        can_compute = request.kv_tokens + 1 <= self._intake.peers.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
             self.line.push(request)
@@ -98,7 +98,7 @@ class Retractions:
         else:
             self._counters["retractions_recomputed"] += 1
             request.life.to(State.QUEUED, now)
-            self._intake.compute_anew(request)
+            self._intake.compute_anew(request, now)
         self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
@@ -125,7 +125,8 @@ class Retractions:
         if request.grant is None:
             return False
         self._effects.append(LoadPages(self._memory.orders.next(), request.rid, tuple(request.pages)))
-        self._leave(request)
+        self.line.take(request)
+        request.saved_pages = 0
         request.life.to(State.ARRIVED, now)
         self._runs.arrived.push(request)
         return True
@@ -133,9 +134,6 @@ class Retractions:
     def drop(self, request: Request) -> None:
         """It has ended: what was saved of it is forgotten."""
         self._effects.append(DropPages(self._memory.orders.next(), request.rid))
-        self._leave(request)
-
-    def _leave(self, request: Request) -> None:
         self.line.remove(request)
         request.saved_pages = 0
 
@@ -145,7 +143,7 @@ def _least(requests: Iterable[Request]) -> Request | None:
     return max(
         requests,
         key=lambda request: (
-            -request.prompt.priority,
+            -request.priority,
             request.state is not State.RUNNING,
             request.life.started,
             request.sample,

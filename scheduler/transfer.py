@@ -50,6 +50,14 @@ class Transfer:
         """Tokens [0, given) are computed or in a step under way."""
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
+        self.compute_s = 0.0
+        """How long steps that it was in have computed; the rest of its time here it has waited."""
+        self.computed_at = now
+        """When the last of them has ended."""
+        self.said_begun = False
+        """Decode knows that the first one is under way."""
+        self.no_room_at: int | None = None
+        """`PageAllocator.chances` when there were not enough pages for it: looking for its prefix takes long."""
         self.sending = 0
         """Chunks handed to the sender that have not reported their end."""
         self.chunks = 0
@@ -82,6 +90,11 @@ class Transfer:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that are in no step yet."""
+        return self.prompt_tokens - self.given
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

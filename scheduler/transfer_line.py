@@ -4,12 +4,12 @@ first; but nobody is passed for ever.
 
 import bisect
 import collections
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .transfer import Transfer
 
 MAX_OVERTAKES = 16
-"""How many turns the one that has waited longest lets pass to others of higher priorities; the next one is its own."""
+"""How many turns the one that has waited longest lets pass to others; the next one is its own."""
 
 
 class TransferLine:
@@ -29,12 +29,17 @@ class TransferLine:
 
     def __iter__(self) -> Iterator[Transfer]:
         """Whose turn it is first; only `turn`, `push` and `remove` change the order."""
-        if self._overtaken < MAX_OVERTAKES:
+        if not self.oldest_is_due:
             yield from self._in_order
             return
         oldest = self._oldest
         yield oldest
         yield from (transfer for transfer in self._in_order if transfer is not oldest)
+
+    @property
+    def oldest_is_due(self) -> bool:
+        """Others have passed the oldest often enough: it comes first, whatever its priority."""
+        return self._overtaken >= MAX_OVERTAKES
 
     @property
     def first(self) -> Transfer:
@@ -45,16 +50,14 @@ class TransferLine:
         self._by_arrival[transfer] = None
         bisect.insort(self._in_order, transfer, key=_precedence)
 
-    def turn(self, transfer: Transfer) -> None:
-        """It had a turn, and stays in line."""
-        self._overtaken = 0 if transfer is self._oldest else self._overtaken + 1
+    def turn(self, transfers: Collection[Transfer]) -> None:
+        """These had a turn, and stay in line."""
+        self._overtaken = 0 if self._oldest in transfers else self._overtaken + 1
 
-    def pop(self) -> Transfer:
-        """The first has its turn and leaves; there is one."""
-        first = self.first
-        self.turn(first)
-        self.remove(first)
-        return first
+    def take(self, transfer: Transfer) -> None:
+        """It has its turn and leaves."""
+        self.turn((transfer,))
+        self.remove(transfer)
 
     def remove(self, transfer: Transfer) -> None:
         """It has to be here."""

@@ -25,7 +25,7 @@ BAR_WIDTH = 18
 
 STAGES = {
     "queue": "waiting for memory on decode",
-    "prefill_queue": "waiting for prefill",
+    "prefill_queue": "behind other prompts",
     "prefill": "computing the prompt",
     "transfer": "KV still on its way",
     "control": "messages between the servers",

@@ -211,13 +211,14 @@ class LeaderClient:
         return await asyncio.shield(self._started)
 
     def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
-        """Hand requests to the leader, all or none of them.
+        """Hand requests to the leader, all or none of them: it lets the others in where it does the first.
 
         Raises UnavailableError unless the leader serves and is well, and DuplicateRequestError when a request id is in
         use.
         """
         self.check_healthy()
-        batch = list(messages)
+        first, *others = messages
+        batch = [first, *(msgspec.structs.replace(message, follows=first.rid) for message in others)]
         seen: set[str] = set()
         for rid in (rid for message in batch for rid in _rids(message)):
             if rid in self._open or rid in self._overdue or rid in seen:

@@ -22,8 +22,11 @@ MAY_IMPORT = {
 }
 
 DECIDING = (
+    "ageing.py",
+    "compute_queue.py",
     "deadlines.py",
     "decode.py",
+    "dispatch_window.py",
     "effects.py",
     "fences.py",
     "hot_buffers.py",
@@ -34,7 +37,9 @@ DECIDING = (
     "prefill_limits.py",
     "prefill_peers.py",
     "prompt_queue.py",
+    "queue_pace.py",
     "request.py",
+    "request_line.py",
     "request_memory.py",
     "reservation.py",
     "retraction.py",
@@ -42,6 +47,7 @@ DECIDING = (
     "staged_arrivals.py",
     "staged_sends.py",
     "transfer.py",
+    "transfer_line.py",
 )
 """The modules of scheduler/ that decide: plain integers in, effects out."""
 

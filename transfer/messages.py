@@ -9,8 +9,8 @@ History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
   2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
      `staging` to Rank, and the messages of the staged path.
-  3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` to TransferFailed,
-     `accepting` to Load.
+  3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
+     TransferFailed, `accepting` and `window_tokens` to Load, `probe_address` and `probe_bytes` to Pool and StageRing.
 
 Who sends what (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -160,7 +160,8 @@ class ChunkArrived(Message, frozen=True):
     """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal.
 
     `checksums` has one sum per decode rank, over all that the rank holds of these tokens (`checksum.py`); it is empty
-    unless decode asked for it.
+    unless decode asked for it. A message about no tokens at all says that the first chunk is being computed, where that
+    takes long; it is not sent where decode asks for checksums.
     """
 
     key: TransferKey
@@ -191,8 +192,9 @@ class PrefillDone(Message, frozen=True):
 
 class TransferFailed(Message, frozen=True):
     """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while. With
-    `refused` it was never begun: another server may take it, or this one later. With `leaving` not this one: it is
-    shutting down, or has lost a rank or its frontend.
+    `refused` it was never begun: another server may take it, or this one later. With `full` the server has too much to
+    do, and is otherwise well. With `leaving` it will take none any more: it is shutting down, or has lost a rank or its
+    frontend.
     """
 
     key: TransferKey
@@ -201,6 +203,7 @@ class TransferFailed(Message, frozen=True):
     late_writes: bool = False
     refused: bool = False
     leaving: bool = False
+    full: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -294,12 +297,17 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """How busy a server is; decode picks the prefill with the fewest tokens waiting. One that is not `accepting` takes
     no more prompts, ever: it finishes those that it has, and ends.
+
+    `waiting_requests` have nothing in a step under way, `running_requests` have. `waiting_tokens` of both are not
+    computed. `window_tokens` is how many of those a prefill server wants to have of each decode server, so that it
+    never waits for the next prompt.
     """
 
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
     accepting: bool = True
+    window_tokens: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -86,7 +86,7 @@ def in_state(server: Server, state: str, count: int = 1) -> None:
 
 def test_prefill_killed_mid_request(pair: tuple[Server, Server], expected: list[int]) -> None:
     prefill, decode = pair
-    clients = [Client(decode, LONG_PROMPT, 4) for _ in range(3)]
+    clients = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
     in_state(decode, "prefilling", len(clients))
     killed_at = time.monotonic()
     prefill.kill()

@@ -232,3 +232,34 @@ def test_higher_priority_goes_first(source: Source) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert (ended[0], sorted(ended)) == ("urgent", ["a", "b", "urgent"])
     source.end(decode)
+
+
+def test_a_prompt_longer_than_the_pool_of_prefill(source: Source) -> None:
+    """Its pages differ from those of decode, too: what that costs is in the log of prefill."""
+    model = source.prefill.model
+    small = source.servers.add("prefill", model, "--kv-tokens", "256", "--chunk-size", "64", "--page-size", "8")
+    decode = source.servers.add("decode", model, "--prefill", small.endpoint, "--kv-tokens", "2048")
+    decode.wait_ready(peers=1)
+    response = decode.post(prompt_of(257, 1), 4)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+    assert response.json()["error"]["message"] == (
+        "input_ids: the prompt (257 tokens) exceeds prefill's KV pool of 256 tokens"
+    )
+    assert len(decode.generate(prompt_of(256, 1), 4)) == 4
+    assert "page sizes differ: 8 on prefill, 16 on decode. A chunk of 64 tokens takes" in small.log.read_text()
+    decode.check_clean()
+    small.check_clean()
+    assert (decode.stop(), small.stop()) == (0, 0)
+
+
+def test_prompts_at_once_wait_for_each_other(pair: Pair) -> None:
+    """Time behind others is no time of computing, and a list of prompts needs no room for each in the queue."""
+    outputs = pair.post(
+        input_ids=[prompt_of(640, 100 + number) for number in range(6)],
+        sampling_params={"max_new_tokens": 1, "temperature": 0},
+    )
+    timelines = sorted((output["meta_info"]["timeline"] for output in outputs), key=lambda stages: sum(stages.values()))
+    waits, computing = ([stages[name] for stages in timelines] for name in ("prefill_queue", "prefill"))
+    assert waits[-1] > 2 * waits[0]
+    assert waits[-1] > computing[-1], "five of six were before it"
+    assert all(stages["queue"] < 0.2 for stages in timelines), "there is memory enough"

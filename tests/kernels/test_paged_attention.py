@@ -36,8 +36,8 @@ LONG_BATCHES = {
 def pools(
     pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value views of the middle layer of a page-major pool, filled with large values."""
-    data = torch.full((pages, 3, 2, kv_heads, page_size, dim), 100.0, dtype=dtype, device=device)
+    """Key and value views of the middle layer of a page-major pool, filled with NaN: nobody sees what it has not."""
+    data = torch.full((pages, 3, 2, kv_heads, page_size, dim), torch.nan, dtype=dtype, device=device)
     return data[:, 1, 0], data[:, 1, 1]
 
 

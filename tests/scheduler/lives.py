@@ -12,7 +12,7 @@ ACTIONS = {
     "rank_turn": 30,
     "prefill_turn": 25,
     "end_write": 25,
-    "deliver": 50,
+    "deliver": 60,
     "cancel": 4,
     "flush": 0.3,
     "kill": 0.4,

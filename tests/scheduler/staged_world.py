@@ -161,19 +161,6 @@ class StagedWorld(World):
             for way in self.parts[server.instance]:
                 way.cancelled |= way.order.part.key == effect.key
 
-    def _turn(self, server: Server) -> None:
-        given = server.scheduler.next_step
-
-        def next_step_and_ask() -> object:
-            step = given()
-            if step is not None:
-                server.scheduler.step_given(step, self.now)
-            return step
-
-        server.scheduler.next_step = next_step_and_ask  # type: ignore[method-assign, assignment]
-        super()._turn(server)
-        del server.scheduler.next_step
-
     def _deliver_down(self, server: Server) -> None:
         match server.to_prefill[0].message:
             case StageGrant() | StageFree() as message:

@@ -67,12 +67,13 @@ def test_a_request_that_runs_too_long() -> None:
 
 def test_no_memory() -> None:
     world = World()
-    submit(world, "a", tokens=28)
+    submit(world, "a", tokens=26)
     turn_at(world, 0.0)
-    submit(world, "b", tokens=28)
+    submit(world, "b", tokens=26)
     assert not turn_at(world, 0.01)
     assert world.decode.state_counts()["queued"] == 1
-    world.decode.requests["a"].life.since = 30.0  # as if it had been sent again: it is not what this is about
+    first = world.decode.requests["a"]
+    first.life.since = first.prompt.waits_since = 30.0  # as if it had come later: it is not what this is about
     assert not turn_at(world, QUEUE_TIMEOUT_S - 0.01)
     (failed,) = turn_at(world, QUEUE_TIMEOUT_S)
     assert (failed.rid, failed.status) == ("b", 503)
@@ -110,9 +111,9 @@ def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, i
 def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoint: str | None, returns: bool) -> None:
     """It has been in the queue for longer than `prefill_wait_s`: that was not without a server."""
     world = World()
-    submit(world, "a", tokens=28, endpoint="b:1")
+    submit(world, "a", tokens=26, endpoint="b:1")
     turn_at(world, 0.0)
-    submit(world, "b", tokens=28, endpoint=endpoint)
+    submit(world, "b", tokens=26, endpoint=endpoint)
     assert not turn_at(world, 10.0)
     assert world.decode.requests["b"].state.value == "queued"
     for _ in ENDPOINTS:

@@ -65,14 +65,15 @@ def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_ca
     hot.shrink(buffer)
     for tokens in (301, 302):
         assert hot.grow("a", tokens) is None
-        assert hot.reopen("a", tokens + 1) is None, "too early"
+        assert hot.reopen("a", tokens + 1, hot.room_to_spare(0)) is None, "too early"
     hot.grow("a", 303)
     hot.open("large", 24)
-    assert hot.reopen("a", 304) is None, "of 73 free pages three may be another buffer's"
+    assert hot.reopen("a", 304, hot.room_to_spare(1)) is None, "of 73 free pages three are another buffer's"
+    assert hot.pages.available == 73
     hot.close("large")
-    assert hot.reopen("a", 304) is buffer
+    assert hot.reopen("a", 304, hot.room_to_spare(2)) is buffer
     assert (len(buffer.pages), buffer.pages[:3], buffer.capacity, buffer.cycles) == (76, first, 304, False)
-    assert hot.reopen("a", 304) is None
+    assert hot.reopen("a", 304, hot.room_to_spare(0)) is None
     for newcomer in ("b", "c"):
         assert hot.can_open()
         assert hot.open(newcomer, 3)[1] == [], "it would have to shrink again"
@@ -125,7 +126,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
             hot.close(tokens.popitem()[0])
         for rid in tokens:
             if draw.random() < 0.1:
-                hot.reopen(rid, tokens[rid] + 1)
+                hot.reopen(rid, tokens[rid] + 1, hot.room_to_spare(draw.randint(0, 2)))
             tokens[rid] += 1
             hot.grow(rid, tokens[rid])
         for rid, length in tokens.items():

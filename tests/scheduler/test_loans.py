@@ -316,3 +316,23 @@ def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> Non
         until(world, lambda: not world.decode.requests)
     assert world.decode.idle
     world.finish()
+
+
+def test_a_request_becomes_resident_again_when_the_prefix_cache_has_filled_the_index() -> None:
+    """Nothing can be lent. The hot pool's own pages are enough, and the slots that might want them are nobody's."""
+    world = World(hot_pages=9, lends=True)
+    for first in range(8):
+        world.ask_for((first, *range(60, 69)), new=7)
+        until(world, lambda: not world.decode.requests)
+    assert world.decode.pages.idle >= 28
+    world.submit(10, 0, 24, 1, None, 0)
+    until(world, running(world, 1))
+    (request,) = world.decode.requests.values()
+    hot = world.decode.hot
+    assert hot is not None
+    others = [world.ask_for((90 + number,), new=3) for number in range(2)]
+    until(world, lambda: not any(rid in world.decode.requests for rid in others))
+    assert hot.of(request.rid).cycles, "it has made room for them"
+    assert (hot.pages.available, world.decode.pages.lendable(0)) == (6, 0)
+    until(world, lambda: not hot.of(request.rid).cycles, turns=20)
+    world.finish()

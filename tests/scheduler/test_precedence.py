@@ -120,13 +120,13 @@ def test_one_that_was_retracted_holds_up_those_of_its_priority_only() -> None:
 
 def test_a_large_prompt_is_passed_sixteen_times_whoever_waits_beside_it() -> None:
     """A larger one of a higher priority that waits as well does not begin a new count for it."""
-    decode = World().decode
+    decode = World(prefill_pages=20).decode
     intake = decode.intake
     assert decode.pages.grant("somebody", 6) is not None
     sent = 0
 
     def push(tokens: int, priority: int = 0) -> Prompt:
-        prompt = intake.new_prompt(tuple(range(tokens)), priority=priority)
+        prompt = intake.new_prompt(tuple(range(tokens)), priority=priority, now=0.0)
         prompt.members.append(
             Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=math.inf, now=float(prompt.prompt_id))
         )

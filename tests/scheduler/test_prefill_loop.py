@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -113,6 +114,20 @@ def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine)
         turns += 1
     assert turns > 3, "between two turns the ranks get their next step"
     assert [key.transfer_id for _, key in engine.scheduler.transfers] == list(range(100))
+
+
+def test_pages_of_another_size_are_warned_of_with_their_cost(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.inbox.put(PeerUp(DECODE, None, HELLO))
+    engine.turn()
+    assert not caplog.records
+    layout = msgspec.structs.replace(LAYOUT, page_size=64)
+    places = (msgspec.structs.replace(PLACES[0], pools=(Pool(layout, 1 << 20, layout.size_bytes),)),)
+    engine.inbox.put(PeerUp(DECODE, None, msgspec.structs.replace(HELLO, ranks=places)))
+    engine.turn()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "A chunk of 512 tokens takes 512 writes instead of at most 32" in record.message
+    assert "same --page-size" in record.message
 
 
 def done_with_logprobs() -> PrefillDone:

@@ -18,7 +18,7 @@ CACHED = tuple(range(100, 108))  # two pages, of another prompt
 def ask(
     pages: PageAllocator[KvPage], cache: PrefixCache, tokens: tuple[int, ...], samples: int, new_tokens: int
 ) -> Reservation | None:
-    prompt = Prompt(1, tokens)
+    prompt = Prompt(1, tokens, now=0)
     sampling = SamplingParams(max_new_tokens=new_tokens)
     prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
     return reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=new_tokens)
@@ -66,7 +66,7 @@ def test_one_that_was_refused_is_not_looked_for_again_before_there_is_a_chance(m
     """And then it is: after pages were let go, after some were kept that it can share, with fewer samples."""
     pages = PageAllocator[KvPage](6)
     cache = PrefixCache(pages, PAGE)
-    prompt = Prompt(1, (*CACHED, 1, 2))
+    prompt = Prompt(1, (*CACHED, 1, 2), now=0)
     sampling = SamplingParams(max_new_tokens=1)
     prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(2)]
     search = Mock(wraps=cache.match)

@@ -81,7 +81,7 @@ def test_a_server_that_goes_after_its_last_word_is_not_missed(comes_back: bool) 
     else:
         world.kill(0)
     world.rank_turn(eos=False)
-    assert [peer.dispatched_tokens for peer in world.decode.intake.peers._peers.values()] == [0] * comes_back
+    assert [peer.window.own_tokens for peer in world.decode.intake.peers._peers.values()] == [0] * comes_back
     for _ in range(12):
         world.decode_turn()
         world.rank_turn(eos=False)

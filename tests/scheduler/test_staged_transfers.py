@@ -59,9 +59,7 @@ class Prefill:
 
     def give_step(self) -> list[StagePart]:
         """The next step, and the parts that room is asked for."""
-        step = self.scheduler.next_step()
-        assert step is not None
-        self.scheduler.step_given(step, 0.0)
+        assert self.scheduler.next_step(0.0) is not None
         asked = self.messages()
         assert all(isinstance(message, StageRequest) for message in asked)
         return [message.part for message in asked if isinstance(message, StageRequest)]

@@ -11,6 +11,7 @@ the end every pool is full and every client has exactly one answer.
 import collections
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
@@ -61,6 +62,7 @@ EOS = 7
 QUARANTINE_S = 6.0
 PAGES = 12
 PAGE_SIZE = 4
+PREFILL = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
 PREFILL_PAGES = 13
 HOT_ROWS = 8
 LENDING_PAGES = 32
@@ -113,15 +115,24 @@ class World:
         prefix_cache: bool = True,
         retract_pages: int = 3,
         verifies: bool = False,
+        limits: DecodeLimits | None = None,
+        pages: int | None = None,
+        prefill: PrefillLimits = PREFILL,
+        prefill_pages: int = PREFILL_PAGES,
+        endpoints: Sequence[str] = ENDPOINTS,
     ) -> None:
         """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well. If it `verifies`,
-        its ranks compare what has landed before it counts as arrived.
+        its ranks compare what has landed before it counts as arrived. The last five replace the small servers that
+        random lives are led in.
         """
         self.now = 0.0
-        self.pages = LENDING_PAGES if lends else PAGES
+        self.pages = pages or (LENDING_PAGES if lends else PAGES)
+        self.endpoints = endpoints
+        self.prefill = prefill
+        self.prefill_pages = prefill_pages
         lots = Lots.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
         self.names = itertools.count()
-        limits = DecodeLimits(
+        limits = limits or DecodeLimits(
             page_size=PAGE_SIZE,
             max_running_requests=3,
             max_queued_requests=5,
@@ -162,7 +173,7 @@ class World:
         self.terminal: collections.Counter[str] = collections.Counter()
         self.failures: dict[str, Failed] = {}
         self.output: collections.Counter[str] = collections.Counter()
-        for endpoint in ENDPOINTS:
+        for endpoint in endpoints:
             self.start(endpoint)
 
     # -- clients -----------------------------------------------------------------------------------------------
@@ -177,6 +188,14 @@ class World:
         sampling = SamplingParams(max_new_tokens=new)
         self.decode.submit(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
         self.act()
+
+    def ask_for(self, tokens: Prefix, new: int) -> str:
+        """One request for this prompt."""
+        rid = f"r{next(self.names)}"
+        self.submitted.add(rid)
+        self.decode.submit(Submit(rid, tokens, SamplingParams(max_new_tokens=new)), self.now)
+        self.act()
+        return rid
 
     def cancel(self, which: int, stopped: bool) -> None:
         if self.decode.requests:
@@ -360,18 +379,11 @@ class World:
         """Start a server at this endpoint, unless there is one."""
         if any(server.endpoint == endpoint for server in self.servers.values()):
             return
-        limits = PrefillLimits(
-            page_size=2,
-            chunk_size=4,
-            max_queued_requests=3,
-            context_length=64,
-            vocab_size=100,
-        )
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
-        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](PREFILL_PAGES))
-        scheduler.peer_up(DECODE, PageSpace(self.pages, PAGE_SIZE))
+        scheduler = PrefillScheduler(self.prefill, PageAllocator[KvPage](self.prefill_pages))
+        scheduler.peer_up(DECODE, PageSpace(self.pages, self.decode.limits.page_size))
         self.servers[instance] = Server(endpoint, instance, scheduler)
-        self.decode.peer_up(instance, endpoint, capacity=2 * PREFILL_PAGES)
+        self.decode.peer_up(instance, endpoint, capacity=self.prefill_pages * self.prefill.page_size)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is None:
@@ -417,7 +429,7 @@ class World:
         """Everybody does something, and no time passes."""
         self.decode_turn()
         self.rank_turn(eos=False)
-        for which in range(len(ENDPOINTS)):
+        for which in range(len(self.endpoints)):
             self.deliver(which, up=False)
             self.prefill_turn(which)
             self.end_write(which, ok=True, late=False)
@@ -435,8 +447,17 @@ class World:
             assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes pages that were given back"
         self.decode.check_integrity()
         self._check_loans()
+        self._check_windows()
         for server in self.servers.values():
             server.scheduler.check_integrity()
+
+    def _check_windows(self) -> None:
+        """What decode believes to have with each prefill server is what it waits for."""
+        for peer in self.decode.intake.peers._peers.values():
+            prompts = self.decode.intake.of_peer(peer.instance)
+            left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
+            assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
+            assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
 
     def _check_loans(self) -> None:
         """Whatever hot page the ranks may still touch, its keys are nobody else's."""
@@ -464,7 +485,7 @@ class World:
         for which, server in reversed(list(enumerate(self.servers.values()))):
             if not server.scheduler.load().accepting:
                 self.kill(which)  # another is started in its place
-        for endpoint in ENDPOINTS:
+        for endpoint in self.endpoints:
             self.start(endpoint)
         self._settle()
         for _ in range(60):
@@ -487,7 +508,7 @@ class World:
             assert self.decode.hot.pages.available == self.decode.hot.limits.num_pages
         for server in self.servers.values():
             assert server.scheduler.idle, server.scheduler.state_counts()
-            assert server.scheduler.pages.available == PREFILL_PAGES
+            assert server.scheduler.pages.available == self.prefill_pages
         assert set(self.terminal) == self.submitted
         assert not self.saved
 
@@ -558,14 +579,17 @@ class World:
         match effect.message:
             case Finished(rid=rid, completion_tokens=completion_tokens):
                 assert self.output[rid] == completion_tokens
-                self.terminal[rid] += 1
+                self._end(rid)
             case Failed(rid=rid) as failed:
-                self.terminal[rid] += 1
+                self._end(rid)
                 self.failures[rid] = failed
             case Tokens(rid=rid, token_ids=token_ids):
                 assert self.terminal[rid] == 0, f"{rid} got tokens after its end"
                 self.output[rid] += len(token_ids)
-        assert all(count == 1 for count in self.terminal.values() if count), "somebody was answered twice"
+
+    def _end(self, rid: str) -> None:
+        self.terminal[rid] += 1
+        assert self.terminal[rid] == 1, f"{rid} was answered twice"
 
     def _pick(self, which: int) -> Server | None:
         live = [server for server in self.servers.values() if not server.hung]
@@ -574,9 +598,9 @@ class World:
     def _turn(self, server: Server) -> None:
         """Give a step if there is one, and do the oldest when two are under way or there is none to give."""
         server.scheduler.advance(self.now)
-        step = server.scheduler.next_step()
+        step = server.scheduler.next_step(self.now)
         if step is not None:
-            assert sum(row.end - row.start for row in step.rows) <= 4
+            assert sum(row.end - row.start for row in step.rows) <= self.prefill.chunk_size
             server.steps.append(step)
         if server.steps and (step is None or len(server.steps) > 1):
             done = server.steps.popleft()
@@ -642,6 +666,7 @@ class World:
                     retryable=failed.retryable,
                     late_writes=failed.late_writes,
                     refused=failed.refused,
+                    full=failed.full,
                     now=self.now,
                 )
             case AbortAck() as ack:

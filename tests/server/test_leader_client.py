@@ -135,6 +135,14 @@ async def test_a_deadline_that_is_not_reached_leaves_nothing_behind(pair: tuple[
     assert timer.cancelled()
 
 
+async def test_the_prompts_of_a_call_say_that_they_belong_together(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    """So that the leader lets all of them in or none. They follow one another."""
+    client, leader = pair
+    with client.open([Submit(rid, (1,), SamplingParams()) for rid in "abc"]):
+        found = [await leader.expect(Submit) for _ in range(3)]
+    assert [(submit.rid, submit.follows) for submit in found] == [("a", None), ("b", "a"), ("c", "a")]
+
+
 def test_tokens_are_counted_as_prometheus_does() -> None:
     registry = CollectorRegistry()
     first = Histogram("pdserve_time_to_first_token_seconds", "", buckets=LATENCY_BUCKETS_S, registry=registry)

@@ -145,11 +145,13 @@ class TestEnableHisparseTrails:
 
 
 def test_nested_values_follow_the_same_rule() -> None:
-    fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3)))
+    fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
-    fields[-1] = [1, 2, 3, True, "from a later version"]
-    assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3))
+    fields[-1] = [1, 2, 3, True, 4, "from a later version"]
+    assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(
+        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)
+    )
 
 
 @pytest.mark.parametrize("other", [0, PROTOCOL_VERSION + 1])

@@ -1,0 +1,71 @@
+"""How fast the queue of a decode server moves, and how long it stood because prefill servers were busy."""
+
+import collections
+from collections.abc import Collection
+
+MEASURED_S = 30.0
+"""The prompts of this long, or since the queue was empty, make the rate."""
+SHORTEST_S = 1.0
+"""A rate of less is that of a burst."""
+
+
+class _Busy:
+    """Of the prefill servers at one endpoint, or of all: since when they take no prompt, and how long before that."""
+
+    __slots__ = ("before_s", "since")
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.before_s = 0.0
+
+    def total_s(self, now: float) -> float:
+        return self.before_s + (now - self.since if self.since is not None else 0.0)
+
+
+class QueuePace:
+    """Looked at in every turn, so that it takes time into account in which nothing happens."""
+
+    def __init__(self) -> None:
+        self._busy: dict[str | None, _Busy] = {}
+        self._served: collections.deque[float] = collections.deque()
+        self._waiting_since: float | None = None
+
+    def note(self, queued: int, busy: Collection[str | None], now: float) -> None:
+        """So many are left in the queue; at these endpoints because prefill servers have enough."""
+        if not queued:
+            self._busy.clear()
+            self._served.clear()
+            self._waiting_since = None
+            return
+        if self._waiting_since is None:
+            self._waiting_since = now
+        for endpoint in {*self._busy, *busy}:
+            clock = self._busy.setdefault(endpoint, _Busy())
+            if endpoint not in busy:
+                clock.before_s, clock.since = clock.total_s(now), None
+            elif clock.since is None:
+                clock.since = now
+
+    def is_busy(self, endpoint: str | None) -> bool:
+        """Whether those for this endpoint wait because prefill servers have enough."""
+        return endpoint in self._busy and self._busy[endpoint].since is not None
+
+    def busy_s(self, endpoint: str | None, now: float) -> float:
+        """For how long that was so, in all; what counts is by how much it grows while somebody waits."""
+        return self._busy[endpoint].total_s(now) if endpoint in self._busy else 0.0
+
+    def served(self, now: float) -> None:
+        """The KV of a prompt has arrived."""
+        if self._waiting_since is not None:
+            self._served.append(now)
+
+    def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
+        """How long a prompt would wait behind `queued` others, `most_s` at most."""
+        if self._waiting_since is None:
+            return 0.0
+        begin = max(self._waiting_since, now - MEASURED_S)
+        while self._served and self._served[0] < begin:
+            self._served.popleft()
+        if not self._served:
+            return most_s
+        return min(most_s, queued * max(SHORTEST_S, now - begin) / len(self._served))

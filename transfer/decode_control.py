@@ -69,6 +69,8 @@ class _Endpoint:
         """Whose request named it; None for a configured one, which is never given up."""
         self.wanted_at = now
         self.host, _, self.port = endpoint.rpartition(":")
+        self.address: str | None = None
+        """What this attempt connects to."""
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: ConnectionMonitor | None = None
         self.connection: _Connection | None = None
@@ -233,6 +235,7 @@ class DecodeControl(Control):
         self._attempts += 1
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         place.socket = socket
+        place.address = address
         self._poller.register(socket, zmq.POLLIN)
         self._configure(socket)
         # One socket per attempt: ZMQ must not reconnect behind our back. Not -1, which says just that but makes ZMQ
@@ -259,8 +262,12 @@ class DecodeControl(Control):
             self._poller.unregister(place.socket)
             place.socket.close(linger=0)
             place.socket = None
+        address, place.address = place.address, None
         if place.connection is None:
-            self._reachability.failed(place.endpoint, now)
+            if address is None:  # nothing was connected to, and `reason` says why
+                self._reachability.forget(place.endpoint)
+            else:
+                self._reachability.failed(place.endpoint, address, now)
         else:
             if not place.unpaired:
                 place.wanted_at = now  # its server may come back

@@ -28,15 +28,13 @@ ZMQ_GREETING = b"\xff"
 HTTP_PORT = "that is an HTTP port: --prefill wants the control port of the prefill server (its --bootstrap-port)"
 
 
-def find_reason(host: str, port: int) -> str | None:
+def find_reason(address: str, port: int) -> str | None:
     """Why no prefill server can be reached there, in a clause; None where one may be: ZMQ knows more then."""
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
             return _who_answers(connection)
     except ConnectionRefusedError:
         return "connection refused: nothing listens there"
-    except (socket.gaierror, UnicodeError):
-        return f"host name {host} cannot be resolved"
     except TimeoutError:
         return f"no answer within {CONNECT_S:g} s: no such machine, or a firewall"
     except OSError as error:
@@ -68,18 +66,21 @@ class Reachability:
         self._probe = probe
         self._reasons: dict[str, str] = {}
         self._probe_at: dict[str, float] = {}
-        self._queue: queue.Queue[str] = queue.Queue(MOST_PROBES)
+        self._queue: queue.Queue[tuple[str, str]] = queue.Queue(MOST_PROBES)
         self._thread: threading.Thread | None = None
         self._absent_since: float | None = None
         self._log_at = -math.inf
         self._reported: dict[str, str] = {}
 
-    def failed(self, endpoint: str, now: float) -> None:
-        """An attempt to connect has failed. It is probed now and then."""
+    def failed(self, endpoint: str, address: str, now: float) -> None:
+        """An attempt to connect has failed. The address is probed, every `PROBE_INTERVAL_S` at most.
+
+        The address and not the host name: the name may lead elsewhere by now, where requests may not send this server.
+        """
         if now < self._probe_at.get(endpoint, -math.inf):
             return
         try:
-            self._queue.put_nowait(endpoint)
+            self._queue.put_nowait((endpoint, address))
         except queue.Full:
             return
         self._probe_at[endpoint] = now + PROBE_INTERVAL_S
@@ -112,9 +113,8 @@ class Reachability:
 
     def _run(self) -> None:
         while True:
-            endpoint = self._queue.get()
-            host, _, port = endpoint.rpartition(":")
-            reason = self._probe(host, int(port))
+            endpoint, address = self._queue.get()
+            reason = self._probe(address, int(endpoint.rpartition(":")[2]))
             if endpoint not in self._probe_at:
                 continue  # it was reached meanwhile
             if reason is None:

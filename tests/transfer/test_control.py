@@ -959,6 +959,8 @@ def test_a_name_that_leads_where_requests_may_not_is_not_followed(
     )
     found = [(sockets.AF_INET, sockets.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(sockets, "getaddrinfo", lambda *_, **__: found)
+    probed: list[object] = []
+    monkeypatch.setattr(sockets, "create_connection", lambda address, **_: probed.append(address))
     with ExitStack() as stack:
         stack.callback(client.close)
         client.start()
@@ -969,6 +971,7 @@ def test_a_name_that_leads_where_requests_may_not_is_not_followed(
         assert above.of(PeerUp) == []
         client.connect(f"trusted:{server.port}", client="10.0.0.1")
         recorder.wait(PeerUp)
+    assert probed == []
 
 
 @pytest.mark.parametrize("closing", ["prefill", "decode"])

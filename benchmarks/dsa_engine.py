@@ -140,8 +140,10 @@ class Engine:
         for piece in slices:
             assert piece.hot_slot is not None
             hot_pages = [HotPage(page) for page in self.cache.own_hot_pages[piece.hot_slot * each :][:each]]
-            pages = [KvPage(page) for page in piece.pages]
-            self.cache.open(RequestSlot(piece.hot_slot), hot_pages, pages, piece.start, hot_rows)
+            slot = RequestSlot(piece.hot_slot)
+            self.cache.open(slot, hot_pages, piece.start, hot_rows)
+            if piece.start <= hot_rows:
+                self.cache.load_rows(hot_pages, [KvPage(page) for page in piece.pages], piece.start)
 
     def lookups(self) -> tuple[int, int]:
         """Hits and misses so far."""

@@ -21,6 +21,7 @@ from ..kernels.swap_in import SwapPlan
 from .index_spaces import HotPage, HotPlace, KvPage, RequestSlot
 from .kv_pool import KvCache, KvPool
 from .lots import Lots
+from .page_store import stretches
 
 
 class HiSparseError(AssertionError):
@@ -126,25 +127,26 @@ class HiSparseCache(KvCache):
 
     # -- hot buffers -------------------------------------------------------------------------------------------
 
-    def open(
-        self, slot: RequestSlot, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int, capacity: int
-    ) -> None:
-        """A request takes this slot: the rows of its first `tokens` tokens are in host memory, in `pages`.
+    def open(self, slot: RequestSlot, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
+        """A request of `tokens` tokens takes this slot.
 
         `hot_pages` hold its buffer, or at least its next token for as long as it is shorter. With `tokens` within
-        `capacity` it starts resident: its rows are copied, page by page. Otherwise its buffer starts empty. Opening a
-        slot again is how a request whose buffer cycles becomes resident again.
+        `capacity` it is resident: `load_rows` brings its rows before it runs. Otherwise its buffer starts empty.
         """
         places = self._lots_here.places(hot_pages, self.lots)
         self._check(places, tokens + 1, capacity)
         self._capacities[slot] = capacity
-        resident = tokens <= capacity
-        self.tables.admit(slot, resident=resident)
+        self.tables.admit(slot, resident=tokens <= capacity)
         self.tables.set_pages(slot, places, capacity)
-        if resident:
-            used = -(-tokens // self.page_size)
-            for source, target, count in _runs(pages[:used], places[:used], self.host.pages_per_chunk):
-                self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
+
+    def load_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int) -> None:
+        """Copy the first `tokens` rows of a request, in `pages` of host memory, to its hot buffer, page by page. On the
+        current stream, which need not be that of the steps.
+        """
+        used = -(-tokens // self.page_size)
+        places = self._lots_here.places(hot_pages, self.lots)[:used]
+        for target, source, count in stretches(places, pages[:used], self.host.pages_per_chunk):
+            self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
     def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:
         """The buffer has these pages and this capacity from now on; the pages that stay are the same, and first.
@@ -171,14 +173,6 @@ class HiSparseCache(KvCache):
     def copy_page(self, source: int, destination: int) -> None:
         self.wait()
         super().copy_page(source, destination)
-
-    def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        self.wait()
-        return super().save(pages)
-
-    def load(self, saved: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        self.wait()
-        super().load(saved, pages)
 
     # -- watching ----------------------------------------------------------------------------------------------
 
@@ -237,18 +231,3 @@ class HiSparseCache(KvCache):
 def _as_bytes(pool: KvPool) -> torch.Tensor:
     """[pages, layers, page_size, row_bytes] uint8: the rows of a latent pool, as kernels copy them."""
     return pool.data.view(torch.uint8)[:, :, 0, 0]
-
-
-def _runs(sources: Sequence[KvPage], targets: Sequence[HotPlace], chunk: int) -> list[tuple[KvPage, HotPlace, int]]:
-    """(first source, first target, length) of the stretches in which both count up by one, none of which has sources
-    on both sides of a multiple of `chunk`.
-    """
-    runs: list[tuple[KvPage, HotPlace, int]] = []
-    for source, target in zip(sources, targets, strict=True):
-        first_source, first_target, length = runs[-1] if runs else (source, target, 0)
-        follows = (source, target) == (first_source + length, first_target + length)
-        if runs and follows and source % chunk:
-            runs[-1] = (first_source, first_target, length + 1)
-        else:
-            runs.append((source, target, 1))
-    return runs

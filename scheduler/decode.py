@@ -41,6 +41,7 @@ from ..transfer.messages import (
 from ..transfer.stage_receiver import StageReceiver
 from ..transfer.staged_links import StagedLink
 from .answers import failed, finished, overloaded, refusal, too_long
+from .background_copies import CopyKind
 from .counters import DECODE_COUNTERS
 from .deadlines import Deadlines
 from .effects import ConnectPeer, CopyPage, Effect, SendToFront
@@ -269,11 +270,9 @@ class DecodeScheduler:
     def admit(self, request: Request, now: float) -> None:
         """Let a request whose KV is here run: after its transfer, with or without PP, and after a retraction.
 
-        This is the only edge into READY, so whatever a running request needs is set up here and nowhere else: with
-        HiSparse its hot buffer, for which `memory.may_admit` has found room.
+        This is the only edge into READY. What a running request needs it has by now: with HiSparse its hot buffer, with
+        all its rows where it is resident.
         """
-        self.runs.arrived.take(request)
-        self.memory.open_hot(request)
         request.life.to(State.READY, now)
         self.runs.ready.push(request)
 
@@ -293,7 +292,7 @@ class DecodeScheduler:
         self._let_in(now)
         while self.memory.call_in([*self.runs.ready, *self.runs.running]):
             self._let_in(now)
-        self.memory.reopen_hot(self.runs.running, len(self.requests))
+        self._reopen_hot(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
@@ -302,15 +301,17 @@ class DecodeScheduler:
         for request in self.runs.fill():
             request.life.to(State.RUNNING, now)
         batch = self.runs.next_batch()
-        # a request that lacks a page waits until what is under way has ended
-        self._starving = not all(
-            self.retracted.make_room(request, now) for request in batch if request.state is State.RUNNING
-        )
-        batch = [request for request in batch if request.state is State.RUNNING]
-        if self._starving or not batch:
-            self.memory.settle()
-            return None
-        return self.runs.give(batch, self.orders.next(), self.hot)
+        # one that lacks a page is left out until there is one
+        able = {
+            request for request in batch if request.state is State.RUNNING and self.retracted.make_room(request, now)
+        }
+        self._starving = any(request.state is State.RUNNING and request not in able for request in batch)
+        batch = [
+            request
+            for request in batch
+            if request in able and request.state is State.RUNNING and request is not self.runs.held_back
+        ]
+        return self.runs.give(batch, self.orders.next(), self.hot) if batch else None
 
     def step_done(self, order: int, tokens: list[TokenLogprob], now: float) -> None:
         """The sampled token of each row. Those of requests that ended during the step are dropped."""
@@ -327,8 +328,23 @@ class DecodeScheduler:
                 self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
 
     def order_done(self, order: int) -> None:
-        """All ranks have carried out a page effect."""
+        """All ranks have copied a page to another."""
         self.orders.done(order)
+
+    def copy_done(self, number: int, now: float) -> None:
+        """All ranks have made a copy beside the steps. Its request may have ended."""
+        copy = self.memory.copy_done(number)
+        request = copy.request
+        if self.requests.get(request.rid) is not request:
+            return
+        match copy.kind:
+            case "load":
+                self.retracted.loaded(request, now)
+                self._admit_arrived(now)
+            case "open":
+                self.admit(request, now)
+            case "save":
+                pass  # it waits in line for pages
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -341,7 +357,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request anywhere, not even one that drains, and nothing under way."""
-        under_way = len(self.orders) or self.orders.resting
+        under_way = len(self.orders) or self.orders.resting or len(self.memory.copies)
         return not (self.requests or self._draining or len(self.intake.fences) or under_way)
 
     @property
@@ -370,12 +386,16 @@ class DecodeScheduler:
             places = {
                 State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
-                State.ARRIVED: request in self.runs.arrived,
+                State.ARRIVED: request in self.runs.arrived or self._is_copied(request, "open"),
                 State.READY: request in self.runs.ready,
                 State.RUNNING: request in self.runs.running,
-                State.RETRACTED: request in self.retracted.line,
+                State.RETRACTED: request in self.retracted.line or self._is_copied(request, "load"),
             }
             assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
+
+    def _is_copied(self, request: Request, kind: CopyKind) -> bool:
+        copy = self.memory.copies.of(request)
+        return copy is not None and copy.kind == kind
 
     # -- refusing ----------------------------------------------------------------------------------------------
 
@@ -425,8 +445,8 @@ class DecodeScheduler:
         """
         if self._starving:
             return
-        while self.memory.may_admit() and self.retracted.resume(now):
-            self._admit_arrived(now)
+        while self.memory.may_admit() and self.retracted.resume():
+            pass
         waits = self.retracted.line
         above = waits.first.priority if len(waits) else None
         for priority in self.intake.dispatch(now, above=above, keep=self._growth()):
@@ -447,7 +467,24 @@ class DecodeScheduler:
             request = self.runs.arrived.first
             if not self.memory.may_admit() and not self.retracted.park_for(request, now):
                 return
-            self.admit(request, now)
+            self.runs.arrived.take(request)
+            if self.memory.open_hot(request):
+                self.admit(request, now)
+
+    def _reopen_hot(self, now: float) -> None:
+        """Take a request whose hot buffer cycles out of the batch, so that it comes back resident. The others go on
+        while its rows are copied.
+        """
+        if len(self.runs.arrived):
+            return  # what room there is, is theirs
+        request = self.memory.to_reopen(self.runs.running, len(self.requests))
+        if request is None:
+            return
+        if request.in_flight:
+            self.runs.held_back = self.runs.held_back or request
+            return
+        self.retracted.park(request, now)
+        self._admit_arrived(now)
 
     def _take_step(self, order: int) -> list[DecodeRow]:
         rows = self.runs.take(order)
@@ -510,6 +547,8 @@ class DecodeScheduler:
         match request.state:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
                 self.intake.withdraw(request.prompt, str(outcome), now)
+            case State.ARRIVED if self._is_copied(request, "open"):
+                pass  # it is in no line
             case State.ARRIVED | State.READY | State.RUNNING:
                 self.runs.remove(request)
             case State.RETRACTED:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import logging
 import queue
+from typing import Literal
 
 import numpy as np
 
@@ -48,12 +49,21 @@ from .effects import (
     ResizeHot,
     SavePages,
     SendToPeer,
-    Settle,
 )
 from .front import Cancel, FlushCache, Submit
 from .front_link import FrontLink
 from .loop import EngineLoop
-from .rank_messages import ExpectedChunk, HotCounters, KvVerified, OrderDone, PartScattered, RunStep, StepDone, VerifyKv
+from .rank_messages import (
+    CopyDone,
+    ExpectedChunk,
+    HotCounters,
+    KvVerified,
+    OrderDone,
+    PartScattered,
+    RunStep,
+    StepDone,
+    VerifyKv,
+)
 from .ranks import Ranks
 from .run_queue import DecodeRow
 from .step import Draw, StepRow
@@ -91,11 +101,11 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         self._verify_kv = verify_kv
         self._verifying: dict[TransferKey, _Verification] = {}
         self._saving: dict[int, int] = {}
-        """Pages of each SavePages under way, by its order."""
+        """Pages of each SavePages under way, by the number of its copy."""
         self._hot_counters: dict[int, dict[str, float]] = {}
         """What hot buffers have seen, by the first rank of each stage."""
-        self._orders_done: collections.Counter[int] = collections.Counter()
-        """Ranks that have carried out a page effect, by its order."""
+        self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
+        """How many ranks have carried out an order or a copy."""
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
@@ -108,6 +118,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
             case OrderDone():
                 self._order_done(event)
+            case CopyDone():
+                self._copy_done(event, now)
             case HotCounters(rank=rank, counters=counters):
                 self._hot_counters[rank] = counters
                 for name in counters:
@@ -213,24 +225,33 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
                 self._control.connect(endpoint, client=client)
-            case OpenHot() | ResizeHot() | PartScatter():
+            case OpenHot() | ResizeHot() | PartScatter() | CopyPage() | LoadPages() | DropPages():
                 self._ranks.tell(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():
-                if isinstance(effect, SavePages):
-                    self._saving[effect.order] = len(effect.pages)
+            case SavePages():
+                self._saving[effect.copy] = len(effect.pages)
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")
 
     def _order_done(self, report: OrderDone) -> None:
-        self._orders_done[report.order] += 1
-        if self._orders_done[report.order] < self._world_size:
+        if self._all_have("order", report.order):
+            self.scheduler.order_done(report.order)
+
+    def _copy_done(self, report: CopyDone, now: float) -> None:
+        if not self._all_have("copy", report.copy):
             return
-        del self._orders_done[report.order]
-        pages = self._saving.pop(report.order, None)
+        pages = self._saving.pop(report.copy, None)
         if pages is not None:
             self.scheduler.retracted.rates.copied_pages.measured(pages, report.seconds)
-        self.scheduler.order_done(report.order)
+        self.scheduler.copy_done(report.copy, now)
+
+    def _all_have(self, what: Literal["order", "copy"], number: int) -> bool:
+        """Note that another rank has carried this out; whether it was the last one."""
+        self._done_by[what, number] += 1
+        if self._done_by[what, number] < self._world_size:
+            return False
+        del self._done_by[what, number]
+        return True
 
     def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)

@@ -1,6 +1,7 @@
 """What a scheduler wants done. It decides with plain integers and returns these; the engine loop carries them out.
 
-Those with an `order` go to the ranks, which do them in this order and in line with the steps (`orders.py`).
+Those with an `order` go to the ranks, which do them in this order and in line with the steps (`orders.py`). Those with
+the number of a `copy` are begun in that line and go on beside the steps (`background_copies.py`).
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class CopyPage(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class SavePages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy these pages to host memory under this name (retraction)."""
 
-    order: int
+    copy: int
     rid: str
     pages: tuple[KvPage, ...]
 
@@ -56,30 +57,25 @@ class SavePages(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class LoadPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy what was saved under this name to these pages, and forget it."""
 
-    order: int
+    copy: int
     rid: str
     pages: tuple[KvPage, ...]
 
 
 class DropPages(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Forget what was saved under this name."""
+    """Forget what was saved under this name, once it is saved."""
 
-    order: int
     rid: str
-
-
-class Settle(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Do nothing: when this is done, so is everything told before, also what has no order."""
-
-    order: int
 
 
 class OpenHot(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Set up the hot buffer of a request that is let in (HiSparse).
 
-    Its first `tokens` rows are in host memory, in `pages`; they are copied where they fit into `capacity`.
+    Its first `tokens` rows are in host memory, in `pages`. Where they fit into `capacity` they are copied; that has the
+    number `copy`.
     """
 
+    copy: int | None
     slot: RequestSlot
     hot_pages: tuple[HotPage, ...]
     pages: tuple[KvPage, ...]
@@ -102,7 +98,7 @@ class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
     key: TransferKey
 
 
-PageEffect = CopyPage | SavePages | LoadPages | DropPages | Settle
+PageEffect = CopyPage | SavePages | LoadPages | DropPages
 HotEffect = OpenHot | ResizeHot
 StageEffect = PartWrite | PartScatter
 Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | StageEffect | ChunkWrite | CancelChunks

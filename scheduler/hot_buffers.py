@@ -45,7 +45,7 @@ class HotBuffer:
     longer one cycles through its first pages.
     """
 
-    __slots__ = ("capacity", "cycles_from", "grant", "loans", "pages", "rid", "slot", "spare", "tokens")
+    __slots__ = ("capacity", "cycles_from", "grant", "loading", "loans", "pages", "rid", "slot", "spare", "tokens")
 
     def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
         self.rid = rid
@@ -62,6 +62,8 @@ class HotBuffer:
         """Of the sequence, with that of the last step that was given."""
         self.cycles_from: int | None = None
         """How many tokens there were when it began to cycle; None while it is resident."""
+        self.loading = False
+        """Its rows are being copied there. Until they are, it gives nothing up."""
 
     @property
     def cycles(self) -> bool:
@@ -82,6 +84,8 @@ class HotBuffers:
         self._loans = loans
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[str, HotBuffer] = {}
+        self._detached: list[HotBuffer] = []
+        """Of requests that have gone, and still being written."""
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -127,26 +131,21 @@ class HotBuffers:
         buffer = HotBuffer(rid, self._free_slots.pop(), grant)
         self._buffers[rid] = buffer
         buffer.tokens = tokens
-        if not self._extend(buffer, wanted - first):
+        if self._extend(buffer, wanted - first):
+            buffer.loading = True
+        else:
             buffer.cycles_from = tokens
         self._set_capacity(buffer)
         return buffer, shrunk
 
-    def reopen(self, rid: str, tokens: int, room: int) -> HotBuffer | None:
-        """Make a request whose buffer cycles resident again, with all its `tokens`, which have to be copied; None where
-        it is too early for that, or takes more than the `room_to_spare`.
+    def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
+        """Whether a request with so many `tokens` whose buffer cycles should be resident again: it has fetched about as
+        much as has to be copied, and takes no more than the `room_to_spare`.
         """
         buffer = self._buffers[rid]
         if buffer.cycles_from is None or (tokens - 1 - buffer.cycles_from) * FETCHED_PER_STEP < tokens:
-            return None
-        missing = -(-tokens // self.limits.page_size) - len(buffer.pages)
-        if missing > room:
-            return None
-        extended = self._extend(buffer, missing)
-        assert extended, "there was room"
-        buffer.tokens, buffer.cycles_from = tokens, None
-        self._set_capacity(buffer)
-        return buffer
+            return False
+        return -(-tokens // self.limits.page_size) - len(buffer.pages) <= room
 
     def grow(self, rid: str, tokens: int) -> HotBuffer | None:
         """Make room for a sequence that has now `tokens`; the buffer where its pages or capacity have changed.
@@ -168,8 +167,13 @@ class HotBuffers:
 
     def largest_borrower(self) -> HotBuffer | None:
         """Who would give most pages back; None where nobody has borrowed any."""
-        largest = max(self._buffers.values(), key=lambda buffer: buffer.borrowed, default=None)
-        return largest if largest is not None and largest.loans else None
+        borrowers = (buffer for buffer in self._buffers.values() if buffer.loans and not buffer.loading)
+        return max(borrowers, key=lambda buffer: buffer.borrowed, default=None)
+
+    @property
+    def borrower_is_loading(self) -> bool:
+        """Whether a buffer will be able to give loans back when its rows are there."""
+        return any(buffer.loading and buffer.loans for buffer in self._buffers.values())
 
     def shrink(self, buffer: HotBuffer) -> None:
         """A resident goes on with its first pages; it gives back what it has borrowed."""
@@ -184,9 +188,24 @@ class HotBuffers:
         """The request has ended or was retracted; nothing happens where it has no buffer."""
         buffer = self._buffers.pop(rid, None)
         if buffer is not None:
-            self.pages.release(buffer.grant)
-            self._give_back(buffer)
-            self._free_slots.append(buffer.slot)
+            assert not buffer.loading, f"the hot buffer of {rid} is being written"
+            self._release(buffer)
+
+    def detach(self, rid: str) -> HotBuffer:
+        """The request has gone while its buffer is `loading`: `free` it when that has ended."""
+        buffer = self._buffers.pop(rid)
+        self._detached.append(buffer)
+        return buffer
+
+    def free(self, buffer: HotBuffer) -> None:
+        """Nothing writes this detached buffer any more."""
+        self._detached.remove(buffer)
+        self._release(buffer)
+
+    def _release(self, buffer: HotBuffer) -> None:
+        self.pages.release(buffer.grant)
+        self._give_back(buffer)
+        self._free_slots.append(buffer.slot)
 
     def of(self, rid: str) -> HotBuffer:
         return self._buffers[rid]
@@ -205,9 +224,10 @@ class HotBuffers:
     def check_integrity(self, *, idle: bool) -> None:
         """Raise PageLeakError unless every hot page is accounted for."""
         self.pages.check_integrity(idle=idle)
-        slots = sorted([*self._free_slots, *(buffer.slot for buffer in self._buffers.values())])
+        buffers = [*self._buffers.values(), *self._detached]
+        slots = sorted([*self._free_slots, *(buffer.slot for buffer in buffers)])
         assert slots == list(range(self.limits.slots)), f"request slots are {slots}"
-        for buffer in self._buffers.values():
+        for buffer in buffers:
             held = {*buffer.grant.pages, *(page for loan in buffer.loans for page in loan.hot_pages)}
             used = [*buffer.pages, *buffer.spare]
             assert held == set(used), f"the hot buffer of {buffer.rid} has pages {sorted(held)} and uses {used}"
@@ -261,4 +281,4 @@ class HotBuffers:
 
     def _beyond_first(self, buffer: HotBuffer) -> int:
         """Pages of the hot pool that it would give up."""
-        return max(0, len(buffer.grant.pages) - self.limits.buffer_pages)
+        return 0 if buffer.loading else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

@@ -3,9 +3,6 @@
 Ranks carry out steps and page copies in the order in which they are told, a moment later. A page that an order may
 still touch must not go to a prompt that a prefill server then writes into: that writer does not wait in our line. So
 pages are let go only when everything told before has been done.
-
-Not every order has a number, of whose end the ranks report: what has none is known to be done when the next that has
-one is. Where nothing else comes, that is `Settle` (effects.py).
 """
 
 import collections
@@ -21,8 +18,6 @@ class Orders:
         self._pages = pages
         self._told = 0
         self._done = 0
-        self._more_told = False
-        """Orders without a number were given after the last with one."""
         self._resting: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
 
     def __len__(self) -> int:
@@ -37,17 +32,7 @@ class Orders:
     def next(self) -> int:
         """The number of an order that is about to be given."""
         self._told += 1
-        self._more_told = False
         return self._told
-
-    def unnumbered(self) -> None:
-        """An order without a number is about to be given, which touches pages."""
-        self._more_told = True
-
-    @property
-    def unsettled(self) -> bool:
-        """Grants wait for an order that was not given yet: whichever is next."""
-        return bool(self._resting) and self._resting[-1][0] > self._told
 
     def done(self, order: int) -> None:
         """All ranks have carried out this order, and with it every earlier one, whether reported yet or not."""
@@ -58,8 +43,7 @@ class Orders:
 
     def release(self, grant: PageGrant[KvPage]) -> None:
         """Release a grant as soon as nothing that was told can touch its pages."""
-        last = self._told + self._more_told
-        if last > self._done:
-            self._resting.append((last, grant))
+        if self._told > self._done:
+            self._resting.append((self._told, grant))
         else:
             self._pages.release(grant)

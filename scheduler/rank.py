@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,9 @@ from ..kernels.streams import use_own_stream, wait_for_stream
 from ..memory.device import resolve_device
 from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
+from ..memory.page_store import PageStore
 from ..memory.ring_memory import RingMemory, may_stage, ring_bytes
+from ..memory.sizing import GIB
 from ..models.catalog import ModelSource
 from ..models.parallel import Backend, Parallel
 from ..models.sharding import Shard
@@ -36,8 +39,9 @@ from ..transfer.part_scatterer import PartScatterer
 from ..transfer.receivers import Receivers
 from ..transfer.staged_links import STAGED_KIND
 from ..transfer.transports import machine_id
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, Settle
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .executor import PendingStep
+from .page_mover import PageMover
 from .rank_builder import RankBuilder
 from .rank_messages import (
     CacheChecked,
@@ -45,11 +49,11 @@ from .rank_messages import (
     ChunkReport,
     ClosePeer,
     ComputeCommand,
+    CopyDone,
     HotCounters,
     KvVerified,
     OpenPeer,
     OrderDone,
-    PageCommand,
     PartReport,
     PartScattered,
     PeerRoutes,
@@ -71,6 +75,14 @@ COLLECTIVE_TIMEOUT_S = 600.0
 HOT_REPORT_S = 0.2
 COMMAND_POLL_S = 1e-4
 """Between two looks at whether a step is done: what its tokens may wait while there is nothing else to start."""
+
+
+class PendingCommand(NamedTuple):
+    """A step, or a copy of a page, that the device may still be at."""
+
+    order: int
+    step: PendingStep
+    is_step: bool = True
 
 
 class RankEngine:
@@ -107,6 +119,12 @@ class RankEngine:
         self._step_limit = builder.step_limit
         self._executor = builder.build()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
+        self._mover = PageMover(
+            self._executor.cache,
+            PageStore.allocate(self._executor.cache, _retract_bytes(config)),
+            on_done=lambda copy, seconds: report(CopyDone(rank, copy, seconds)),
+            on_failed=lambda reason: report(RankFailed(rank, reason)),
+        )
         self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
@@ -126,13 +144,11 @@ class RankEngine:
                     on_part_written=lambda written: report(PartReport(rank, written)),
                     on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
                 )
-        self._pending: collections.deque[tuple[int, PendingStep]] = collections.deque()
+        self._pending: collections.deque[PendingCommand] = collections.deque()
         # on the CPU, and through gloo, a step is done when it was started: its tokens need not wait for the next one
         self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
         self._stepping_s = 0.0
         self._hot_report_at = 0.0
-        self._saved: dict[str, list[torch.Tensor]] = {}
-        """KV of retracted requests, in host memory."""
 
     def announce(self) -> None:
         """Report that commands may come."""
@@ -194,6 +210,7 @@ class RankEngine:
 
     def close(self) -> None:
         """Let go of the other ranks and of all memory that peers could write."""
+        self._mover.close()
         if self._writer is not None:
             self._writer.close_all()
         if self._receivers is not None:
@@ -207,8 +224,10 @@ class RankEngine:
         match command:
             case RunStep():
                 self._start_step(command)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle():
-                self._move_pages(command)
+            case CopyPage():
+                self._copy_page(command)
+            case SavePages() | LoadPages() | DropPages():
+                self._mover.give(command)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
             case CheckCache():
@@ -225,7 +244,7 @@ class RankEngine:
         """A lone rank survives a step that fails; of several, the others would wait for it for ever."""
         started = time.monotonic()
         try:
-            self._pending.append((command.order, self._executor.start(command.rows)))
+            self._pending.append(PendingCommand(command.order, self._executor.start(command.rows)))
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
@@ -233,7 +252,7 @@ class RankEngine:
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
-        order, step = self._pending.popleft()
+        order, step, is_step = self._pending.popleft()
         started = time.monotonic()
         try:
             results = step.finish()
@@ -241,6 +260,9 @@ class RankEngine:
             if self._parallel.shard.world_size > 1:
                 raise
             self._step_failed(order, error)
+            return
+        if not is_step:
+            self._report(OrderDone(self._rank, order))
             return
         self._stepping_s += time.monotonic() - started
         if results is not None:
@@ -253,25 +275,10 @@ class RankEngine:
         log.exception("step %d failed", order, exc_info=error)
         self._report(StepDone(self._rank, order, (), f"{type(error).__name__}: {error}"))
 
-    def _move_pages(self, command: PageCommand) -> None:
-        """Done when it is reported: peers may write the pages then."""
-        while self._pending:
-            self._finish_step()
-        started = time.monotonic()
-        cache = self._executor.cache
-        match command:
-            case CopyPage(source=source, destination=destination):
-                cache.copy_page(source, destination)
-            case SavePages(rid=rid, pages=pages):
-                self._saved[rid] = cache.save(pages)
-            case LoadPages(rid=rid, pages=pages):
-                cache.load(self._saved.pop(rid), pages)
-            case DropPages(rid=rid):
-                del self._saved[rid]
-            case Settle():
-                pass
-        wait_for_stream(self._device)
-        self._report(OrderDone(self._rank, command.order, time.monotonic() - started))
+    def _copy_page(self, command: CopyPage) -> None:
+        """In line with the steps, like one of them: done when it is reported, and peers may write the page then."""
+        self._executor.cache.copy_page(command.source, command.destination)
+        self._pending.append(PendingCommand(command.order, PendingStep(self._device), is_step=False))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:
         """In line with the steps: the device does it after those that were started."""
@@ -279,7 +286,9 @@ class RankEngine:
         assert isinstance(cache, HiSparseCache), "only a HiSparse cache has hot buffers"
         match command:
             case OpenHot():
-                cache.open(command.slot, command.hot_pages, command.pages, command.tokens, command.capacity)
+                cache.open(command.slot, command.hot_pages, command.tokens, command.capacity)
+                if command.copy is not None:
+                    self._mover.give(command)
             case ResizeHot():
                 cache.resize(command.slot, command.hot_pages, command.capacity)
 
@@ -382,9 +391,13 @@ class RankEngine:
         )
 
 
+def _retract_bytes(config: AnyServerConfig) -> int:
+    return int(config.retract_memory_gib * GIB) if isinstance(config, DecodeConfig) else 0
+
+
 def next_command(
     commands: "queue.SimpleQueue[ComputeCommand]",
-    pending: "collections.deque[tuple[int, PendingStep]]",
+    pending: "collections.deque[PendingCommand]",
     steps_ahead: int,
 ) -> ComputeCommand | None:
     """What to do next; None when the first of the `pending` steps has to be finished before: there is no room for
@@ -396,7 +409,7 @@ def next_command(
     if not pending:
         return commands.get()
     if len(pending) < steps_ahead:
-        while not (pending[0][1].done and commands.empty()):
+        while not (pending[0].step.done and commands.empty()):
             with contextlib.suppress(queue.Empty):
                 return commands.get(timeout=COMMAND_POLL_S)
     return None

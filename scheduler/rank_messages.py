@@ -9,7 +9,7 @@ import msgspec
 from ..memory.index_spaces import KvPage
 from ..transfer.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ..transfer.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, Settle
+from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .step import StepResult, StepRow
 
 
@@ -90,7 +90,7 @@ class StopRank(Command, frozen=True):
     """End this rank."""
 
 
-PageCommand = CopyPage | SavePages | LoadPages | DropPages | Settle
+PageCommand = CopyPage | SavePages | LoadPages | DropPages
 InlineCommand = PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Carried out by the thread that computes, in order."""
@@ -138,9 +138,15 @@ class StepDone(Report, frozen=True):
 
 
 class OrderDone(Report, frozen=True):
-    """From every rank: a page command was carried out."""
+    """From every rank: a page was copied to another."""
 
     order: int
+
+
+class CopyDone(Report, frozen=True):
+    """From every rank: a copy beside the steps has ended."""
+
+    copy: int
     seconds: float
 
 
@@ -204,6 +210,7 @@ RankReport = (
     | RankFailed
     | StepDone
     | OrderDone
+    | CopyDone
     | KvVerified
     | CacheChecked
     | ChunkReport

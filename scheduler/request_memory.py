@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from ..memory.index_spaces import KvPage
 from ..memory.pages import PageAllocator
-from .effects import Effect, OpenHot, ResizeHot, Settle
+from .background_copies import BackgroundCopies, Copy
+from .effects import Effect, LoadPages, OpenHot, ResizeHot, SavePages
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits
 from .lifecycle import State
 from .loans import Loans
@@ -24,6 +25,7 @@ class RequestMemory:
 
     Pages that are taken back rest until the ranks have done all that they were told (orders.py): then a prefill server
     may write them. Hot pages are touched by the ranks alone, in line with what they are told, and change hands at once.
+    Memory that is being copied is taken back when the copy has ended (background_copies.py).
 
     Hot buffers borrow free pages (loans.py). `call_in` has them back when somebody lacks them.
     """
@@ -33,6 +35,7 @@ class RequestMemory:
     ) -> None:
         self.pages = pages
         self.orders = Orders(pages)
+        self.copies = BackgroundCopies()
         self._loans: Loans | None = None
         self.hot: HotBuffers | None = None
         if hot_limits is not None:
@@ -46,28 +49,64 @@ class RequestMemory:
         """Whether another request can have what it needs to run beside its pages."""
         return self.hot is None or self.hot.can_open()
 
-    def open_hot(self, request: Request) -> None:
-        """Give a request that has its pages a hot buffer, where it needs one; call after `may_admit`."""
+    def open_hot(self, request: Request) -> bool:
+        """Give a request that has its pages a hot buffer, where it needs one; call after `may_admit`. False where its
+        rows are being copied there: it can run when that has ended.
+        """
         if self.hot is None:
-            return
+            return True
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
         self._effects += [_resized(other) for other in shrunk]
-        self._opened(buffer, request)
+        copy = self.copies.begin("open", request) if buffer.loading else None
+        self._effects.append(
+            OpenHot(
+                copy.number if copy is not None else None,
+                buffer.slot,
+                tuple(buffer.pages),
+                tuple(request.pages),
+                request.kv_tokens,
+                buffer.capacity,
+            )
+        )
+        return copy is None
 
-    def reopen_hot(self, running: Iterable[Request], requests: int) -> None:
-        """Have one of those whose hot buffers cycle resident again, where there is room to spare beside what those of
-        the `requests` need that have no buffer yet. One in a turn: its rows are copied between two steps.
+    def to_reopen(self, running: Iterable[Request], requests: int) -> Request | None:
+        """One of those whose hot buffers cycle that should be resident again: there is room to spare beside what those
+        of the `requests` need that have no buffer yet.
         """
         if self.hot is None or self.hot.resident == len(self.hot):
-            return
+            return None
         room = self.hot.room_to_spare(coming=requests - len(self.hot))
         if not room:
-            return
+            return None
         for request in running:
             tokens = request.kv_tokens + request.in_flight + 1
-            if request.may_step and (buffer := self.hot.reopen(request.rid, tokens, room)) is not None:
-                self._opened(buffer, request)
-                return
+            if request.may_step and self.hot.worth_reopening(request.rid, tokens, room):
+                return request
+        return None
+
+    def save(self, request: Request, pages: int) -> None:
+        """Copy the first pages of a request to host memory; it has none from now on."""
+        copy = self.copies.begin("save", request)
+        self._effects.append(SavePages(copy.number, request.rid, tuple(request.pages[:pages])))
+        self.close_hot(request)
+        copy.grant, request.grant = request.grant, None
+
+    def load(self, request: Request) -> None:
+        """Copy what was saved of a request to its new pages."""
+        copy = self.copies.begin("load", request)
+        self._effects.append(LoadPages(copy.number, request.rid, tuple(request.pages)))
+
+    def copy_done(self, number: int) -> Copy:
+        """All ranks have made a copy: what it held is released."""
+        copy = self.copies.end(number)
+        if copy.grant is not None:
+            self.orders.release(copy.grant)
+        if self.hot is not None and copy.buffer is not None:
+            self.hot.free(copy.buffer)
+        elif self.hot is not None and copy.kind == "open":
+            self.hot.of(copy.request.rid).loading = False
+        return copy
 
     def close_hot(self, request: Request) -> None:
         """Take its hot buffer, if it has one. Its KV stays in its pages."""
@@ -109,26 +148,26 @@ class RequestMemory:
             self._effects.append(_resized(buffer))
         return pages.available > before
 
-    def _opened(self, buffer: HotBuffer, request: Request) -> None:
-        """Tell the ranks; what the steps under way write is in host memory when they come to it."""
-        if buffer.loans:
-            self.orders.unnumbered()
-        tokens = request.kv_tokens + request.in_flight
-        self._effects.append(OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), tokens, buffer.capacity))
-
-    def settle(self) -> None:
-        """Have the ranks report when they are done, if grants wait for that and no order is left that says so."""
-        if self.orders.unsettled and not len(self.orders):
-            self._effects.append(Settle(self.orders.next()))
-
     def growth(self, request: Request) -> int:
         """Pages that it may still need, beyond what is reserved for it."""
         assert request.grant is not None, f"{request.rid} runs without pages"
         most = pages_for(request.most_kv_tokens, self._page_size)
         return max(0, most - len(request.grant.pages) - request.grant.reserved)
 
+    @property
+    def pages_are_coming(self) -> bool:
+        """Pages were given up that are not free yet, or are lent until a copy is done."""
+        borrowing = self.hot is not None and self.hot.borrower_is_loading
+        return bool(self.orders.resting) or self.copies.hold_pages or borrowing
+
     def release(self, request: Request) -> None:
         """Take everything. A request without memory has nothing to give."""
+        copy = self.copies.of(request)
+        if copy is not None and copy.kind != "save":
+            copy.grant, request.grant = request.grant, None
+            if self.hot is not None and copy.kind == "open":
+                copy.buffer = self.hot.detach(request.rid)
+            return
         self.close_hot(request)
         if request.grant is not None:
             self.orders.release(request.grant)
@@ -141,7 +180,12 @@ class RequestMemory:
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
             self.hot.check_integrity(idle=idle)
-            running = {rid for rid, request in requests.items() if request.state in _WITH_HOT_BUFFER}
+            running = {
+                rid
+                for rid, request in requests.items()
+                if request.state in _WITH_HOT_BUFFER
+                or (request.state is State.ARRIVED and self.copies.of(request) is not None)
+            }
             assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} are not as their states say"
         if self._loans is not None and not self.orders.resting:
             assert self._loans.coming == 0, f"{self._loans.coming} pages were given back and are not here"

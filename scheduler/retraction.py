@@ -10,7 +10,7 @@ out of hot buffers   (HiSparse) only for somebody of a higher priority, and only
 import collections
 from collections.abc import Iterable
 
-from .effects import DropPages, Effect, LoadPages, SavePages
+from .effects import DropPages, Effect
 from .intake import DecodeLimits, Intake
 from .lifecycle import State
 from .rates import Rates
@@ -50,15 +50,19 @@ class Retractions:
         """A place for the row that the next step writes, if need be at the cost of the request that matters least,
         which may be this one.
 
-        False when there is none before the orders under way are done: then loans are back, or somebody is retracted.
+        False when there is none for now: pages are coming, or somebody is in a step and will be retracted when it is
+        out. Others go on meanwhile.
         """
         while not self._memory.grow(request):
             if self._memory.call_in(self._runs.running):
                 continue
-            if len(self._memory.orders) or self._memory.orders.unsettled:
+            if self._memory.pages_are_coming:
                 return False
             victim = _least((*self._runs.arrived, *self._runs.ready, *self._runs.running))
             assert victim is not None, f"{request.rid} wants to step and nobody runs"
+            if victim.in_flight:
+                self._runs.held_back = victim
+                return False
             self._retract(victim, now)
             if victim is request:
                 break
@@ -76,11 +80,15 @@ class Retractions:
             self._runs.held_back = victim
             return False
         self._counters["retractions"] += 1
-        self._runs.remove(victim)
-        self._memory.close_hot(victim)
-        victim.life.to(State.ARRIVED, now)
-        self._runs.arrived.push(victim)
+        self.park(victim, now)
         return self._memory.may_admit()
+
+    def park(self, request: Request, now: float) -> None:
+        """Take the hot buffer of a request that is in no step: it waits for another one, with its KV in its pages."""
+        self._runs.remove(request)
+        self._memory.close_hot(request)
+        request.life.to(State.ARRIVED, now)
+        self._runs.arrived.push(request)
 
     def _retract(self, request: Request, now: float) -> None:
         """Take all its memory. It keeps its tokens, and its KV where copying is cheaper than computing, or where it has
@@ -94,12 +102,12 @@ class Retractions:
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
             self.line.push(request)
-            self._effects.append(SavePages(self._memory.orders.next(), request.rid, tuple(request.pages[:pages])))
+            self._memory.save(request, pages)
         else:
             self._counters["retractions_recomputed"] += 1
             request.life.to(State.QUEUED, now)
             self._intake.compute_anew(request, now)
-        self._memory.release(request)
+            self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
         """There is room for a copy, and copying is cheaper than computing the tokens anew, which nobody may be there
@@ -112,11 +120,11 @@ class Retractions:
 
     # -- coming back -------------------------------------------------------------------------------------------
 
-    def resume(self, now: float) -> bool:
-        """Let the first in line have pages and its KV back, so that it is ARRIVED; False when nobody is in line, or
-        there are not enough pages for it.
+    def resume(self) -> bool:
+        """Give the first in line pages, and have its KV copied there; it is ARRIVED when that is done. False when
+        nobody is in line, when it is still being saved, or when there are not enough pages for it.
         """
-        if not len(self.line):
+        if not len(self.line) or self._memory.copies.of(self.line.first) is not None:
             return False
         request = self.line.first
         most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
@@ -124,18 +132,22 @@ class Retractions:
         request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth)
         if request.grant is None:
             return False
-        self._effects.append(LoadPages(self._memory.orders.next(), request.rid, tuple(request.pages)))
+        self._memory.load(request)
         self.line.take(request)
         request.saved_pages = 0
-        request.life.to(State.ARRIVED, now)
-        self._runs.arrived.push(request)
         return True
 
+    def loaded(self, request: Request, now: float) -> None:
+        """Its KV is in its pages again."""
+        request.life.to(State.ARRIVED, now)
+        self._runs.arrived.push(request)
+
     def drop(self, request: Request) -> None:
-        """It has ended: what was saved of it is forgotten."""
-        self._effects.append(DropPages(self._memory.orders.next(), request.rid))
-        self.line.remove(request)
-        request.saved_pages = 0
+        """It has ended: what was saved of it is forgotten. One that is being loaded is in no line any more."""
+        if request in self.line:
+            self._effects.append(DropPages(request.rid))
+            self.line.remove(request)
+            request.saved_pages = 0
 
 
 def _least(requests: Iterable[Request]) -> Request | None:

@@ -23,6 +23,7 @@ MAY_IMPORT = {
 
 DECIDING = (
     "ageing.py",
+    "background_copies.py",
     "compute_queue.py",
     "deadlines.py",
     "decode.py",

@@ -7,11 +7,12 @@ import torch
 
 from pdserve.configs.errors import StartupError
 from pdserve.memory import pinned
-from pdserve.memory.hisparse import HiSparseCache, HiSparseError, _runs
-from pdserve.memory.index_spaces import HotPage, HotPlace, KvPage, RequestSlot
+from pdserve.memory.hisparse import HiSparseCache, HiSparseError
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.memory.lots import Lots
 from pdserve.memory.pinned import PinnedMemory
+from tests.memory.hot_buffer import open_loaded
 
 PAGE_SIZE, LAYERS, ROW_SIZE, KEY_SIZE = 4, 3, 6, 4
 
@@ -72,9 +73,8 @@ def make_shared_cache(own_pages: int, device: str = "cpu") -> HiSparseCache:
 def open_buffer(
     cache: HiSparseCache, slot: int, hot_pages: Iterable[int], pages: Iterable[int], *, tokens: int, capacity: int
 ) -> None:
-    cache.open(
-        RequestSlot(slot), [HotPage(page) for page in hot_pages], [KvPage(page) for page in pages], tokens, capacity
-    )
+    hot, held = [HotPage(page) for page in hot_pages], [KvPage(page) for page in pages]
+    open_loaded(cache, RequestSlot(slot), hot, held, tokens, capacity)
 
 
 @pytest.mark.parametrize(
@@ -229,18 +229,6 @@ def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
     assert PinnedMemory(100, unit_bytes=(5 << 30) + 4096).chunk_bytes == (5 << 30) + 4096
     assert pool(30, pinned=True).pages_per_chunk * 4 * LAYERS * ROW_SIZE * PAGE_SIZE <= pinned.CHUNK_BYTES
     assert pool(30).pages_per_chunk == 30
-
-
-def runs(sources: list[int], targets: list[int], chunk: int) -> list[tuple[KvPage, HotPlace, int]]:
-    return _runs([KvPage(page) for page in sources], [HotPlace(page) for page in targets], chunk)
-
-
-def test_pages_are_copied_in_runs_that_stay_within_a_chunk() -> None:
-    assert runs([], [], 4) == []
-    assert runs([3, 4, 5, 9], [0, 1, 2, 3], 100) == [(3, 0, 3), (9, 3, 1)]
-    assert runs([3, 4, 5, 6], [0, 1, 2, 8], 100) == [(3, 0, 3), (6, 8, 1)]
-    assert runs([2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6], 4) == [(2, 0, 2), (4, 2, 4), (8, 6, 1)]
-    assert runs([5, 4, 3], [2, 1, 0], 4) == [(5, 2, 1), (4, 1, 1), (3, 0, 1)]
 
 
 @pytest.mark.gpu

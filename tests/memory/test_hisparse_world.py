@@ -85,7 +85,11 @@ class CacheWorld(World):
 
     def _open_hot(self, opened: OpenHot) -> None:
         super()._open_hot(opened)
-        self.cache.open(opened.slot, opened.hot_pages, opened.pages, opened.tokens, opened.capacity)
+        self.cache.open(opened.slot, opened.hot_pages, opened.tokens, opened.capacity)
+
+    def _load_hot(self, opened: OpenHot) -> None:
+        super()._load_hot(opened)
+        self.cache.load_rows(opened.hot_pages, opened.pages, opened.tokens)
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
         super()._resize_hot(buffer)

@@ -27,8 +27,8 @@ from pdserve.scheduler.request import Request
 
 def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders, prefixes: PrefixCache) -> None:
     assert request.grant is not None
-    OpenHot(buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
-    OpenHot(buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # no
+    OpenHot(1, buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
+    OpenHot(1, buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # no
     ResizeHot(buffer.pages[0], tuple(buffer.pages), 8)  # no
     ResizeHot(buffer.slot, tuple(request.pages), 8)  # no
     CopyPage(1, request.pages[0], buffer.pages[0])  # no
@@ -53,9 +53,11 @@ def lender(buffer: HotBuffer, loan: Loan, lots: Lots, orders: Orders, hot: HotBu
 
 
 def rank(cache: HiSparseCache, slot: RequestSlot, hot_pages: list[HotPage], pages: list[KvPage]) -> None:
-    cache.open(slot, hot_pages, pages, 3, 8)
-    cache.open(slot, pages, hot_pages, 3, 8)  # no
-    cache.open(hot_pages[0], hot_pages, pages, 3, 8)  # no
+    cache.open(slot, hot_pages, 3, 8)
+    cache.open(slot, pages, 3, 8)  # no
+    cache.open(hot_pages[0], hot_pages, 3, 8)  # no
+    cache.load_rows(hot_pages, pages, 3)
+    cache.load_rows(pages, hot_pages, 3)  # no
     cache.resize(slot, pages, 8)  # no
 
 

@@ -18,6 +18,7 @@ Not covered: what runs on two streams at a time (everything runs in the order it
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +65,9 @@ class PretendGpu(TorchFunctionMode):
         """By address. They stay, so that nothing else is ever there."""
         self._under_way: list[_Copy] = []
         self._recording: CapturedGraph | None = None
-        self._stream = _Stream()
-        """The current one: at first the legacy default stream, as in a new thread."""
-        self._legacy = self._stream
+        self._legacy = _Stream()
+        """The legacy default stream: the current one of a new thread."""
+        self._threads = threading.local()
         self._patches = pytest.MonkeyPatch()
 
     def __enter__(self) -> "PretendGpu":
@@ -240,6 +241,12 @@ class PretendGpu(TorchFunctionMode):
         self.waits.append(name)
         self.settle()
 
+    @property
+    def _stream(self) -> "_Stream":
+        """The current one of this thread."""
+        stream: _Stream = getattr(self._threads, "stream", self._legacy)
+        return stream
+
     def _enqueue(self, name: str) -> None:
         """Work for the device comes: on which stream?"""
         if self._stream is self._legacy:
@@ -255,7 +262,7 @@ class PretendGpu(TorchFunctionMode):
 
         event, stream = type("Event", (_Event,), {"gpu": self}), type("Stream", (_Stream,), {"gpu": self})
         interpret = GridExecutor.__call__
-        self._legacy = self._stream = stream()
+        self._legacy = stream()
         for name, value in {
             "Event": event,
             "Stream": stream,
@@ -263,7 +270,7 @@ class PretendGpu(TorchFunctionMode):
             "graph": self._capture,
             "graph_pool_handle": lambda: None,
             "current_stream": lambda *_: self._stream,
-            "set_stream": lambda stream: setattr(self, "_stream", stream),
+            "set_stream": lambda stream: setattr(self._threads, "stream", stream),
             "stream": self._on_stream,
             "synchronize": lambda *_: self.settle(),
             "get_device_properties": lambda *_: _AMPERE,
@@ -283,11 +290,12 @@ class PretendGpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _on_stream(self, stream: "_Stream") -> Iterator[None]:
-        before, self._stream = self._stream, stream
+        before = self._stream
+        self._threads.stream = stream
         try:
             yield
         finally:
-            self._stream = before
+            self._threads.stream = before
 
     @contextlib.contextmanager
     def _capture(self, graph: "CapturedGraph", **_options: Any) -> Iterator[None]:

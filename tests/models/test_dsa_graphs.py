@@ -17,6 +17,7 @@ from pdserve.models.graphs import DecodeGraphs
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights import load_weights
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+from tests.memory.hot_buffer import open_loaded
 
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
@@ -72,7 +73,7 @@ def test_a_step_takes_the_resident_kind_exactly_while_all_are_within_their_capac
     own = [HotPage(page) for page in cache.own_hot_pages]
     hot_pages = [own[:10], own[10:20]]
     for slot in (0, 1):
-        cache.open(RequestSlot(slot), hot_pages[slot], pages[slot], 20, 40)
+        open_loaded(cache, RequestSlot(slot), hot_pages[slot], pages[slot], 20, 40)
 
     def kind(*ends: int) -> int:
         return step.fill([SequenceSlice([1], end - 1, pages[slot], slot) for slot, end in enumerate(ends)], 2)

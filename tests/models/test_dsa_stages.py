@@ -23,6 +23,7 @@ from pdserve.transfer.messages import Hello, InstanceId, Pool, Rank, Welcome
 from pdserve.transfer.pairing import check_pair
 from pdserve.transfer.runs import expand_runs
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
+from tests.memory.hot_buffer import open_loaded
 
 CPU = torch.device("cpu")
 PATTERN = "FSSSFFSF"
@@ -158,7 +159,7 @@ def test_keys_lent_to_a_resident_are_free_on_every_stage(model: Model, stages: i
     hot_pages = [*(HotPage(page) for page in own), *lots.hot_pages_under(lent)][:needed]
     assert (len(own), len(hot_pages)) == (buffer, needed)
     for cache in targets:
-        cache.open(RequestSlot(0), hot_pages, pages, len(PROMPT), needed * DECODE_PAGE)
+        open_loaded(cache, RequestSlot(0), hot_pages, pages, len(PROMPT), needed * DECODE_PAGE)
     assert decode(model.stages[stages], targets, pages, first, slot=0) == model.expected
 
 

@@ -19,6 +19,7 @@ from pdserve.models.catalog import locate_model
 from pdserve.models.dsa_decoder import DsaDecoder
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.memory.hot_buffer import open_loaded
 
 TOP_K = 16
 PAGE_SIZE = 8
@@ -84,7 +85,7 @@ class Twin:
         capacity = self.hot_rows if capacity is None else capacity
         self.hot[slot] = []
         self._hold(slot, max(self.buffer_pages, -(-capacity // PAGE_SIZE)))
-        self.cache.open(RequestSlot(slot), self.hot[slot], self.pages[slot], tokens, capacity)
+        open_loaded(self.cache, RequestSlot(slot), self.hot[slot], self.pages[slot], tokens, capacity)
 
     def start(self, slot: int, token_ids: Sequence[int], capacity: int | None = None) -> None:
         self.prefill(slot, token_ids)
@@ -261,7 +262,7 @@ def test_a_short_sequence_may_have_fewer_pages_than_a_buffer(glm: ModelRunner) -
     for _ in range(40):
         twin._hold(0, min(-(-len(twin.tokens[0]) // PAGE_SIZE), twin.buffer_pages))
         if len(twin.tokens[0]) == 6:
-            twin.cache.open(RequestSlot(0), twin.hot[0], twin.pages[0], 5, 2 * TOP_K)
+            open_loaded(twin.cache, RequestSlot(0), twin.hot[0], twin.pages[0], 5, 2 * TOP_K)
         twin.cache.resize(RequestSlot(0), twin.hot[0], 2 * TOP_K)
         twin.step([0])
 

@@ -26,6 +26,7 @@ from pdserve.scheduler.executor import Executor, PendingStep
 from pdserve.scheduler.step import Draw, StepRow
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
 from tests.kernels.interpreter import INTERPRETED
+from tests.memory.hot_buffer import open_loaded
 from tests.models.pretend_gpu import CPU, DEVICE, PretendGpu
 from tests.models.test_sampling import batch_of_everything, choose
 
@@ -164,8 +165,8 @@ def test_hot_buffers_change_between_steps_that_are_under_way(gpu: PretendGpu, sp
     first = buffer_pages(HOT_ROWS, PAGE_SIZE)
     of_short, of_long = hot_pages[:first], hot_pages[first:]
     executor = on_gpu(sparse, cache, runner)
-    cache.open(short, [*of_short, of_long[-1]], PAGES[0], len(PROMPTS[0]), 4 * PAGE_SIZE)
-    cache.open(long, of_long[:first], PAGES[1], len(PROMPTS[1]), HOT_ROWS)
+    open_loaded(cache, short, [*of_short, of_long[-1]], PAGES[0], len(PROMPTS[0]), 4 * PAGE_SIZE)
+    open_loaded(cache, long, of_long[:first], PAGES[1], len(PROMPTS[1]), HOT_ROWS)
     misses = []
 
     def between(step: int) -> None:
@@ -174,7 +175,7 @@ def test_hot_buffers_change_between_steps_that_are_under_way(gpu: PretendGpu, sp
         if step == 4:
             misses.append(cache.tables.lookups.as_subclass(torch.Tensor)[0, 1].clone())
             tokens = len(PROMPTS[1]) + step
-            cache.open(long, of_long[:8], PAGES[1], tokens, 8 * PAGE_SIZE)
+            open_loaded(cache, long, of_long[:8], PAGES[1], tokens, 8 * PAGE_SIZE)
 
     with gpu.no_waits():
         assert decode(executor, sparse.first, between) == sparse.expected

@@ -10,6 +10,7 @@ ACTIONS = {
     "submit": 12,
     "decode_turn": 25,
     "rank_turn": 30,
+    "copy_turn": 30,
     "prefill_turn": 25,
     "end_write": 25,
     "deliver": 60,
@@ -47,6 +48,8 @@ def _act(world: World, action: str, draw: random.Random) -> None:
             world.decode_turn()
         case "rank_turn":
             world.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
+        case "copy_turn":
+            world.copy_turn()
         case "prefill_turn":
             world.prefill_turn(which)
         case "end_write":

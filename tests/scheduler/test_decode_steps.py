@@ -8,7 +8,6 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.scheduler import decode as decode_module
 from pdserve.scheduler.decode import DecodeScheduler
-from pdserve.scheduler.effects import OpenHot
 from pdserve.scheduler.front import Submit
 from pdserve.scheduler.lifecycle import REQUEST, State
 from pdserve.scheduler.request import Request
@@ -72,7 +71,6 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
 
     monkeypatch.setattr(DecodeScheduler, "admit", watched)
     world = World(stages=stages, hot_pages=7)
-    opened = 0
     kill_at = 50
     for turn in range(400):
         if turn % 5 == 0:
@@ -88,15 +86,13 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
             world.end_write(which, ok=True, late=False)
             world.deliver(which, up=True)
         world.decode_turn()
-        opened += sum(isinstance(order, OpenHot) for order in world.orders)
-        while world.orders:
-            world.rank_turn(eos=False)
+        world.work_ranks()
         world.pass_time(0.05)
         for request in world.decode.runs.running:
             assert request.rid in admitted
     assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
-    assert opened == len(admitted)
     world.finish()
+    assert world.hot_seen["opened resident"] + world.hot_seen["opened cold"] == len(admitted)
 
 
 def run_to_the_end(world: World, turns: int) -> None:
@@ -109,6 +105,7 @@ def run_to_the_end(world: World, turns: int) -> None:
             world.deliver(which, up=True)
         world.decode_turn()
         world.rank_turn(eos=False)
+        world.copy_turn()
         world.pass_time(0.01)
 
 

@@ -28,6 +28,7 @@ from pdserve.scheduler.loop import IDLE_WAIT_S
 from pdserve.transfer.events import LoadReported
 from pdserve.transfer.messages import InstanceId, Load, Rank
 from tests.checkpoints import make_dsa_checkpoint
+from tests.scheduler.test_hot_buffers import open_loaded
 
 PAGE_SIZE, HOT_ROWS, HOST_PAGES, SLOTS = 8, 16, 8, 3
 LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
@@ -142,18 +143,6 @@ def test_prefill_hears_which_pool_is_in_host_memory(engine: Engine) -> None:
     assert pools == {"latent": ("host", latent.base_address), "indexer": ("device", indexer.base_address)}
 
 
-def test_the_rank_says_when_it_has_done_what_has_no_number(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    loan = scheduler.pages.lend("hot buffer of one that has ended", 1)
-    scheduler.orders.unnumbered()
-    scheduler.orders.release(loan)
-    ends_at = time.monotonic() + 10
-    while scheduler.pages.lent and time.monotonic() < ends_at:
-        time.sleep(0.01)
-    assert scheduler.pages.lent == 0
-    assert scheduler.idle
-
-
 def lose_page(engine: Engine) -> Callable[[], None]:
     """A page of the sequences: of host memory, and of its index on the device."""
     page = engine.scheduler.pages._free.pop()
@@ -189,7 +178,7 @@ def lose_request_slot(engine: Engine) -> Callable[[], None]:
 def keep_hot_buffer(engine: Engine) -> Callable[[], None]:
     hot = engine.scheduler.hot
     assert hot is not None
-    hot.open("somebody", 3)
+    open_loaded(hot, "somebody", 3)
     return lambda: hot.close("somebody")
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from pdserve.scheduler.background_copies import CopyKind
 from pdserve.scheduler.lifecycle import State
 from pdserve.scheduler.request import Request
 from tests.scheduler.world import PAGE_SIZE, PAGES, World, is_parked
@@ -35,7 +36,7 @@ def work(world: World, seen: Callable[[World], bool], urgent_at: int | None = No
                 partial(world.end_write, which, ok=True, late=False),
                 partial(world.deliver, which, up=True),
             ]
-        moves += [partial(world.rank_turn, eos=False), partial(world.pass_time, 0.01)]
+        moves += [partial(world.rank_turn, eos=False), world.copy_turn, partial(world.pass_time, 0.01)]
         for move in moves:
             move()
             world.check()
@@ -50,16 +51,24 @@ def being_written(world: World, request: Request) -> bool:
     return attempt is not None and attempt.key in [write.chunk.key for write in writes]
 
 
+def is_copied(world: World, request: Request, kind: CopyKind) -> bool:
+    copy = world.decode.memory.copies.of(request)
+    return copy is not None and copy.kind == kind
+
+
 PLACES: dict[str, Callable[[World, Request], object]] = {
     "queued": lambda _, request: request.state is State.QUEUED and not request.output_ids,
     "computed anew": lambda _, request: request.state is State.QUEUED and request.output_ids,
     "being written": being_written,
-    "waiting for a hot buffer": lambda _, request: request.state is State.ARRIVED and not is_parked(request),
+    "waiting for a hot buffer": lambda world, request: request in world.decode.runs.arrived and not is_parked(request),
     "ready": lambda _, request: request.state is State.READY,
     "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
     "in no step": lambda _, request: request.state is State.RUNNING and not request.in_flight,
     "parked": lambda _, request: is_parked(request),
-    "saved": lambda _, request: request.state is State.RETRACTED,
+    "being saved": lambda world, request: is_copied(world, request, "save"),
+    "saved": lambda world, request: request.state is State.RETRACTED and world.decode.memory.copies.of(request) is None,
+    "being loaded": lambda world, request: is_copied(world, request, "load"),
+    "getting its hot rows": lambda world, request: is_copied(world, request, "open"),
 }
 
 
@@ -125,7 +134,6 @@ def test_everything_is_too_little_at_once(stages: int) -> None:
     assert answers == {(413, "too_large"), (429, "overloaded")}
     assert world.decode.counters["retractions"] > 0
     assert world.hot_seen["waited"] > 0
-    assert world.hot_seen["parked"] > 0
     assert world.decode.counters["requests_finished"] == len(world.submitted) - len(world.failures)
 
 

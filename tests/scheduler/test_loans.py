@@ -11,7 +11,7 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.lots import Lots
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler import request_memory
-from pdserve.scheduler.effects import Effect, ResizeHot, Settle
+from pdserve.scheduler.effects import Effect, ResizeHot
 from pdserve.scheduler.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.loans import Loans
 from pdserve.scheduler.orders import Orders
@@ -99,7 +99,8 @@ def test_what_is_reserved_cached_or_margin_is_not_lent() -> None:
 def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_touch_it() -> None:
     pools = Pools()
     pools.hot.open("a", 36)
-    pools.orders.unnumbered()  # the rows are copied there
+    assert pools.hot.largest_borrower() is None, "its rows are being copied there"
+    pools.hot.of("a").loading = False
     first = pools.orders.next()
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
@@ -110,12 +111,9 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
     pools.hot.open("b", 36)
-    pools.orders.unnumbered()
-    pools.hot.close("b")
-    assert pools.orders.unsettled
-    assert pools.pages.lent == 9
-    pools.orders.done(pools.orders.next())
-    assert not pools.orders.unsettled
+    detached = pools.hot.detach("b")
+    assert (pools.pages.lent, pools.loans.borrowed) == (9, 9)
+    pools.hot.free(detached)
     assert pools.pages.lent == 0
     pools.pages.check_integrity(idle=True)
     pools.hot.check_integrity(idle=True)
@@ -133,6 +131,9 @@ def turn(world: World, *, ranks: bool = True) -> None:
     steps = world.decode.counters["decode_steps"]
     while ranks and world.orders and world.decode.counters["decode_steps"] == steps:
         world.rank_turn(eos=False)
+        world.check()
+    while ranks and world.copies:
+        world.copy_turn()
         world.check()
     world.pass_time(0.01)
 
@@ -196,8 +197,7 @@ def test_with_nothing_under_way_it_gets_in_at_once() -> None:
     for family in (0, 1):
         world.submit(22, family, 13, 1, None, 0)
     until(world, running(world, 2))
-    while world.orders:
-        world.rank_turn(eos=False)
+    world.work_ranks()
     assert world.decode.pages.available < 11
     world.submit(22, 0, 5, 3, None, 0)
     world.decode.advance(world.now)
@@ -215,15 +215,15 @@ def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: 
     until(world, running(world, 1))
     assert world.decode.hot is not None
     (rid,) = world.decode.requests
-    buffer = world.decode.hot.of(rid)
-    assert buffer.borrowed > 0
+    hot = world.decode.hot
+    assert hot.of(rid).borrowed > 0
     world.submit(22, 1, 3, 3, None, 0)
     world.submit(22, 1, 3, 3, None, 0)
-    until(world, lambda: buffer.cycles)
-    until(world, lambda: not buffer.cycles)
+    until(world, lambda: hot.of(rid).cycles)
+    until(world, lambda: not hot.of(rid).cycles)
     assert world.hot_seen["reopened"] > 0
-    assert buffer.borrowed > 0
-    assert world.decode.running == 1
+    assert hot.of(rid).borrowed > 0
+    until(world, running(world, 1))
     until(world, lambda: not world.decode.requests)
     assert world.decode.counters["retractions"] == 0
     world.finish()
@@ -277,6 +277,7 @@ def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
     assert not memory.call_in([])  # it has gone
     resident, _ = memory.hot.open("b", 48)
     assert not resident.cycles
+    resident.loading = False
     assert pages.grant("another", 25) is None
     assert memory.call_in([])
     assert effects == [ResizeHot(resident.slot, tuple(resident.pages), 8)]
@@ -285,10 +286,10 @@ def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> None:
-    """The ranks may be copying its rows, and no step will say when that is over: they are asked."""
+    """Its rows are being copied: until that has ended, nobody else has what it held."""
     world = lending_world()
     world.submit(22, 0, 13, 1, None, 0)
-    while not world.decode.runs.ready:
+    while not len(world.decode.memory.copies):
         world.decode_turn()
         for move in (partial(world.deliver, up=False), world.prefill_turn, partial(world.deliver, up=True)):
             for which in range(2):
@@ -304,10 +305,11 @@ def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> Non
         world.submit(22, 1, 5, 3, None, 0)
         world.submit(22, 1, 5, 3, None, 0)
     world.decode_turn()
-    assert [order for order in world.orders if isinstance(order, Settle)]
     assert world.decode.state_counts()["queued"] == (3 if wanted else 0)
-    while world.orders:
+    while world.orders or world.copies:
         world.rank_turn(eos=False)
+        world.check()
+        world.copy_turn()
         world.check()
     assert world.decode.pages.lent == 0
     if wanted:

@@ -26,6 +26,8 @@ def work(world: World, until: Callable[[], object], *, servers: int = 2, turns: 
         world.check()
         world.rank_turn(eos=False)
         world.check()
+        world.copy_turn()
+        world.check()
         world.pass_time(0.01)
     raise AssertionError(f"not within {turns} turns: {world.decode.state_counts()}")
 

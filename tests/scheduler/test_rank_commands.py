@@ -12,7 +12,7 @@ import torch
 from pdserve.configs.schema import PrefillConfig
 from pdserve.models.catalog import locate_model
 from pdserve.scheduler.executor import PendingStep
-from pdserve.scheduler.rank import RankEngine, next_command
+from pdserve.scheduler.rank import PendingCommand, RankEngine, next_command
 from pdserve.scheduler.rank_messages import CheckCache, ComputeCommand, RankFailed, RankReport
 from pdserve.transfer.chunks import PartScatter
 from pdserve.transfer.messages import StageBlock, StagePart, TransferKey
@@ -31,8 +31,8 @@ class Step(PendingStep):
         return self.over.is_set()
 
 
-def steps(*running: Step) -> "collections.deque[tuple[int, PendingStep]]":
-    return collections.deque(enumerate(running))
+def steps(*running: Step) -> "collections.deque[PendingCommand]":
+    return collections.deque(PendingCommand(order, step) for order, step in enumerate(running))
 
 
 def later(action: "threading.Timer") -> None:

@@ -9,8 +9,9 @@ import torch
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.memory.index_spaces import KvPage
 from pdserve.models.catalog import locate_model
-from pdserve.scheduler.effects import CopyPage, LoadPages, SavePages, Settle
+from pdserve.scheduler.effects import CopyPage
 from pdserve.scheduler.rank import RankEngine
 from pdserve.scheduler.rank_messages import (
     CheckCache,
@@ -47,10 +48,16 @@ def serve(config: AnyServerConfig, *commands: ComputeCommand) -> list[RankReport
     """What the only rank of a server reports when it is given these commands."""
     reports: list[RankReport] = []
     inbox: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
-    for command in (*commands, Settle(9), CheckCache(), StopRank()):
+    for command in (*commands, CheckCache()):
         inbox.put(command)
+
+    def report(done: RankReport) -> None:
+        reports.append(done)
+        if sum(isinstance(report, StepDone | OrderDone) for report in reports) == len(commands):
+            inbox.put(StopRank())
+
     with PretendGpu():
-        rank = RankEngine(config, locate_model(config.model), 0, meet_at=None, report=reports.append)
+        rank = RankEngine(config, locate_model(config.model), 0, meet_at=None, report=report)
         try:
             rank.serve(inbox)
         finally:
@@ -80,14 +87,15 @@ def test_prefill_steps(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("staging", ["off", "on"])
-def test_decode_steps_and_pages(settings: dict[str, Any], staging: str) -> None:
-    config = DecodeConfig.model_validate({**settings, "max_running_requests": 1, "staging": staging})
+def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str) -> None:
+    config = DecodeConfig.model_validate(
+        {**settings, "max_running_requests": 1, "retract_memory_gib": 0, "staging": staging}
+    )
     reports = serve(
         config,
         RunStep(1, (StepRow([5], 0, [3], draws=DRAWS),)),
-        CopyPage(2, 3, 4),  # type: ignore[arg-type]  # plain numbers
-        SavePages(3, "r", (4,)),  # type: ignore[arg-type]
-        LoadPages(4, "r", (5,)),  # type: ignore[arg-type]
+        CopyPage(2, KvPage(3), KvPage(4)),
+        RunStep(3, (StepRow([5], 1, [4], draws=DRAWS),)),
     )
-    assert [report.error for report in reports if isinstance(report, StepDone)] == [None]
-    assert [report.order for report in reports if isinstance(report, OrderDone)] == [2, 3, 4, 9]
+    assert [report.error for report in reports if isinstance(report, StepDone)] == [None, None]
+    assert [report.order for report in reports if isinstance(report, StepDone | OrderDone)] == [1, 2, 3], "in order"

@@ -76,6 +76,10 @@ class PairMachine(RuleBasedStateMachine):
     def rank_turn(self, eos: bool, fail: bool) -> None:
         self.world.rank_turn(eos, fail=fail)
 
+    @rule()
+    def copy_turn(self) -> None:
+        self.world.copy_turn()
+
     @rule(which=WHICH)
     def prefill_turn(self, which: int) -> None:
         self.world.prefill_turn(which)

@@ -12,7 +12,7 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode import DecodeScheduler
-from pdserve.scheduler.effects import SendToPeer
+from pdserve.scheduler.effects import OpenHot, SendToPeer
 from pdserve.scheduler.front import Submit
 from pdserve.scheduler.hot_buffers import HotLimits
 from pdserve.scheduler.intake import DecodeLimits
@@ -63,6 +63,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
     scheduler.peer_up(PEER, "here:1")
     submit(scheduler, RUNNING, PROMPT)
     arrive(scheduler)
+    load(scheduler)
     turn(scheduler)
     assert scheduler.running == RUNNING
     return scheduler
@@ -94,6 +95,13 @@ def arrive(scheduler: DecodeScheduler) -> None:
                 cached_tokens=0,
             )
             scheduler.prefill_done(done, 0.0)
+
+
+def load(scheduler: DecodeScheduler) -> None:
+    """Ranks copy the rows of those that are let in to their hot buffers."""
+    for effect in scheduler.take_effects():
+        if isinstance(effect, OpenHot) and effect.copy is not None:
+            scheduler.copy_done(effect.copy, 0.0)
 
 
 def turn(scheduler: DecodeScheduler) -> None:

@@ -165,6 +165,8 @@ class TimedWorld(World):
                 self.at(self.now + self._step_s, self._end_step)
             else:
                 self.rank_turn(eos=False)
+        while self.copies:
+            self.copy_turn()
         for server in list(self.servers.values()):
             server.scheduler.advance(self.now)
             while (step := server.scheduler.next_step(self.now)) is not None:

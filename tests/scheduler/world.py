@@ -32,7 +32,6 @@ from pdserve.scheduler.effects import (
     SavePages,
     SendToFront,
     SendToPeer,
-    Settle,
 )
 from pdserve.scheduler.front import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.hot_buffers import HotLimits
@@ -160,6 +159,8 @@ class World:
         self.ghosts: list[Write] = []
         self.orders: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
         """What the ranks of the decode server have been told and not done."""
+        self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
+        """Copies that they have begun beside their steps: each is made as a whole, at any time."""
         self.drawn: list[int] = []
         """Tokens of the last step they did."""
         self.failed = False
@@ -210,6 +211,8 @@ class World:
 
     def decode_turn(self) -> None:
         hot = self.decode.hot
+        loans = self.decode.memory._loans
+        borrowed = loans.borrowed if loans is not None else 0
         cycled = [rid for rid in hot.owners if hot.of(rid).cycles] if hot is not None else []
         self.decode.advance(self.now)
         if hot is not None:
@@ -220,14 +223,13 @@ class World:
         assert not late, f"the time of {late} is up, and they were not told"
         self.hot_seen["parked"] += any(is_parked(request) for request in requests)
         self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
-        loans = self.decode.memory._loans
-        if loans is not None:
-            self.hot_seen["lent"] += loans.borrowed > 0
-            self.hot_seen["called in"] += loans.coming > 0
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.orders.append(step)
         self.act()
+        if loans is not None:
+            self.hot_seen["lent"] += loans.borrowed > 0
+            self.hot_seen["called in"] += loans.borrowed < borrowed
 
     def rank_turn(self, eos: bool, *, fail: bool = False) -> None:
         """The ranks carry out their next order, and report; a step may fail."""
@@ -246,25 +248,52 @@ class World:
                 self._resize_hot(resized)
             case PrefillDone() as done:
                 self.decode.prefill_done(done, self.now)
-            case order:
-                self._move_pages(order)
-                self.decode.order_done(order.order)
+            case CopyPage(order=order, source=source, destination=destination):
+                self._put_page(destination, self._page(source))
+                self.decode.order_done(order)
+            case copy:
+                self.copies.append(copy)
+        self.act()
+
+    def copy_turn(self) -> None:
+        """The ranks make their next copy beside the steps, and report."""
+        if not self.copies:
+            return
+        match self.copies.popleft():
+            case SavePages(copy=number, rid=rid, pages=pages):
+                self.saved[rid] = [self._page(page) for page in pages]
+            case LoadPages(copy=number, rid=rid, pages=pages):
+                for page, rows in zip(pages, self.saved.pop(rid), strict=False):
+                    self._put_page(page, rows)
+            case OpenHot(copy=number) as opened:
+                self._load_hot(opened)
+                assert number is not None
+            case DropPages(rid=rid):
+                del self.saved[rid]
+                return
+        self.decode.copy_done(number, self.now)
         self.act()
 
     def _open_hot(self, opened: OpenHot) -> None:
-        """The rows of a resident are copied; those of others are fetched when they are selected."""
+        """The rows of a resident are copied beside the steps; those of others are fetched when they are selected."""
         buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         self.hot[opened.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
         assert len(opened.pages) * PAGE_SIZE >= opened.tokens
         resident = opened.tokens <= opened.capacity
+        assert resident == (opened.copy is not None)
         self.hot_seen["opened resident" if resident else "opened cold"] += 1
+        if resident:
+            self.copies.append(opened)
+            return
+        for position in range(min(opened.tokens, HOT_ROWS + 1)):
+            self._write_hot(_hot_place(buffer, position), ())
+
+    def _load_hot(self, opened: OpenHot) -> None:
+        buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         for position in range(opened.tokens):
             source = opened.pages[position // PAGE_SIZE], position % PAGE_SIZE
-            if resident:
-                self._write_hot(_hot_place(buffer, position), self.memory.get(source, ()))
-            elif position <= HOT_ROWS:
-                self._write_hot(_hot_place(buffer, position), ())
+            self._write_hot(_hot_place(buffer, position), self.memory.get(source, ()))
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
         """Rows stay where they are, so the pages that stay must be the first, in their order."""
@@ -343,20 +372,6 @@ class World:
         self.drawn = drawn
         self.decode.step_done(step.order, [TokenLogprob(token, None) for token in drawn], self.now)
 
-    def _move_pages(self, order: PageEffect) -> None:
-        match order:
-            case CopyPage(source=source, destination=destination):
-                self._put_page(destination, self._page(source))
-            case SavePages(rid=rid, pages=pages):
-                self.saved[rid] = [self._page(page) for page in pages]
-            case LoadPages(rid=rid, pages=pages):
-                for page, rows in zip(pages, self.saved.pop(rid), strict=False):
-                    self._put_page(page, rows)
-            case DropPages(rid=rid):
-                del self.saved[rid]
-            case Settle():
-                self.hot_seen["settled"] += 1
-
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
             self._turn(server)
@@ -429,6 +444,7 @@ class World:
         """Everybody does something, and no time passes."""
         self.decode_turn()
         self.rank_turn(eos=False)
+        self.copy_turn()
         for which in range(len(self.endpoints)):
             self.deliver(which, up=False)
             self.prefill_turn(which)
@@ -461,7 +477,8 @@ class World:
 
     def _check_loans(self) -> None:
         """Whatever hot page the ranks may still touch, its keys are nobody else's."""
-        buffers, touched = dict(self.hot), set[int]()
+        buffers = dict(self.hot)
+        touched = {page for copy in self.copies if isinstance(copy, OpenHot) for page in copy.hot_pages}
         for order in self.orders:
             match order:
                 case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity):
@@ -475,6 +492,7 @@ class World:
                     )
         if self.decode.hot is not None:
             touched.update(page for buffer in self.decode.hot._buffers.values() for page in buffer.pages)
+            touched.update(page for buffer in self.decode.hot._detached for page in buffer.pages)
         lent = {page for loan in self.decode.pages._loans for page in loan.pages}
         assert {key for page in touched for key in self._keys_under(page)} <= lent, "a hot page lies over keys in use"
 
@@ -499,8 +517,7 @@ class World:
                 while server.to_decode:
                     self._deliver_up(server)
             self.decode_turn()
-            while self.orders:
-                self.rank_turn(eos=True)
+            self.work_ranks(eos=True)
             self.check()
         assert self.decode.idle, self.decode.state_counts()
         assert self.decode.pages.available == self.pages
@@ -525,11 +542,16 @@ class World:
                 while server.to_decode:
                     self._deliver_up(server)
             self.decode_turn()
-            while self.orders:
-                self.rank_turn(eos=False)
+            self.work_ranks(eos=False)
             if not self.decode.requests:
                 return
         raise AssertionError(f"stuck: {self.decode.state_counts()}")
+
+    def work_ranks(self, *, eos: bool = False) -> None:
+        """They do all that they have been told."""
+        while self.orders or self.copies:
+            self.rank_turn(eos=eos)
+            self.copy_turn()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -549,7 +571,7 @@ class World:
                     self.servers[instance].to_prefill.append(effect)
             case SendToFront():
                 self._answer(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | Settle() | OpenHot() | ResizeHot():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
                 self.orders.append(effect)
             case ConnectPeer():
                 pass

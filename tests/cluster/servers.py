@@ -169,7 +169,9 @@ class Server:
 
     def generate(self, input_ids: Sequence[int], new_tokens: int, **extra: Any) -> list[int]:
         """Greedy output ids of one prompt, not stopped by EOS."""
-        output: list[int] = self.post(input_ids, new_tokens, **extra).raise_for_status().json()["output_ids"]
+        answer = self.post(input_ids, new_tokens, **extra)
+        assert answer.is_success, answer.text
+        output: list[int] = answer.json()["output_ids"]
         return output
 
     def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:

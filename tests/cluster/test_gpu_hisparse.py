@@ -24,7 +24,7 @@ ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 KV_TOKENS = 8192
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """What all need at once. With no page more nothing is lent when all are there."""
-LONG_TOKENS = 2000
+LONG_TOKENS = 6000
 LONG_PAGES = ALL_PAGES + -(-(LENGTHS[0] + LONG_TOKENS - 1) // PAGE)
 """What they need beside one that goes on for long."""
 

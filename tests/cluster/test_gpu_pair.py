@@ -61,7 +61,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         prefill.check_clean()
         decode.check_clean()
         assert decode.info()["counters"]["chunks_verified"] > 0
-        assert f"({transport})" in prefill.log.read_text()
+        assert f"goes over {transport}\n" in prefill.log.read_text()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])

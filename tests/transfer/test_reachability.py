@@ -4,7 +4,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -29,7 +29,8 @@ def listening(answers: bytes | None) -> Iterator[int]:
             connections.append(connection)
             if answers is not None:
                 connection.sendall(answers)
-                connection.shutdown(socket.SHUT_WR)
+                with suppress(OSError):  # the other side may be gone
+                    connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=accept)
         thread.start()

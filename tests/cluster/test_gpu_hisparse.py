@@ -107,7 +107,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         "glm_moe_dsa",
         index_topk=TOPK,
         index_topk_pattern="FSSF",
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         first_k_dense_replace=4,  # without experts, float32 steps are captured
     )
     with cluster(tmp_path_factory.mktemp("logs")) as started:

@@ -14,6 +14,16 @@ def use_own_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+def wait_for_arrivals(device: torch.device) -> None:
+    """Order the next work of this thread after the copies to `device` that Mooncake's TCP transport has reported.
+
+    It copies from pageable host memory on the legacy default stream, and such a copy may return before the bytes are on
+    the GPU. The host does not wait.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+
+
 def wait_for_stream(device: torch.device) -> None:
     """Wait until all that this thread has enqueued on `device` is done."""
     if device.type == "cuda":

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ..kernels.streams import use_own_stream, wait_for_stream
+from ..kernels.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ..memory.device import resolve_device
 from ..memory.hisparse import HiSparseCache, HiSparseError
 from ..memory.kv_pool import KvPool
@@ -243,6 +243,8 @@ class RankEngine:
     def _start_step(self, command: RunStep) -> None:
         """A lone rank survives a step that fails; of several, the others would wait for it for ever."""
         started = time.monotonic()
+        if self._receivers is not None:
+            wait_for_arrivals(self._device)
         try:
             self._pending.append(PendingCommand(command.order, self._executor.start(command.rows)))
         except Exception as error:
@@ -277,6 +279,7 @@ class RankEngine:
 
     def _copy_page(self, command: CopyPage) -> None:
         """In line with the steps, like one of them: done when it is reported, and peers may write the page then."""
+        wait_for_arrivals(self._device)
         self._executor.cache.copy_page(command.source, command.destination)
         self._pending.append(PendingCommand(command.order, PendingStep(self._device), is_step=False))
 
@@ -317,6 +320,7 @@ class RankEngine:
 
     def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
         """Chunks compared, and the first difference from what was sent."""
+        wait_for_arrivals(self._device)
         for count, chunk in enumerate(command.chunks):
             span = f"tokens [{chunk.token_start}, {chunk.token_end})"
             if len(chunk.checksums) <= self._rank:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ..kernels.kv_stage import kv_scatter, warm_up_kv_stage
-from ..kernels.streams import use_own_stream, wait_for_stream
+from ..kernels.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from .chunks import PartScatter
 from .layout import KvLayout
 from .messages import StagePart
@@ -74,6 +74,7 @@ class PartScatterer:
 
     def _scatter(self, order: PartScatter) -> None:
         block, layout = order.part.block, self._layout
+        wait_for_arrivals(self._pool.device)
         kv_scatter(
             self._ring[order.offset : order.offset + order.size_bytes],
             self._pool,

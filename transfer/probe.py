@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from ..kernels.streams import wait_for_stream
+from ..kernels.streams import wait_for_arrivals, wait_for_stream
 from .engine import SendEngine, WriteState
 from .messages import Pool
 
@@ -42,6 +42,7 @@ def probe(engine: SendEngine, local: torch.Tensor, pool: Pool) -> str | None:
         _put(ours, bytes(WORD_BYTES))
         if not engine.read(ours.data_ptr(), address, WORD_BYTES):
             return "the peer's memory cannot be read"
+        wait_for_arrivals(ours.device)
         if bytes(ours.cpu().tolist()) == word:
             return None
     return "what was read back is not what was written"

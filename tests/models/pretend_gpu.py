@@ -60,6 +60,8 @@ class PretendGpu(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         """What has made the host wait, but for events and streams that it has waited for in so many words."""
+        self.waits_for_arrivals = 0
+        """How often a stream was told to wait for the legacy default stream, where Mooncake copies what arrives."""
         self._waits_allowed = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """By address. They stay, so that nothing else is ever there."""
@@ -270,6 +272,7 @@ class PretendGpu(TorchFunctionMode):
             "graph": self._capture,
             "graph_pool_handle": lambda: None,
             "current_stream": lambda *_: self._stream,
+            "default_stream": lambda *_: self._legacy,
             "set_stream": lambda stream: setattr(self._threads, "stream", stream),
             "stream": self._on_stream,
             "synchronize": lambda *_: self.settle(),
@@ -393,7 +396,10 @@ class _Stream:
     def synchronize(self) -> None:
         self.gpu.settle()
 
-    def wait_stream(self, _stream: "_Stream") -> None: ...
+    def wait_stream(self, stream: "_Stream") -> None:
+        gpu = getattr(stream, "gpu", None)
+        if gpu is not None and stream is gpu._legacy:
+            gpu.waits_for_arrivals += 1
 
     def wait_event(self, _event: _Event) -> None: ...
 

@@ -44,8 +44,8 @@ DRAWS = (Draw(SamplingParams(temperature=0.0), 0),)
 PROMPT = [5, 3, 200, 7, 7]
 
 
-def serve(config: AnyServerConfig, *commands: ComputeCommand) -> list[RankReport]:
-    """What the only rank of a server reports when it is given these commands."""
+def serve(config: AnyServerConfig, *commands: ComputeCommand) -> tuple[list[RankReport], int]:
+    """What the only rank of a server reports for these commands, and how often it has waited for arrivals."""
     reports: list[RankReport] = []
     inbox: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     for command in (*commands, CheckCache()):
@@ -56,13 +56,13 @@ def serve(config: AnyServerConfig, *commands: ComputeCommand) -> list[RankReport
         if sum(isinstance(report, StepDone | OrderDone) for report in reports) == len(commands):
             inbox.put(StopRank())
 
-    with PretendGpu():
+    with PretendGpu() as gpu:
         rank = RankEngine(config, locate_model(config.model), 0, meet_at=None, report=report)
         try:
             rank.serve(inbox)
         finally:
             rank.close()
-    return reports
+    return reports, gpu.waits_for_arrivals
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_prefill_steps(settings: dict[str, Any]) -> None:
     step = RunStep(1, (StepRow(PROMPT, 0, [3], draws=DRAWS),))
-    reports = serve(PrefillConfig(**settings, chunk_size=16, max_queued_requests=2), step)
+    reports, waits = serve(PrefillConfig(**settings, chunk_size=16, max_queued_requests=2), step)
     done = [report for report in reports if isinstance(report, StepDone)]
     assert [report.error for report in done] == [None]
+    assert waits == 0, "nobody writes into a prefill server"
 
 
 @pytest.mark.parametrize("staging", ["off", "on"])
@@ -91,7 +92,7 @@ def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str
     config = DecodeConfig.model_validate(
         {**settings, "max_running_requests": 1, "retract_memory_gib": 0, "staging": staging}
     )
-    reports = serve(
+    reports, waits = serve(
         config,
         RunStep(1, (StepRow([5], 0, [3], draws=DRAWS),)),
         CopyPage(2, KvPage(3), KvPage(4)),
@@ -99,3 +100,4 @@ def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str
     )
     assert [report.error for report in reports if isinstance(report, StepDone)] == [None, None]
     assert [report.order for report in reports if isinstance(report, StepDone | OrderDone)] == [1, 2, 3], "in order"
+    assert waits == 3, "each may read what has arrived just before"

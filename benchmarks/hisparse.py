@@ -353,7 +353,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="of the model's 61 (default: 4)")
     parser.add_argument("--mlp", type=int, help="width of the MLP (default: 33 x 2048)")
     parser.add_argument("--kv-memory-gib", type=float, default=1.0, help="GPU memory for KV (default: 1)")
-    parser.add_argument("--hot-rows", type=int, help="of a request's buffer (default: twice what a step reads)")
+    parser.add_argument("--hot-rows", type=int, help="of a request's buffer (default: 1.5 x what a step reads)")
     parser.add_argument("--context", type=int, default=32768, help="prompt tokens (default: 32768)")
     parser.add_argument("--output", type=int, default=2048, help="mean output tokens (default: 2048)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 32, 128])

@@ -134,7 +134,7 @@ def test_tokens_equal_transformers_staged_or_not_over_tcp_and_cuda_ipc(prefills:
         assert (f"ranks share {DEVICE}: what they exchange goes through host memory" in log) == (tp > 1)
         assert ("CUDA graphs captured" in log) == (tp == 1)
     for source, server in sources.items():
-        routes = [line for line in server.log.read_text().splitlines() if "KV of rank" in line]
+        routes = [line for line in server.log.read_text().splitlines() if "KV of rank" in line and "goes over" in line]
         assert routes
         assert all(line.endswith(f"goes over {source.transport}") for line in routes), routes
     stop_all(decodes.values())

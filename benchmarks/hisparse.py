@@ -274,7 +274,7 @@ def main() -> int:
     model["first_k_dense_replace"] = options.layers
     model["intermediate_size"] = options.mlp or model["intermediate_size"]
     options.top_k = model["index_topk"]
-    options.hot_rows = options.hot_rows or 2 * options.top_k
+    options.hot_rows = options.hot_rows or 3 * options.top_k // 2
     sizes = Sizes.of(options, model)
     model["max_position_embeddings"] = sizes.longest
     print(sizes, flush=True)

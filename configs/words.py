@@ -1,6 +1,25 @@
-"""Numbers and their nouns in messages."""
+"""Numbers and values as messages show them."""
+
+import msgspec
+
+LONGEST_SHOWN = 60
 
 
 def counted(number: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its JSON, shortened; containers by their size."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} field{'' if len(value) == 1 else 's'}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    return shortened(msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value))
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"

@@ -19,10 +19,11 @@ from starlette.types import ASGIApp
 from ..configs.errors import UnauthorizedError
 from ..configs.sampling import SamplingParams
 from ..configs.schema import AnyServerConfig
+from ..configs.words import shown
 from ..scheduler.front import Failed, Submit
 from .error_answers import ErrorAnswers
 from .exchange import GenerationResponse, Rendering, prefill_leg, read_body
-from .fields import FieldError, Fields, decode_object, shown
+from .fields import FieldError, Fields, decode_object
 from .generate import GenerateCall, parse_generate
 from .generate_reply import GenerateRendering
 from .info import ServerInfo, package_version

@@ -7,7 +7,8 @@ is another matter: to ignore `temprature` would be to answer another question.
 import difflib
 from collections.abc import Mapping
 
-from .fields import Fields, shortened
+from ..configs.words import shortened
+from .fields import Fields
 
 NEAR = 0.8
 """How alike a name and a known one must be to count as misspelt (difflib's ratio)."""

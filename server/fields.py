@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ..configs.errors import ClientError
-
-LONGEST_SHOWN = 60
+from ..configs.words import shown
 
 
 class FieldError(ClientError):
@@ -37,21 +36,6 @@ def decode_object(body: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise BodyError(f"the body must be a JSON object, not {shown(value)}")
     return value
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: its JSON, shortened; containers by their size."""
-    if isinstance(value, list):
-        return f"an array of {len(value)}"
-    if isinstance(value, dict):
-        return f"an object of {len(value)} field{'' if len(value) == 1 else 's'}"
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
-    return shortened(msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value))
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 class Fields:

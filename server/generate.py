@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..configs.sampling import LogprobParams, SamplingParams
-from ..configs.words import counted
+from ..configs.words import counted, shown
 from ..scheduler.front import Submit
 from .field_names import refuse_mistakes
 from .fields import (
@@ -21,7 +21,6 @@ from .fields import (
     check_integer,
     check_token_ids,
     decode_object,
-    shown,
 )
 from .limits import ContextLengthError, Limits
 from .output_text import TextRules

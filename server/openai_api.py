@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..configs.sampling import LogprobParams
+from ..configs.words import shown
 from .field_names import refuse_mistakes
-from .fields import FieldError, Fields, as_fields, check_integer, decode_object, shown
+from .fields import FieldError, Fields, as_fields, check_integer, decode_object
 from .generate import MAX_TOP_LOGPROBS, Prompt, check_prompt, check_text, read_ids, read_text, split_batch
 from .limits import Limits
 from .prompt_echo import Echo, make_echo

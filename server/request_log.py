@@ -5,9 +5,8 @@ Messages of refusals are left out: they quote the field that was wrong, which ma
 
 from starlette.requests import Request
 
-from ..configs.words import counted
+from ..configs.words import counted, shortened, shown
 from ..scheduler.front import Failed, Finished
-from .fields import shortened, shown
 from .request_ids import client_request_id
 
 SHORTEST_SHOWN_S = 0.0005

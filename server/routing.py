@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..configs.allowed_hosts import AllowedHosts
-from ..configs.words import counted
-from .fields import FieldError, Fields, check_integer, check_string, shown
+from ..configs.words import counted, shown
+from .fields import FieldError, Fields, check_integer, check_string
 from .limits import Limits
 
 DEFAULT_BOOTSTRAP_PORT = 8998

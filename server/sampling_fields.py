@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from ..configs.sampling import SamplingParams
-from ..configs.words import counted
-from .fields import FieldError, Fields, check_string, check_token_ids, check_within, shown
+from ..configs.words import counted, shown
+from .fields import FieldError, Fields, check_string, check_token_ids, check_within
 from .limits import ContextLengthError, Limits
 from .output_text import TextRules
 

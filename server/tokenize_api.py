@@ -1,6 +1,7 @@
 """`/tokenize` and `/detokenize`: what a prompt comes to before it is sent, by the tokenizer and template that serve."""
 
-from .fields import FieldError, Fields, check_token_ids, decode_object, shown
+from ..configs.words import shown
+from .fields import FieldError, Fields, check_token_ids, decode_object
 from .generate import check_text
 from .limits import Limits
 from .openai_api import MAX_MESSAGES, encode_chat, read_chat

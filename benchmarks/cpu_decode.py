@@ -28,13 +28,13 @@ from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
 from pdserve.configs.errors import PdserveError
-from pdserve.models.batch import SequenceSlice
-from pdserve.models.catalog import locate_model
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
-from pdserve.server.bench import measure
-from pdserve.server.bench_options import BenchOptions
-from pdserve.server.bench_report import BenchResult
-from pdserve.server.up import RunningPair, running_pair
+from pdserve.server.bench.command import measure
+from pdserve.server.bench.options import BenchOptions
+from pdserve.server.bench.report import BenchResult
+from pdserve.server.launch.up import RunningPair, running_pair
 from tests.checkpoints import load_smollm2_reference
 
 PAGE_SIZE = 16

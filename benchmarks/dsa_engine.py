@@ -26,17 +26,17 @@ import msgspec
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
-from pdserve.kernels.slot_tables import buffer_pages
-from pdserve.memory.hisparse import HiSparseCache
+from pdserve.kernels.hisparse.slot_tables import buffer_pages
+from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache, KvPool
-from pdserve.models.batch import SequenceSlice
-from pdserve.models.config import ModelConfig, RopeConfig
-from pdserve.models.dsa_config import DsaConfig, MoeConfig
-from pdserve.models.dsa_decoder import DsaDecoder
-from pdserve.models.dsa_parameters import DsaParameters
-from pdserve.models.dummy_weights import fill_with_noise
-from pdserve.models.graphs import DecodeGraphs
+from pdserve.models.config.dsa import DsaConfig, MoeConfig
+from pdserve.models.config.model import ModelConfig, RopeConfig
+from pdserve.models.decoders.dsa import DsaDecoder
+from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.graphs.capture import DecodeGraphs
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.runner import ModelRunner
 
 CHECKED_STEPS, WARM_STEPS, TIMED_STEPS = 4, 30, 30

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
-from pdserve.kernels.index_topk import IndexPlan, index_topk
-from pdserve.kernels.sparse_mla import sparse_mla
+from pdserve.kernels.mla.index_plan import IndexPlan
+from pdserve.kernels.mla.index_topk import index_topk
+from pdserve.kernels.mla.sparse_mla import sparse_mla
 
 DTYPE = torch.bfloat16
 PAGE_SIZE = 64

@@ -25,15 +25,15 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.sampling import SamplingParams
-from pdserve.models.batch import SequenceSlice
-from pdserve.models.config import ModelConfig, RopeConfig
-from pdserve.models.decoder import Decoder
-from pdserve.models.dummy_weights import fill_with_noise
-from pdserve.models.graphs import DecodeGraphs
-from pdserve.models.parameters import DecoderParameters
+from pdserve.models.config.model import ModelConfig, RopeConfig
+from pdserve.models.decoders.dense import Decoder
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.graphs.capture import DecodeGraphs
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.runner import ModelRunner
-from pdserve.scheduler.executor import Executor
-from pdserve.scheduler.step import Draw, StepRow
+from pdserve.scheduler.messages.step import Draw, StepRow
+from pdserve.scheduler.ranks.executor import Executor
 
 QWEN3_8B = ModelConfig(
     architecture="qwen3",

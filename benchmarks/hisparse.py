@@ -44,8 +44,8 @@ from benchmarks.hisparse_model import DEEPSEEK_V32, GIB, PAGE, TINY, Sizes, long
 from benchmarks.servers import cpu_seconds, free_port, running, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
-from pdserve.server.bench_client import BenchClient, RequestRecord
-from pdserve.server.up import base_url
+from pdserve.server.bench.client import BenchClient, RequestRecord
+from pdserve.server.launch.up import base_url
 
 TAIL_TOKENS = 64
 TARGET_FITS, TARGET_EXCEEDS = 0.98, 3.0

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.kernels.slot_tables import buffer_pages, table_bytes
-from pdserve.memory.lots import Lots
+from pdserve.kernels.hisparse.slot_tables import buffer_pages, table_bytes
+from pdserve.memory.hisparse.shared_pool import Lots
 
 GIB = 1 << 30
 PAGE = 64

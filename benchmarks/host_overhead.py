@@ -39,8 +39,8 @@ from benchmarks.servers import free_port, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.load import dump_config
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
-from pdserve.server.children import Children
-from pdserve.server.up import base_url, server_command, server_environ
+from pdserve.server.launch.children import Children
+from pdserve.server.launch.up import base_url, server_command, server_environ
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,10 +18,11 @@ from types import FrameType
 import msgspec
 
 from pdserve.configs.load import parse_config
-from pdserve.scheduler import leader, rank_builder
-from pdserve.scheduler.executor import Executor, PendingStep
-from pdserve.scheduler.step import StepRow
-from pdserve.server.front import run_front
+from pdserve.scheduler.engine import leader
+from pdserve.scheduler.messages.step import StepRow
+from pdserve.scheduler.ranks import builder as rank_builder
+from pdserve.scheduler.ranks.executor import Executor, PendingStep
+from pdserve.server.launch.frontend import run_front
 
 
 class Cost(msgspec.Struct):

@@ -33,12 +33,12 @@ from rich.table import Table
 from benchmarks.servers import cpu_seconds, free_port, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
-from pdserve.server.bench import measure
-from pdserve.server.bench_options import BenchOptions
-from pdserve.server.bench_report import BenchResult
-from pdserve.server.bench_summary import Distribution
-from pdserve.server.pair import PairConfig
-from pdserve.server.up import RunningPair, base_url, running_pair
+from pdserve.server.bench.command import measure
+from pdserve.server.bench.options import BenchOptions
+from pdserve.server.bench.report import BenchResult
+from pdserve.server.bench.summary import Distribution
+from pdserve.server.launch.pair import PairConfig
+from pdserve.server.launch.up import RunningPair, base_url, running_pair
 
 QWEN3_8B: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -17,8 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.configs.schema import AnyServerConfig
-from pdserve.server.children import Children
-from pdserve.server.up import NotReadyError, base_url, probe, server_command, server_environ
+from pdserve.server.launch.children import Children
+from pdserve.server.launch.up import NotReadyError, base_url, probe, server_command, server_environ
 
 POLL_S = 0.2
 

@@ -19,11 +19,11 @@ from rich.table import Table
 from benchmarks.serve import pair_on_free_ports
 from pdserve.configs.errors import PdserveError, StartupError
 from pdserve.configs.flags import add_flags, given_flags
-from pdserve.server.bench import measure
-from pdserve.server.bench_options import BenchOptions
-from pdserve.server.bench_report import BenchResult
-from pdserve.server.pair import PAIR_FIELDS
-from pdserve.server.up import running_pair
+from pdserve.server.bench.command import measure
+from pdserve.server.bench.options import BenchOptions
+from pdserve.server.bench.report import BenchResult
+from pdserve.server.launch.pair import PAIR_FIELDS
+from pdserve.server.launch.up import running_pair
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.staging_pair import Shape
-from pdserve.kernels.kv_stage import block_bytes, kv_gather, kv_scatter
+from pdserve.kernels.staging.kv_stage import block_bytes, kv_gather, kv_scatter
 
 
 def call_seconds(call: Callable[[], object], device: str, repeats: int = 20) -> float:

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.kernels.kv_stage import kv_gather, kv_scatter
-from pdserve.transfer.engine import ReceiveEngine
-from pdserve.transfer.layout import KvLayout, Plane
-from pdserve.transfer.messages import (
+from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
+from pdserve.transfer.mooncake.engine import ReceiveEngine
+from pdserve.transfer.mooncake.library import Transport, create_engine
+from pdserve.transfer.plan.copy_runs import Runs, expand_runs
+from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
+from pdserve.transfer.protocol.layout import KvLayout, Plane
+from pdserve.transfer.protocol.messages import (
     InstanceId,
     StageArrived,
     StageBlock,
@@ -23,11 +26,15 @@ from pdserve.transfer.messages import (
     StageStopped,
     TransferKey,
 )
-from pdserve.transfer.mooncake_library import Transport, create_engine
-from pdserve.transfer.ring import ALIGNMENT, StagingRing
-from pdserve.transfer.runs import Runs, expand_runs
-from pdserve.transfer.stage_receiver import PagesQuiet, Post, ReceiverEffect, ScatterPart, StageReceiver, TransferLanded
-from pdserve.transfer.stage_sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
+from pdserve.transfer.staging.receiver import (
+    PagesQuiet,
+    Post,
+    ReceiverEffect,
+    ScatterPart,
+    StageReceiver,
+    TransferLanded,
+)
+from pdserve.transfer.staging.sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
 
 BATCH = 1024
 """Mooncake's queue to one peer breaks above 2,048 writes."""
@@ -271,7 +278,7 @@ class Prefill:
         self.pages = [torch.tensor(order, dtype=torch.int32, device=shape.device) for order in self.orders]
         self.session, self.decode_base, self.decode_bytes = control.recv()
         self.whole_offset, self.equal_offsets, self.ring_offset = control.recv()
-        # The library's engine, not transfer/engine.py's: only it has the batch call.
+        # The library's engine, not transfer/mooncake/engine.py's: only it has the batch call.
         self.engine: Any = create_engine("127.0.0.1", shape.transport)
         self.requests = 0
         self.bytes_written = 0

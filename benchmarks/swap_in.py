@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.slot_tables import SlotTables, buffer_pages
-from pdserve.kernels.swap_in import SwapPlan, swap_in
+from pdserve.kernels.hisparse.slot_tables import SlotTables, buffer_pages
+from pdserve.kernels.hisparse.swap_in import swap_in
+from pdserve.kernels.hisparse.swap_plan import SwapPlan
 
 DEVICE = torch.device("cuda", 0)
 TOP_K, HOT_ROWS, CONTEXT, PAGE_SIZE = 2048, 4096, 32768, 64

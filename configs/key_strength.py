@@ -3,7 +3,7 @@
 import math
 
 MIN_GUESSES_BITS = 50
-"""With a derivation of 0.2 s (`transfer/curve.py`), 2^50 guesses take a million cores seven years."""
+"""With a derivation of 0.2 s (`transfer/control/curve.py`), 2^50 guesses take a million cores seven years."""
 HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 _MAX_CHARACTERS = 72  # of zxcvbn, whose time grows with the square
 

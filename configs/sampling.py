@@ -4,7 +4,8 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """Validated sampling parameters. Array-encoded on the wire: fields are only ever appended (transfer/messages.py).
+    """Validated sampling parameters. Array-encoded on the wire: fields are only ever appended
+    (transfer/protocol/messages.py).
 
     `temperature == 0` is greedy. `top_k is None` keeps the whole vocabulary. `seed` is always set by the front: the
     token at output position i is a function of (seed, i) and the logits, whoever samples it and whatever else is in

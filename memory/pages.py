@@ -19,6 +19,11 @@ PageT = TypeVar("PageT", bound=int)
 """Which pages: those of sequences or those of the hot pool (index_spaces.py)."""
 
 
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` tokens occupy."""
+    return -(-tokens // page_size)
+
+
 class PageLeakError(PdserveError):
     """The page accounting does not add up: a bug, found by check_integrity()."""
 

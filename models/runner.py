@@ -7,21 +7,21 @@ import torch
 
 from ..configs.errors import StartupError
 from ..configs.schema import KvDtypeSetting, LoadFormat
-from ..kernels.dispatch import prepare_kernels
-from ..memory.hisparse import HiSparseCache
+from ..kernels.backends.dispatch import prepare_kernels
+from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
-from .batch import ForwardBatch, SequenceSlice
-from .catalog import ModelSource
-from .config import ModelConfig
-from .decoder import Decoder
-from .dsa_decoder import DsaDecoder
-from .dsa_parameters import DsaParameters
-from .dummy_weights import fill_with_noise
-from .graphs import DecodeGraphs
-from .parallel import ALONE, Parallel
-from .parameters import DecoderParameters
-from .sharding import WHOLE, Shard
-from .weights import load_weights
+from .config.model import ModelConfig
+from .config.sharding import WHOLE, Shard
+from .decoders.dense import Decoder
+from .decoders.dense_parameters import DecoderParameters
+from .decoders.dsa import DsaDecoder
+from .decoders.dsa_parameters import DsaParameters
+from .graphs.capture import DecodeGraphs
+from .layers.batch import ForwardBatch, SequenceSlice
+from .layers.parallel import ALONE, Parallel
+from .loading.catalog import ModelSource
+from .loading.dummy_weights import fill_with_noise
+from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}

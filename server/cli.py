@@ -16,8 +16,8 @@ from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
-from .bench_options import add_bench_flags, read_bench_options, whole_number
-from .pair import PAIR_FIELDS, PairConfig, load_pair_config
+from .bench.options import add_bench_flags, read_bench_options, whole_number
+from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
 EPILOG = """examples:
@@ -113,18 +113,18 @@ def _run(arguments: Sequence[str]) -> int:
         case "prefill" | "decode":
             return _serve(options.command, options)
         case "up":
-            from .up import run_up
+            from .launch.up import run_up
 
             return run_up(_pair_config(options))
         case "demo":
-            from .demo import run_demo
+            from .launch.demo import run_demo
 
             keep = sys.stdout.isatty() if options.keep is None else options.keep
             return run_demo(
                 _pair_config(options), question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep
             )
         case "bench":
-            from .bench import run_bench
+            from .bench.command import run_bench
 
             return run_bench(read_bench_options(options, os.environ), arguments[1:])
         case "version":
@@ -138,14 +138,14 @@ def _serve(role: Role, options: argparse.Namespace) -> int:
     file = find_config_file(options.config) if options.config is not None else None
     config = load_config(role, file, given_flags(options, CONFIG_OF_ROLE[role].model_fields), os.environ)
     if options.parent_pid is not None:
-        from .children import end_with_parent
+        from .launch.children import end_with_parent
 
         end_with_parent(options.parent_pid)
     if config.node_rank > 0:
-        from .node import run_node
+        from .launch.node import run_node
 
         return run_node(config)
-    from .front import run_front
+    from .launch.frontend import run_front
 
     return run_front(config)
 

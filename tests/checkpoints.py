@@ -19,8 +19,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pdserve.models.catalog import locate_model
-from pdserve.models.weights import hf_name
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.weights import hf_name
 
 TinyArchitecture = Literal["llama", "qwen2", "qwen3"]
 

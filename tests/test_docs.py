@@ -17,19 +17,19 @@ from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.load import load_config
 from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from pdserve.scheduler.counters import DECODE_COUNTERS, PREFILL_COUNTERS
-from pdserve.server.app import Routes
+from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS
+from pdserve.server.api.app import Routes
+from pdserve.server.api.common.errors import response_for
+from pdserve.server.api.common.fields import FieldError, Fields
+from pdserve.server.api.common.limits import Limits
+from pdserve.server.api.common.sampling_fields import NEUTRAL_SAMPLING_FIELDS
+from pdserve.server.api.error_responses import HTTP_ERROR_CODES
+from pdserve.server.api.native.requests import NEUTRAL_CALL_FIELDS, parse_generate
+from pdserve.server.api.openai.requests import NEUTRAL_FIELDS, parse_chat, parse_completion
 from pdserve.server.cli import make_parser
-from pdserve.server.error_answers import HTTP_ERROR_CODES
-from pdserve.server.fields import FieldError, Fields
-from pdserve.server.generate import NEUTRAL_CALL_FIELDS, parse_generate
-from pdserve.server.http_errors import response_for
-from pdserve.server.leader_client import LeaderClient
-from pdserve.server.limits import Limits
-from pdserve.server.metrics import Metrics
-from pdserve.server.openai_api import NEUTRAL_FIELDS, parse_chat, parse_completion
-from pdserve.server.sampling_fields import NEUTRAL_SAMPLING_FIELDS
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.engine.leader_client import LeaderClient
+from pdserve.server.observability.metrics import Metrics
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import load_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]

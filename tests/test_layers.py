@@ -1,9 +1,14 @@
-"""The rooms of the house: which folder may import which, checked on the source."""
+"""The layers of the code, checked on the source: which folder may import which, and which folders are pure.
+
+Everything is checked by folder, so a new file is covered without being listed.
+"""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,41 +26,44 @@ MAY_IMPORT = {
     "configs": set(),
 }
 
-DECIDING = (
-    "ageing.py",
-    "background_copies.py",
-    "compute_queue.py",
-    "deadlines.py",
-    "decode.py",
-    "dispatch_window.py",
-    "effects.py",
-    "fences.py",
-    "hot_buffers.py",
-    "intake.py",
-    "lifecycle.py",
-    "orders.py",
-    "prefill.py",
-    "prefill_limits.py",
-    "prefill_peers.py",
-    "prompt_queue.py",
-    "queue_pace.py",
-    "request.py",
-    "request_line.py",
-    "request_memory.py",
-    "reservation.py",
-    "retraction.py",
-    "run_queue.py",
-    "staged_arrivals.py",
-    "staged_sends.py",
-    "transfer.py",
-    "transfer_line.py",
-)
-"""The modules of scheduler/ that decide: plain integers in, effects out."""
+LAYERS = {
+    "server": [
+        "",
+        "bench",
+        "launch",
+        "api",
+        "api/openai",
+        "api/native",
+        "api/common",
+        "engine",
+        "observability",
+        "text",
+    ],
+    "scheduler": [
+        "engine",
+        "ranks",
+        "prefill",
+        "decode",
+        "decode/dispatch",
+        "decode/memory",
+        "decode/requests",
+        "messages",
+        "",
+    ],
+    "models": ["", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
+    "memory": ["hisparse", ""],
+    "transfer": ["control", "staging", "data", "mooncake", "plan", "protocol", ""],
+    "kernels": ["mla", "hisparse", "staging", "sampling", "attention", "linear", "backends"],
+    "configs": [""],
+}
+"""The subfolders of each folder, from top to bottom: a file imports from its own subfolder and from those below it. ""
+is the folder itself.
+"""
+MOST_FILES = 15
 
-NOT_FOR_DECISIONS = {"asyncio", "mooncake", "socket", "subprocess", "threading", "time", "torch", "zmq"}
-
-FRONT_MODULES = ("catalog.py", "config.py", "gguf_file.py")
-"""The modules of models/ that the HTTP front imports: it must start without torch."""
+PURE = ("scheduler/messages", "scheduler/decode", "scheduler/prefill", "transfer/plan")
+"""Folders, with all their subfolders, that decide or describe: plain values in, plain values out."""
+IMPURE = {"asyncio", "mooncake", "socket", "subprocess", "threading", "time", "torch", "zmq"}
 
 
 def modules(folder: str) -> list[Path]:
@@ -76,21 +84,41 @@ def imports(path: Path) -> Iterator[tuple[int, str, int]]:
                 yield node.level, node.module, node.lineno
 
 
+def imported_file(path: Path, level: int, name: str) -> Path:
+    """The file that a relative import of `path` names; the folder, if it names one."""
+    target = path.parents[level - 1].joinpath(*name.split("."))
+    return target if target.is_dir() else target.with_suffix(".py")
+
+
+def layer_of(folder: str, path: Path) -> str:
+    """The subfolder of a file, or of a folder, as `LAYERS` has it."""
+    place = path.parent if path.suffix else path
+    return "" if place == ROOT / folder else place.relative_to(ROOT / folder).as_posix()
+
+
 def violations(folder: str, path: Path) -> list[str]:
-    """What `path` imports against the table, or in another spelling than `from ..folder.module import name`."""
+    """What `path` imports against the tables, or in another spelling than `from ..folder.module import name`."""
     found = []
     depth = len(path.relative_to(ROOT / folder).parts)
+    order = LAYERS[folder]
+    own = layer_of(folder, path)
+    if own not in order:
+        return [f"{path.relative_to(ROOT)}: LAYERS does not list {own!r} of {folder}/"]
     for level, name, line in imports(path):
         where = f"{path.relative_to(ROOT)}:{line}"
         head = name.split(".")[0]
         if level == 0:
-            if head == "pdserve" or (head in MAY_IMPORT and head != "kernels"):
+            if head == "pdserve" or (head in MAY_IMPORT and head not in ("kernels", "mooncake")):
                 found.append(f"{where}: import {name}: between our folders, import relatively")
         elif level == depth + 1:
             if head != folder and head not in MAY_IMPORT[folder]:
                 found.append(f"{where}: {folder}/ may not import {head}/")
         elif level > depth + 1:
             found.append(f"{where}: a relative import beyond the package")
+        else:
+            below = layer_of(folder, imported_file(path, level, name))
+            if order.index(below) < order.index(own):
+                found.append(f"{where}: {folder}/{own} may not import {folder}/{below}")
     return found
 
 
@@ -101,40 +129,74 @@ def test_imports_point_down_only(folder: str) -> None:
 
 def test_the_check_itself_sees_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(LAYERS, "configs", ["", "deep"])
     (tmp_path / "configs" / "deep").mkdir(parents=True)
+    (tmp_path / "configs" / "unknown").mkdir()
     upward = tmp_path / "configs" / "upward.py"
     upward.write_text("def f():\n    from ..server.cli import main\nfrom .schema import X\nimport json\n")
     absolute = tmp_path / "configs" / "absolute.py"
     absolute.write_text("import pdserve.server\nfrom transfer.layout import KvLayout\nfrom ... import far\n")
     deep = tmp_path / "configs" / "deep" / "module.py"
-    deep.write_text("from ..schema import X\nfrom ...memory import pages\n")
+    deep.write_text("from ..schema import X\nfrom ...memory import pages\nfrom .other import Y\n")
+    unknown = tmp_path / "configs" / "unknown" / "module.py"
+    unknown.write_text("")
     assert violations("configs", upward) == ["configs/upward.py:2: configs/ may not import server/"]
     assert [problem.split(": ")[0] for problem in violations("configs", absolute)] == [
         "configs/absolute.py:1",
         "configs/absolute.py:2",
         "configs/absolute.py:3",
     ]
-    assert violations("configs", deep) == ["configs/deep/module.py:2: configs/ may not import memory/"]
+    assert violations("configs", deep) == [
+        "configs/deep/module.py:1: configs/deep may not import configs/",
+        "configs/deep/module.py:2: configs/ may not import memory/",
+    ]
+    assert violations("configs", unknown) == ["configs/unknown/module.py: LAYERS does not list 'unknown' of configs/"]
 
 
-@pytest.mark.parametrize("name", DECIDING)
-def test_decisions_have_no_tensors_sockets_or_clock(name: str) -> None:
-    imported = {dotted.split(".")[0] for level, dotted, _ in imports(ROOT / "scheduler" / name) if level == 0}
-    assert imported & NOT_FOR_DECISIONS == set()
+def test_no_two_files_import_each_other() -> None:
+    """Not even by way of others, nor inside functions."""
+    graph: dict[Path, set[Path]] = {}
+    for path in (path for folder in MAY_IMPORT for path in modules(folder)):
+        targets = (imported_file(path, level, name) for level, name, _ in imports(path) if level > 0)
+        graph[path] = {target for target in targets if target.suffix}
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(str(path.relative_to(ROOT)) for path in error.args[1]))
 
 
-def test_nothing_that_decisions_import_brings_tensors_or_sockets() -> None:
-    names = [f"pdserve.scheduler.{name.removesuffix('.py')}" for name in DECIDING]
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_no_folder_is_crowded(folder: str) -> None:
+    files = Counter(path.parent for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert {str(place.relative_to(ROOT)): count for place, count in files.items() if count > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_pure_folders_have_no_tensors_sockets_or_clock(folder: str) -> None:
+    imported = {
+        f"{path.relative_to(ROOT)}: {dotted}"
+        for path in modules(folder)
+        for level, dotted, _ in imports(path)
+        if level == 0 and dotted.split(".")[0] in IMPURE
+    }
+    assert imported == set()
+
+
+def test_nothing_that_pure_folders_import_brings_tensors_or_sockets() -> None:
+    paths = [path for folder in PURE for path in modules(folder)]
+    names = ["pdserve." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     program = f"import sys, {', '.join(names)}; print(*({{'torch', 'zmq', 'mooncake'}} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".dev")}
     done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("name", FRONT_MODULES)
-def test_what_the_front_imports_of_models_has_no_torch(name: str) -> None:
-    imported = {dotted.split(".")[0] for level, dotted, _ in imports(ROOT / "models" / name) if level == 0}
-    assert "torch" not in imported
+def test_the_frontend_starts_without_torch() -> None:
+    program = "import sys, pdserve.server.cli, pdserve.server.launch.frontend; print(*({'torch'} & sys.modules.keys()))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".dev")}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

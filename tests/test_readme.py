@@ -14,7 +14,7 @@ import yaml
 from pdserve.configs.flags import given_flags
 from pdserve.configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from pdserve.server.cli import exit_code_of, make_parser
-from pdserve.server.up import KILL_MARGIN_S
+from pdserve.server.launch.up import KILL_MARGIN_S
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "examples/curl.sh", "deploy/docker-compose.yml")

@@ -1,4 +1,4 @@
-// Fetch the rows of a plan for one more layer; see kernels/swap_in.py. Constants: ROW_BYTES, PAGE_SIZE, TOP_K, THREADS.
+// Fetch the rows of a plan for one more layer; see kernels/hisparse/swap_in.py. Constants: ROW_BYTES, PAGE_SIZE, TOP_K, THREADS.
 
 #include "copy_misses.cuh"
 

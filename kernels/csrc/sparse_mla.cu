@@ -1,4 +1,4 @@
-// Attention over selected rows of 512 + 64 elements, 64 heads at a time: kernels/sparse_mla.py says what it computes.
+// Attention over selected rows of 512 + 64 elements, 64 heads at a time: kernels/mla/sparse_mla.py says what it computes.
 //
 // A block has a token, 64 of its heads and a share of its rows, and takes 64 rows at a time. Its first warpgroup, the
 // scorer, multiplies the query with the rows and turns scores into weights; the query stays in its registers. The other

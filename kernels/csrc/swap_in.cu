@@ -1,4 +1,4 @@
-// Swap-in for sparse attention; kernels/swap_in.py says what it computes and holds it against torch.
+// Swap-in for sparse attention; kernels/hisparse/swap_in.py says what it computes and holds it against torch.
 //
 // The first `batch` blocks plan one batch row each. Hits are found through the inverse table, so a plan costs one pass
 // over TOP_K and one over the eviction order. The other blocks copy: each waits for the plans, of which `signals[t]`
@@ -24,7 +24,7 @@ constexpr int EARLY = WARPS - 1;  // missing tokens that are fetched early. Not 
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps, and one warp scans the sums of all");
 static_assert(BUCKETS >= 2 * TOP_K && HOT_ROWS >= TOP_K && HOT_ROWS < 32768, "see check_geometry");
 
-// kernels/slot_tables.py adds up the same fields: plan_shared_bytes.
+// kernels/hisparse/slot_tables.py adds up the same fields: plan_shared_bytes.
 struct Shared {
     int first_of[BUCKETS];  // hash table of missing tokens: index of the first in top-k; later its rank among the misses
     int tokens[TOP_K];

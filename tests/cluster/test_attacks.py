@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoints import load_reference, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
-from tests.transfer.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
+from tests.transfer.control.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
 
 PROMPT = [5, 6, 7]
 POOL = ("--kv-tokens", "16384")

@@ -22,7 +22,7 @@ import pytest
 
 from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
-from tests.transfer.tcp_proxy import TcpProxy
+from tests.transfer.control.tcp_proxy import TcpProxy
 
 STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
 """How many storms; each even one is over a dense model, each odd one over sparse attention with KV in host memory."""

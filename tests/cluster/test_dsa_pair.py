@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pdserve.models.batch import SequenceSlice
-from pdserve.models.catalog import locate_model
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, cluster

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from pdserve.models.catalog import locate_model
-from pdserve.models.dummy_weights import fill_with_noise
-from pdserve.models.parameters import DecoderParameters
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.dummy_weights import fill_with_noise
 from tests.checkpoints import (
     VOCAB_SIZE,
     load_reference,

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from pdserve.models.catalog import locate_model
-from pdserve.server.tokenizer import load_tokenizer
+from pdserve.models.loading.catalog import locate_model
+from pdserve.server.text.tokenizer import load_tokenizer
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
 from tests.cluster.greedy import BF16_LOGIT_NOISE, ask, same_tokens
 from tests.cluster.servers import Server, cluster

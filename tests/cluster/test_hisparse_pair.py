@@ -13,9 +13,17 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.transfer.events import Event, MessageReceived
-from pdserve.transfer.messages import PROTOCOL_VERSION, Abort, AbortAck, Hello, InstanceId, KvDestination, Welcome
-from pdserve.transfer.prefill_control import PrefillControl
+from pdserve.transfer.control.events import Event, MessageReceived
+from pdserve.transfer.control.prefill import PrefillControl
+from pdserve.transfer.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
+    Hello,
+    InstanceId,
+    KvDestination,
+    Welcome,
+)
 from tests.checkpoints import DsaArchitecture, load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.ports import free_port

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.models.catalog import locate_model
-from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from pdserve.models.loading.catalog import locate_model
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference, reference_greedy
 from tests.cluster.servers import HTTP, Server, body, cluster
 

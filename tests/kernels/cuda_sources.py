@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from pdserve.kernels.nvrtc import SOURCE_FOLDER
+from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
 _FIRST_ADDRESS = 1 << 32
 """No memory is below, and no size or stride of a test is as large."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pdserve.kernels.dispatch import Impl
+from pdserve.kernels.backends.dispatch import Impl
 
 
 @contextmanager

@@ -10,19 +10,19 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 
-from pdserve.kernels.slot_tables import SlotTables
-from pdserve.kernels.write_back import write_back
-from pdserve.memory.hisparse import HiSparseCache
+from pdserve.kernels.hisparse.slot_tables import SlotTables
+from pdserve.kernels.hisparse.write_back import write_back
+from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
-from pdserve.memory.lots import Lots
+from pdserve.memory.hisparse.shared_pool import Lots
 from pdserve.memory.prefix_cache import PrefixCache
-from pdserve.models.batch import ForwardBatch
-from pdserve.models.latent_rows import new_token_rows
-from pdserve.scheduler.effects import CopyPage, OpenHot, ResizeHot
-from pdserve.scheduler.hot_buffers import HotBuffer, HotBuffers
-from pdserve.scheduler.loans import Loan
-from pdserve.scheduler.orders import Orders
-from pdserve.scheduler.request import Request
+from pdserve.models.layers.batch import ForwardBatch
+from pdserve.models.layers.latent_rows import new_token_rows
+from pdserve.scheduler.messages.effects import CopyPage, OpenHot, ResizeHot
+from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers
+from pdserve.scheduler.decode.memory.page_lending import Loan
+from pdserve.scheduler.decode.memory.command_log import Orders
+from pdserve.scheduler.decode.requests.request import Request
 
 
 def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders, prefixes: PrefixCache) -> None:

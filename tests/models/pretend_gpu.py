@@ -9,7 +9,7 @@ kernels, in its interpreter; CUDA graphs; pinned buffers; look-ahead) then runs,
                been waited for) and arrives late (the target holds nonsense until then)
     graphs     a replay repeats the operations that were captured on the memory that they were captured with. What the
                host decided is as it was at the capture, and new tensors hold what is left from the last replay
-    streams    work on the legacy default stream is an error: kernels/streams.py says why
+    streams    work on the legacy default stream is an error: kernels/backends/streams.py says why
 
 Not covered: what runs on two streams at a time (everything runs in the order it is enqueued), real kernels of csrc/
 (their references run), memory that is given back too early.
@@ -29,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from pdserve.kernels import index_topk, keep_top_p, swap_in, swap_in_cuda, write_back
-from pdserve.models import hot_rows
+from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
+from pdserve.kernels.mla import index_plan
+from pdserve.kernels.sampling import keep_top_p
+from pdserve.models.layers import hot_rows
 from tests.kernels import cuda_sources
 
 DEVICE = torch.device("cuda", 0)
@@ -313,7 +315,7 @@ class PretendGpu(TorchFunctionMode):
 
     def _patch_cuda_kernels(self) -> None:
         """Launchers run, up to the launch itself; then the references do what the kernels would."""
-        from pdserve.kernels import index_topk_triton
+        from pdserve.kernels.mla import index_topk_triton
 
         def plan_and_copy(*args: Any) -> None:
             *planned, host, hot = args
@@ -321,7 +323,7 @@ class PretendGpu(TorchFunctionMode):
             swap_in.copy_misses_reference(planned[0], host, hot)
 
         def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(index_topk.select_top_reference(scores, visible, out.shape[1]))
+            out.copy_(index_plan.select_top_reference(scores, visible, out.shape[1]))
 
         for module in (index_topk_triton, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)

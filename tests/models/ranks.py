@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from pdserve.models.batch import SequenceSlice
-from pdserve.models.catalog import locate_model
-from pdserve.models.parallel import Parallel
+from pdserve.models.config.sharding import Shard
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.layers.parallel import Parallel
+from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
-from pdserve.models.sharding import Shard
 from tests.ports import free_port
 
 NUM_PAGES, PAGE_SIZE = 16, 4

@@ -6,11 +6,11 @@ from unittest.mock import Mock
 import pytest
 
 from pdserve.memory.index_spaces import KvPage
-from pdserve.scheduler.decode_loop import DecodeLoop
-from pdserve.scheduler.effects import SavePages
-from pdserve.scheduler.rank_messages import CopyDone
+from pdserve.scheduler.engine.decode_loop import DecodeLoop
+from pdserve.scheduler.messages.effects import SavePages
+from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, Rates
-from tests.scheduler.world import World
+from tests.scheduler.simulation.simulator import World
 
 
 def rate(*samples: tuple[int, float]) -> Rate:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.configs.schema import PrefillConfig
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
 
 

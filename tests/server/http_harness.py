@@ -16,14 +16,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
-from pdserve.models.catalog import locate_model
-from pdserve.scheduler.front import Status
-from pdserve.server.app import create_app
-from pdserve.server.front import HttpServer
-from pdserve.server.http_protocol import PatientHttpProtocol
-from pdserve.server.leader_client import LeaderClient
-from pdserve.server.metrics import Metrics
-from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from pdserve.models.loading.catalog import locate_model
+from pdserve.scheduler.messages.frontend import Status
+from pdserve.server.api.app import create_app
+from pdserve.server.engine.leader_client import LeaderClient
+from pdserve.server.launch.frontend import HttpServer
+from pdserve.server.launch.http_protocol import PatientHttpProtocol
+from pdserve.server.observability.metrics import Metrics
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.scripted_leader import CONTEXT_LENGTH, EOS, VOCAB_SIZE, ScriptedLeader, make_ready, make_status
 
 CHAT_TEMPLATE = (

@@ -1,7 +1,7 @@
 """A leader without an engine: the real start-up line, the real PAIR protocol, and a script instead of a model.
 
 In a test it is an object on the test's own event loop (`ScriptedLeader`). As a program it stands in for
-`pdserve.scheduler.leader`; its first argument says how it behaves.
+`pdserve.scheduler.engine.leader`; its first argument says how it behaves.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pdserve.scheduler.front import (
+from pdserve.scheduler.messages.frontend import (
     Cancel,
     Failed,
     Finished,
@@ -34,7 +34,7 @@ from pdserve.scheduler.front import (
     ToLeader,
 )
 from pdserve.scheduler.shutdown import LAST_WRITES_S, STOP_S
-from pdserve.transfer.control import LAST_WORDS_S
+from pdserve.transfer.control.thread import LAST_WORDS_S
 
 MessageT = TypeVar("MessageT")
 

@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from pdserve.configs.errors import StartupError
-from pdserve.server.pair import PAIR_FIELDS, check_ports, load_pair_config
-from pdserve.server.up import server_environ
+from pdserve.server.launch.pair import PAIR_FIELDS, check_ports, load_pair_config
+from pdserve.server.launch.up import server_environ
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_all_mistakes_are_named_at_once() -> None:
 
 def test_the_command_line_does_not_import_torch() -> None:
     script = (
-        "import sys; from pdserve.server.cli import main; import pdserve.server.up\n"
+        "import sys; from pdserve.server.cli import main; import pdserve.server.launch.up\n"
         "try: main(['decode', '--help'])\n"
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)"

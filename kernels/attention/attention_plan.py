@@ -1,0 +1,159 @@
+"""The work of one attention call over a paged cache, as arrays that a kernel reads: made once, used by every layer.
+
+Sequences with one query are cut into pieces of their keys, those with several into tiles of their queries. All lengths
+are in device memory and only the sizes of these arrays shape a launch, so a CUDA graph captured over them computes
+whatever they hold when it is replayed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..backends.uploads import upload_array
+
+IntArray = npt.NDArray[np.int32]
+
+PIECE_TOKENS = 64
+"""A piece is a multiple of this long: the keys that the decode kernel takes at a time."""
+
+TILE_QUERIES = 128
+"""Queries of one sequence in a tile."""
+
+COPY_TOKENS = 128
+"""Sequences that are copied out of their pages start at multiples of this, with zeros between them."""
+
+_ALIGNED = 4
+"""Arrays start at multiples of 16 bytes. Triton compiles kernels anew for pointers that do and pointers that do not."""
+
+PIECES_PER_SM = 4
+"""Enough to hide latency and to even out the end; more only adds partial results."""
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """A ragged batch of B sequences on the device, all int32. Empty pieces are ignored."""
+
+    tokens: int
+    page_size: int
+    num_kv_heads: int
+    pages: torch.Tensor  # the sequences' page ids one after another; those of i start at page_starts[i]
+    page_starts: torch.Tensor  # [B]
+    kv_lens: torch.Tensor  # [B]
+    query_lens: torch.Tensor  # [B]
+    row_starts: torch.Tensor  # [B], each sequence's first row of `query`
+    pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, and which partial result it makes
+    piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
+    tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
+    copied_tokens: int  # of the sequences in tiles, whose keys and values are copied out of their pages
+    copies: torch.Tensor  # [2, K]: sequence, and the first of its tokens in a block of COPY_TOKENS
+    copy_starts: torch.Tensor  # [B], each sequence's place in the copy
+
+
+def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
+    """How many pieces a batch of `batch` sequences is cut into at most. Every KV head works on every piece."""
+    if device.type != "cuda":
+        return batch + PIECES_PER_SM
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return batch + -(-PIECES_PER_SM * sms // num_kv_heads)
+
+
+def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
+    """Cut sequences into at most `most` (> their number) pieces as even as can be, the longest first.
+
+    Returns pieces [4, n] and piece_starts [B + 1] as WorkPlan has them. A sequence of length 0 has no piece.
+    """
+    batch = len(kv_lens)
+    share = -(-int(kv_lens.sum()) // (most - batch))  # sum(ceil(len / share)) < batch + sum(len) / share <= most
+    length = max(-(-share // PIECE_TOKENS), 1) * PIECE_TOKENS
+    counts = -(-kv_lens // length)
+    piece_starts = np.zeros(batch + 1, dtype=np.int32)
+    np.cumsum(counts, out=piece_starts[1:])
+    sequence = np.repeat(np.arange(batch, dtype=np.int32), counts)
+    number = np.arange(len(sequence), dtype=np.int32)
+    start = (number - piece_starts[sequence]) * length
+    end = np.minimum(start + length, kv_lens[sequence])
+    pieces = np.stack((sequence, start, end, number)).astype(np.int32)
+    return pieces[:, np.argsort(start - end, kind="stable")], piece_starts
+
+
+def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> IntArray:
+    """Tiles [2, m] of sequences with several queries, those that see the most keys first."""
+    tiles = _blocks(np.where(query_lens > 1, query_lens, 0), TILE_QUERIES)
+    sequence, first = tiles
+    seen = kv_lens[sequence] - query_lens[sequence] + first
+    return tiles[:, np.argsort(-seen, kind="stable")]
+
+
+def _blocks(lengths: IntArray, size: int) -> IntArray:
+    """[2, n]: sequence and first token of the blocks of `size` tokens that sequences of these lengths take."""
+    counts = -(-lengths // size)
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    starts = np.cumsum(counts) - counts
+    first = (np.arange(len(sequence), dtype=np.int32) - starts[sequence]) * size
+    return np.stack((sequence, first)).astype(np.int32)
+
+
+def make_work_plan(
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    device: torch.device,
+) -> WorkPlan:
+    """Plan a batch and bring the plan to `device` in one copy. `pages[i]` holds what kv_lens[i] needs, no more."""
+    batch = len(query_lens)
+    queries, keys = np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32)
+    page_counts = [len(ids) for ids in pages]
+    pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), num_pieces(batch, num_kv_heads, device))
+    tiles = cut_prefill(queries, keys)
+    copied = np.where(queries > 1, keys, 0)
+    copies = _blocks(copied, COPY_TOKENS)
+    padded = -(-copied // COPY_TOKENS) * COPY_TOKENS
+    arrays: list[IntArray] = [
+        np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=sum(page_counts)),
+        np.cumsum([0, *page_counts[:-1]], dtype=np.int32),
+        keys,
+        queries,
+        np.cumsum([0, *query_lens[:-1]], dtype=np.int32),
+        pieces.reshape(-1),
+        piece_starts,
+        tiles.reshape(-1),
+        copies.reshape(-1),
+        (np.cumsum(padded) - padded).astype(np.int32),
+    ]
+    flat_pages, page_starts, lens, query, rows, flat_pieces, starts, flat_tiles, flat_copies, copy_starts = _upload(
+        arrays, device
+    )
+    return WorkPlan(
+        tokens=sum(query_lens),
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        pages=flat_pages,
+        page_starts=page_starts,
+        kv_lens=lens,
+        query_lens=query,
+        row_starts=rows,
+        pieces=flat_pieces.view(4, -1),
+        piece_starts=starts,
+        tiles=flat_tiles.view(2, -1),
+        copied_tokens=int(padded.sum()),
+        copies=flat_copies.view(2, -1),
+        copy_starts=copy_starts,
+    )
+
+
+def _upload(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on `device`, brought there in one copy."""
+    ends = np.cumsum([-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays])
+    packed = np.zeros(ends[-1], dtype=np.int32)
+    starts = [0, *ends[:-1].tolist()]
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + len(array)] = array
+    buffer = upload_array(packed, device)
+    return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]

@@ -1,0 +1,365 @@
+"""Causal grouped-query attention of a ragged batch over a paged KV cache.
+
+Sequence i has its last query_lens[i] tokens as queries and kv_lens[i] tokens in its pages, the queries' own included.
+The query at row r of sequence i stands at position p = kv_lens[i] - query_lens[i] + r and sees the keys [0, p]:
+
+    out[i, r, h] = sum_{j <= p} softmax_j(scale * query[i, r, h] . key[i, j, g]) value[i, j, g],   g = h // (Hq / Hkv)
+
+Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
+any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
+out as query. Rows of a page beyond a sequence's end may hold anything, NaN as well: another sequence has left them.
+Pages have the dtype of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
+
+The plan of a batch is made once and serves every layer: `WorkPlan` for the Triton kernels, otherwise `GatherPlan`, by
+which torch computes, or the Numba kernel for sequences of one query and torch for the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from .attention_plan import WorkPlan, make_work_plan
+from .kv_write import can_store
+
+
+class PageTable:
+    """The pages of some sequences, padded to one length, for all heads: [B, H, P] blocks of [page_size, D] to gather.
+
+    Where the blocks lie depends on the strides of the pool, which are the same for every layer: worked out once. With
+    `unseen`, [B, P * page_size] bool on the CPU, rows that a sequence does not have are gathered as zeros: a mask gives
+    them the weight 0, and 0 * NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[tuple[int, ...]],
+        num_kv_heads: int,
+        device: torch.device,
+        unseen: torch.Tensor | None = None,
+    ) -> None:
+        self.pages = torch.tensor(pages, dtype=torch.long, device=device).unsqueeze(1)  # [B, 1, P]
+        self.heads = torch.arange(num_kv_heads, device=device).unsqueeze(1)  # [H, 1]
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}
+        first, last = pages[0][0], pages[0][-1]
+        alone = len(pages) == 1 and pages[0] == tuple(range(first, last + 1))
+        self.adjacent = slice(first, last + 1) if alone else None
+        """The pages of a single sequence, where they lie side by side."""
+        self.unseen: torch.Tensor | None = None
+        """Of the rows of keys and then of values, [2, B, H, P * page_size] in one, those to be zeros."""
+        if unseen is not None:
+            everywhere = unseen.unsqueeze(1).expand(2, -1, num_kv_heads, -1)
+            self.unseen = everywhere.flatten().nonzero().squeeze(1).to(device)
+
+    def blocks(self, per_page: int, value_distance: int) -> torch.Tensor:
+        """[2 * B * H * P] numbers of the key blocks, then of the value blocks `value_distance` behind them."""
+        found = self._blocks.get((per_page, value_distance))
+        if found is None:
+            keys = (self.pages * per_page + self.heads).flatten()
+            found = self._blocks[per_page, value_distance] = torch.cat((keys, keys + value_distance))
+        return found
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences of one query each, computed together. `mask` is None where all have the same length."""
+
+    rows: torch.Tensor | None  # [B] rows of `query`; None means all of them, in order
+    table: PageTable  # padded with each sequence's last page
+    mask: torch.Tensor | None  # [B, 1, 1, kv_len] bool, True where the key is seen
+    kv_len: int  # of the longest
+
+
+@dataclass(frozen=True)
+class PrefillSequence:
+    """One sequence of several queries. `mask` is None where nothing is before them: plain causal attention."""
+
+    row_start: int
+    row_end: int
+    kv_len: int
+    table: PageTable  # of the one sequence
+    mask: torch.Tensor | None  # [1, 1, query_len, kv_len] bool
+
+
+class DecodingSequence(NamedTuple):
+    """A sequence of one query: where that is, and what it sees."""
+
+    row: int
+    kv_len: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """B sequences of one query each as the Numba kernel reads them, all int64 and contiguous."""
+
+    rows: torch.Tensor  # [B] rows of `query`
+    kv_lens: torch.Tensor  # [B]
+    page_starts: torch.Tensor  # [B], each sequence's first in `pages`
+    pages: torch.Tensor
+    longest: int  # of kv_lens
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """A batch as torch, and the Numba kernel, compute it. What only one of them needs is made when it asks."""
+
+    impl: Impl
+    device: torch.device
+    tokens: int
+    page_size: int
+    num_kv_heads: int
+    decoding: tuple[DecodingSequence, ...]
+    prefill: tuple[PrefillSequence, ...]
+
+    @cached_property
+    def decode(self) -> tuple[DecodeGroup, ...]:
+        """The sequences of one query, for torch."""
+        return tuple(
+            _decode_group(group, self.tokens, self.page_size, self.num_kv_heads, self.device)
+            for group in _similar_lengths(self.decoding)
+        )
+
+    @cached_property
+    def decode_rows(self) -> DecodeRows:
+        """The sequences of one query, for Numba."""
+        kv_lens = [sequence.kv_len for sequence in self.decoding]
+        starts = [0, *accumulate(len(sequence.pages) for sequence in self.decoding)]
+        return DecodeRows(
+            rows=torch.tensor([sequence.row for sequence in self.decoding]),
+            kv_lens=torch.tensor(kv_lens),
+            page_starts=torch.tensor(starts[:-1]),
+            pages=torch.tensor([page for sequence in self.decoding for page in sequence.pages]),
+            longest=max(kv_lens),
+        )
+
+
+AttentionPlan = GatherPlan | WorkPlan
+
+
+def plan_attention(
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    *,
+    page_size: int,
+    num_kv_heads: int,
+    device: torch.device,
+    impl: Impl = "auto",
+) -> AttentionPlan:
+    """Plan a batch for `impl`. `pages[i]` may be longer than kv_lens[i] needs."""
+    used = [tuple(ids[: -(-kv_len // page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
+    for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
+        if not 1 <= query_len <= kv_len <= len(ids) * page_size:
+            raise ValueError(
+                f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
+            )
+    if impl != "numba" and use_triton(impl, device):
+        return make_work_plan(query_lens, kv_lens, used, page_size=page_size, num_kv_heads=num_kv_heads, device=device)
+    row_starts = [0, *accumulate(query_lens)]
+    batch = list(zip(row_starts, query_lens, kv_lens, used, strict=False))
+    return GatherPlan(
+        impl=impl,
+        device=device,
+        tokens=row_starts[-1],
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        decoding=tuple(DecodingSequence(row, kv_len, ids) for row, query_len, kv_len, ids in batch if query_len == 1),
+        prefill=tuple(
+            _prefill_sequence(row, query_len, kv_len, ids, num_kv_heads, device)
+            for row, query_len, kv_len, ids in batch
+            if query_len > 1
+        ),
+    )
+
+
+def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
+    """Split sequences so that padding at most doubles the pages gathered; one group where lengths are alike."""
+    groups: list[list[DecodingSequence]] = []
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.pages)):
+        if groups and 2 * len(sequence.pages) >= len(groups[-1][0].pages):
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return [sorted(group) for group in groups]
+
+
+def _decode_group(
+    sequences: Sequence[DecodingSequence], tokens: int, page_size: int, num_kv_heads: int, device: torch.device
+) -> DecodeGroup:
+    rows, kv_lens, pages = zip(*sequences, strict=True)
+    longest = max(len(ids) for ids in pages)
+    padded = [ids + (ids[-1],) * (longest - len(ids)) for ids in pages]
+    mask, unseen = None, None
+    if len(set(kv_lens)) > 1:
+        unseen = torch.arange(longest * page_size) >= torch.tensor(kv_lens).unsqueeze(1)
+        mask = ~unseen[:, None, None, : max(kv_lens)].to(device)
+    table = PageTable(padded, num_kv_heads, device, unseen)
+    everything = rows == tuple(range(tokens))
+    return DecodeGroup(None if everything else torch.tensor(rows, device=device), table, mask, max(kv_lens))
+
+
+def _prefill_sequence(
+    row_start: int, query_len: int, kv_len: int, pages: tuple[int, ...], num_kv_heads: int, device: torch.device
+) -> PrefillSequence:
+    table = PageTable([pages], num_kv_heads, device)
+    mask = None
+    if query_len < kv_len:
+        positions = torch.arange(kv_len - query_len, kv_len, device=device).unsqueeze(1)
+        mask = (torch.arange(kv_len, device=device) <= positions)[None, None]
+    return PrefillSequence(row_start, row_start + query_len, kv_len, table, mask)
+
+
+def paged_attention_reference(
+    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: GatherPlan, *, scale: float
+) -> torch.Tensor:
+    """Gather pages and call torch's attention: one call for the decode rows, one per prefill sequence."""
+    if len(plan.decode) == 1 and plan.decode[0].rows is None:
+        return _attend_decode(query, key_pages, value_pages, plan.decode[0], scale)
+    out = torch.empty_like(query)
+    for group in plan.decode:
+        assert group.rows is not None
+        out[group.rows] = _attend_decode(query[group.rows], key_pages, value_pages, group, scale)
+    _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale)
+    return out
+
+
+def _prefill_reference(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: GatherPlan,
+    out: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    for sequence in plan.prefill:
+        rows = slice(sequence.row_start, sequence.row_end)
+        out[rows] = _attend_prefill(query[rows], key_pages, value_pages, sequence, scale)
+
+
+def _attend_decode(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    group: DecodeGroup,
+    scale: float,
+) -> torch.Tensor:
+    batch, num_heads, head_dim = query.shape
+    if batch == 1 and query.device.type == "cpu" and query.dtype == torch.float32:
+        return _attend_one(query, key_pages, value_pages, group, scale)
+    # the query heads of one KV head stand in for query positions, so KV heads are not repeated in memory
+    kv_heads = key_pages.shape[1]
+    grouped = query.view(batch, kv_heads, num_heads // kv_heads, head_dim)
+    key, value = _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=scale)
+    return out.reshape(batch, num_heads, head_dim)
+
+
+def _attend_one(
+    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, group: DecodeGroup, scale: float
+) -> torch.Tensor:
+    """One sequence on the CPU: at this size the calls cost more than the arithmetic, and these are the fewest."""
+    kv_heads, head_dim = key_pages.shape[1], key_pages.shape[3]
+    pages = group.table.adjacent
+    if pages is None:
+        keys, values = (part[0] for part in _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype))
+    else:
+        keys, values = (
+            part[pages].transpose(0, 1).to(query.dtype).reshape(kv_heads, -1, head_dim)[:, : group.kv_len]
+            for part in (key_pages, value_pages)
+        )
+    scores = torch.bmm(query.view(kv_heads, -1, head_dim) * scale, keys.transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), values).view(query.shape)
+
+
+def _attend_prefill(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    sequence: PrefillSequence,
+    scale: float,
+) -> torch.Tensor:
+    key, value = _gather(key_pages, value_pages, sequence.table, sequence.kv_len, query.dtype)
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key,
+        value,
+        attn_mask=sequence.mask,
+        is_causal=sequence.mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key_pages.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _gather(
+    key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, kv_len: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a table's sequences, [B, H, kv_len, D] of `dtype`, in one copy of both where the pool allows.
+
+    In a page-major pool a page's values lie a whole number of blocks behind its keys, so both are rows of one matrix.
+    Copying rows of a matrix is two to four times as fast as indexing over two dimensions.
+    """
+    num_pages, num_heads, page_size, head_dim = key_pages.shape
+    block = page_size * head_dim  # what one head has in one page
+    per_page, rest = divmod(key_pages.stride(0), block)
+    distance, odd = divmod(int(value_pages.storage_offset()) - int(key_pages.storage_offset()), block)
+    one_pool = key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
+    blocky = key_pages.stride() == value_pages.stride() and key_pages.stride()[1:] == (block, head_dim, 1)
+    if not (one_pool and blocky and distance > 0) or rest or odd:
+        rows = torch.stack([pages[table.pages, table.heads] for pages in (key_pages, value_pages)])
+    else:
+        matrix = key_pages.as_strided(((num_pages - 1) * per_page + distance + num_heads, block), (block, 1))
+        rows = matrix.index_select(0, table.blocks(per_page, distance))
+    rows = rows.to(dtype)
+    if table.unseen is not None:
+        rows.view(-1, head_dim).index_fill_(0, table.unseen, 0.0)
+    key, value = rows.view(2, len(table.pages), num_heads, -1, head_dim)[:, :, :, :kv_len]
+    return key, value
+
+
+def paged_attention(
+    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, *, scale: float
+) -> torch.Tensor:
+    """Attention of the batch that `plan` describes, by the implementation it was made for; see the module docstring."""
+    _, kv_heads, page_size, head_dim = key_pages.shape
+    if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
+        raise ValueError(
+            f"key pages {list(key_pages.shape)} and value pages {list(value_pages.shape)} do not fit a plan of "
+            f"{plan.num_kv_heads} heads and page size {plan.page_size}"
+        )
+    if query.ndim != 3 or query.shape[0] != plan.tokens or query.shape[1] % kv_heads or query.shape[2] != head_dim:
+        raise ValueError(
+            f"query {list(query.shape)} does not fit {plan.tokens} tokens over {kv_heads} KV heads of {head_dim}"
+        )
+    if not can_store(key_pages.dtype, query.dtype) or key_pages.dtype != value_pages.dtype:
+        raise ValueError(f"query is {query.dtype}, the pages are {key_pages.dtype} and {value_pages.dtype}")
+    if isinstance(plan, GatherPlan):
+        if not plan.decoding or not use_numba(plan.impl, query, pages=(key_pages, value_pages)):
+            return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale)
+        out = torch.empty_like(query)
+        launch = launcher("attention.paged_decode_numba", "launch_decode")
+        launch(query, key_pages, value_pages, plan.decode_rows, out, scale=scale)
+        _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale)
+        return out
+    if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1 or query.stride()[1:] != (head_dim, 1):
+        raise ValueError(
+            f"query has strides {query.stride()}, key pages {key_pages.stride()}, value pages {value_pages.stride()}: "
+            "heads must be contiguous, and both page tensors alike"
+        )
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if plan.pieces.shape[1]:
+        launcher("attention.paged_decode_triton", "launch_decode")(
+            query, key_pages, value_pages, plan, out, scale=scale
+        )
+    if plan.tiles.shape[1]:
+        launcher("attention.paged_prefill_triton", "launch_prefill")(
+            query, key_pages, value_pages, plan, out, scale=scale
+        )
+    return out

@@ -1,0 +1,179 @@
+"""Numba kernel of paged_attention.py for sequences of one query: the keys of every sequence are shared out over parts.
+
+A part leaves, for every query head, its largest score, the sum of its weights relative to that, and the sum of its
+values with these weights. When all have, they are joined. There are as many parts as threads that are asked for.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+import numpy as np
+import torch
+
+from ..backends.openmp import (
+    exp,
+    fields,
+    floats,
+    kernel,
+    kernel_function,
+    longs,
+    share,
+    slice_of,
+    threads_for,
+    wait_for_team,
+)
+from .paged_attention import DecodeRows
+
+_SCORE_ELEMENTS = 16
+"""A score and the value that belongs to it take as long as this many elements of simpler operations."""
+
+
+@kernel_function
+def _score(query, keys, scale, scores, start):
+    """scores[:, start:] = scale * query . keys, for the query heads of one KV head and keys of one page."""
+    group, dim = query.shape
+    for token in range(len(keys)):
+        for member in range(group):
+            total = np.float32(0)
+            for i in range(dim):
+                total += query[member, i] * keys[token, i]
+            scores[member, start + token] = scale * total
+
+
+@kernel_function
+def _to_weights(scores, count):
+    """Scores to weights relative to the largest; returns that and the sum of the weights."""
+    best = np.float32(-np.inf)
+    for i in range(count):
+        best = max(best, scores[i])
+    total = np.float32(0)
+    for i in range(count):
+        weight = exp(scores[i] - best)
+        scores[i] = weight
+        total += weight
+    return best, total
+
+
+@kernel_function
+def _add_values(weights, start, values, sums):
+    """sums += weights[:, start:] . values, for the query heads of one KV head and values of one page."""
+    group, dim = sums.shape
+    for token in range(len(values)):
+        for member in range(group):
+            weight = weights[member, start + token]
+            for i in range(dim):
+                sums[member, i] += weight * values[token, i]
+
+
+@kernel_function
+def _attend(a, part, sequence, kv_head):
+    """One part of the keys of a sequence, for the query heads of one KV head."""
+    heads, dim, page_size = a.heads, a.head_dim, a.page_size
+    group, slots = heads // a.kv_heads, a.batch * heads
+    slot = part * slots + sequence * heads + kv_head * group
+    row = longs(a.rows, a.batch)[sequence]
+    query = floats(a.query + 4 * (row * heads + kv_head * group) * dim, (group, dim))
+    scores = floats(a.scores + 4 * part * group * a.most_keys, (group, a.most_keys))
+    bests, totals = floats(a.bests + 4 * slot, group), floats(a.totals + 4 * slot, group)
+    sums = floats(a.sums + 4 * slot * dim, (group, dim))
+    scale = np.float32(a.scale)
+    first, last = slice_of(longs(a.kv_lens, a.batch)[sequence], part, a.parts)
+    used_pages = range(first // page_size, -(-last // page_size))
+    pages = longs(a.pages + 8 * longs(a.page_starts, a.batch)[sequence], used_pages.stop)
+
+    for index in used_pages:
+        start, end = max(first, index * page_size), min(last, (index + 1) * page_size)
+        at = pages[index] * a.page_stride + kv_head * a.head_stride + start % page_size * a.token_stride
+        keys = floats(a.keys + 4 * at, (end - start, a.token_stride))
+        _score(query, keys, scale, scores, start - first)
+    for member in range(group):
+        bests[member], totals[member] = _to_weights(scores[member], last - first)
+        for i in range(dim):
+            sums[member, i] = 0
+    for index in used_pages:
+        start, end = max(first, index * page_size), min(last, (index + 1) * page_size)
+        at = pages[index] * a.page_stride + kv_head * a.head_stride + start % page_size * a.token_stride
+        values = floats(a.values + 4 * at, (end - start, a.token_stride))
+        _add_values(scores, start - first, values, sums)
+
+
+@kernel_function
+def _join(a, slot):
+    """The parts of one query head."""
+    heads, dim, slots = a.heads, a.head_dim, a.batch * a.heads
+    bests, totals = floats(a.bests, (a.parts, slots)), floats(a.totals, (a.parts, slots))
+    sums = floats(a.sums, (a.parts, slots, dim))
+    best, total = np.float32(-np.inf), np.float32(0)
+    for part in range(a.parts):
+        best = max(best, bests[part, slot])
+    for part in range(a.parts):
+        total += exp(bests[part, slot] - best) * totals[part, slot]
+    row = longs(a.rows, a.batch)[slot // heads]
+    out = floats(a.out + 4 * (row * heads + slot % heads) * dim, dim)
+    for part in range(a.parts):
+        share_of_part = exp(bests[part, slot] - best) / total
+        for i in range(dim):
+            out[i] = (out[i] if part else 0) + share_of_part * sums[part, slot, i]
+
+
+@kernel(
+    "query keys values out rows kv_lens page_starts pages scores bests totals sums "
+    "batch heads kv_heads head_dim page_size page_stride head_stride token_stride most_keys parts",
+    "scale",
+)
+def _paged_decode(arguments):
+    a = fields(arguments)
+    first, last = share(a.parts)
+    for part in range(first, last):
+        for sequence in range(a.batch):
+            for kv_head in range(a.kv_heads):
+                _attend(a, part, sequence, kv_head)
+    wait_for_team()
+    first, last = share(a.batch * a.heads)
+    for slot in range(first, last):
+        _join(a, slot)
+
+
+def launch_decode(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    decode: DecodeRows,
+    out: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    _, heads, head_dim = query.shape
+    _, kv_heads, page_size, _ = key_pages.shape
+    page_stride, head_stride, token_stride, _ = key_pages.stride()
+    batch, longest = len(decode.rows), decode.longest
+    parts = threads_for(batch * longest * heads * _SCORE_ELEMENTS)
+    most_keys, slots = -(-longest // parts), batch * heads
+    sizes = (heads // kv_heads * most_keys, slots, slots, slots * head_dim)  # of scores, bests, totals and sums
+    scratch = torch.empty(parts * sum(sizes), dtype=torch.float32)
+    address = scratch.data_ptr()
+    scores, bests, totals, sums = (address + 4 * parts * sum(sizes[:at]) for at in range(4))
+    _paged_decode(
+        query.data_ptr(),
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        out.data_ptr(),
+        decode.rows.data_ptr(),
+        decode.kv_lens.data_ptr(),
+        decode.page_starts.data_ptr(),
+        decode.pages.data_ptr(),
+        scores,
+        bests,
+        totals,
+        sums,
+        batch,
+        heads,
+        kv_heads,
+        head_dim,
+        page_size,
+        page_stride,
+        head_stride,
+        token_stride,
+        most_keys,
+        parts,
+        scale,
+        threads=parts,
+    )

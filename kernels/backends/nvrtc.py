@@ -1,0 +1,124 @@
+"""CUDA kernels from source in `kernels/csrc/`: compiled on first use with NVRTC, launched on torch's current stream.
+
+NVRTC and the driver are reached through cuda-core: no nvcc and no headers on the serving host. A kernel is compiled
+once per process, device and set of constants (about 0.1 s), for the architecture of that device. A launch allocates
+nothing and waits for nothing, so a CUDA graph captures it like any other. Kernels take pointers and 64-bit integers
+only: a Python int has one width on the way. Of a bool, which has another, the kernel would read too much.
+"""
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+SOURCE_FOLDER = Path(__file__).parents[1] / "csrc"
+
+CudaImpl = Literal["auto", "reference", "cuda"]
+
+
+def use_cuda(impl: CudaImpl, device: torch.device) -> bool:
+    """`auto` is CUDA on CUDA tensors and the reference elsewhere; raises ValueError for what cannot run there."""
+    if impl == "auto":
+        return device.type == "cuda"
+    if impl not in ("reference", "cuda"):
+        raise ValueError(f"impl must be auto, reference or cuda, got {impl!r}")
+    if impl == "cuda" and device.type != "cuda":
+        raise ValueError(f"impl is cuda, the tensors are on {device}")
+    return impl == "cuda"
+
+
+class CudaKernel:
+    """One compiled kernel on one device. `load_kernel` makes them."""
+
+    def __init__(self, core: Any, kernel: Any, device: torch.device) -> None:  # Any: cuda-core is an optional package
+        self._core = core
+        self._kernel = kernel
+        self._device = device
+        # A kernel may start while the one before it ends (it waits for it where it says so) from Hopper on.
+        self._can_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def launch(
+        self,
+        *args: int,
+        blocks: int,
+        threads: int,
+        shared_bytes: int = 0,
+        overlap_previous: bool = False,
+    ) -> None:
+        """Enqueue on torch's current stream of the kernel's device. Pointers and integers only; nothing is checked.
+
+        `overlap_previous` lets it start before the kernel enqueued before it has ended: only for a kernel that waits
+        (`griddepcontrol.wait`) before it touches memory.
+        """
+        config = self._core.LaunchConfig(
+            grid=blocks,
+            block=threads,
+            shmem_size=shared_bytes,
+            programmatic_stream_serialization=overlap_previous and self._can_overlap,
+        )
+        with torch.cuda.device(self._device):
+            stream = self._core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+            self._core.launch(stream, config, self._kernel, *args)
+
+
+@functools.cache
+def load_kernel(
+    source: str,
+    name: str,
+    device: torch.device,
+    constants: tuple[tuple[str, int], ...] = (),
+    shared_bytes: int = 0,
+    *,
+    only_here: bool = False,
+) -> CudaKernel:
+    """Kernel `name` of `kernels/csrc/<source>`, with `constants` as macros and up to `shared_bytes` of dynamic memory.
+
+    `device` has an index. `only_here` allows instructions that this architecture has and later ones need not have
+    (sm_90a: wgmma). Raises RuntimeError where cuda-core is missing, or with the compiler's log.
+    """
+    core, driver = _cuda_packages()
+    major, minor = torch.cuda.get_device_capability(device)
+    options = core.ProgramOptions(
+        name=source,
+        arch=f"sm_{major}{minor}{'a' if only_here else ''}",
+        std="c++17",
+        include_path=str(SOURCE_FOLDER),
+        define_macro=[(macro, str(value)) for macro, value in constants],
+    )
+    code = (SOURCE_FOLDER / source).read_text(encoding="utf-8")
+    with torch.cuda.device(device):
+        core.Device(device.index).set_current()
+        kernel = core.Program(code, code_type="c++", options=options).compile("cubin").get_kernel(name)
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"{name} cannot have {shared_bytes} bytes of shared memory on {device}: {status!r}")
+    return CudaKernel(core, kernel, device)
+
+
+def device_address(tensor: torch.Tensor) -> int:
+    """Where kernels find the tensor: its own address on the GPU, the device alias of pinned host memory.
+
+    Raises ValueError for host memory that no kernel can reach.
+    """
+    if tensor.device.type == "cuda":
+        return tensor.data_ptr()
+    _, driver = _cuda_packages()
+    status, address = driver.cuMemHostGetDevicePointer(tensor.data_ptr(), 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(f"a tensor on {tensor.device} is not pinned, so the GPU cannot reach it: {status!r}")
+    return int(address)
+
+
+def _cuda_packages() -> tuple[Any, Any]:
+    try:
+        core, driver = importlib.import_module("cuda.core"), importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise RuntimeError(
+            f"CUDA kernels are compiled with cuda-core, which is not complete here ({error}): "
+            "install pdserve with the extra cuda12 or cuda13, or the package cuda-core[cu13] itself"
+        ) from error
+    return core, driver

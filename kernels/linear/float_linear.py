@@ -1,0 +1,36 @@
+"""Linear layers with float32 weights over rows of 16 bits, without a float32 copy of the rows.
+
+    float_linear(x)  =  x.float() @ weight.T
+
+Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For what decides instead of
+computing: the weights of an indexer. With few rows and outputs it is launches that cost: a conversion, a product
+in parts and their sum are three with cuBLAS; here it is one, which starts while the kernel before it ends.
+"""
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from ..backends.dispatch import Impl, launcher, use_triton
+from .linear import FEW_ROWS, linear
+
+
+def float_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch_linear(x.float(), weight)
+
+
+def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
+    """A linear layer in float32; see the module docstring. `auto` is Triton for few rows on CUDA, otherwise what
+    `linear` takes for float32.
+    """
+    if weight.dtype != torch.float32 or x.ndim != 2 or x.shape[1:] != weight.shape[1:]:
+        raise ValueError(f"x {list(x.shape)} and {weight.dtype} weight {list(weight.shape)} are not rows and float32")
+    if impl == "reference":
+        return float_linear_reference(x, weight)
+    fits = len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
+    if not use_triton(impl, x.device) or (impl == "auto" and not fits):
+        return linear(x.float(), weight)
+    if not fits:
+        raise ValueError(f"x {list(x.shape)} must be at most {FEW_ROWS} rows, contiguous as the weights")
+    out = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    launcher("linear.float_linear_triton", "launch_float_linear")(x, weight, out)
+    return out

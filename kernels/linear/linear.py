@@ -1,0 +1,82 @@
+"""Linear layers; for few rows, where reading the weights is all the time there is, by kernels of our own.
+
+    linear(x)        =  x @ weight.T + bias
+    gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up
+
+Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out], of gated_linear [rows, out / 2]. Sums
+are float32 and rounded once, as cuBLAS does it; swiglu then sees the rounded values.
+
+Floor: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7 times
+for the small ones (H200), most of it from one kernel's end to the next one's first bytes. These kernels start, and
+fetch their first weights, while the kernel before them ends.
+"""
+
+import torch
+from torch.nn.functional import linear as linear_reference
+
+from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from .swiglu import swiglu, swiglu_reference
+
+FEW_ROWS = 32
+"""Up to here our kernels are the faster ones, alone and in a graph (H200)."""
+
+FEW_CPU_ROWS = 16
+"""The same on a CPU: two cores with AVX-512 take half as long as torch for 8 rows, three quarters for 16."""
+
+
+def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return swiglu_reference(linear_reference(x, weight, bias))
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+) -> torch.Tensor:
+    """A linear layer; see the module docstring. For few rows `auto` is Triton in 16 bits on CUDA and Numba in float32
+    on the CPU, otherwise torch.
+    """
+    if _numba_fits(x, weight, bias, impl):
+        launch = launcher("linear.linear_numba", "launch_linear")
+    elif _triton_fits(x, weight, impl):
+        launch = launcher("linear.linear_triton", "launch_linear")
+    else:
+        return linear_reference(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    launch(x, weight, bias, out, gated=False)
+    return out
+
+
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+) -> torch.Tensor:
+    """The first half of a Llama-style MLP; see the module docstring. `auto` as in `linear`."""
+    if impl == "reference":
+        return gated_linear_reference(x, weight, bias)
+    if _numba_fits(x, weight, bias, impl):
+        launch = launcher("linear.linear_numba", "launch_linear")
+    elif _triton_fits(x, weight, impl):
+        launch = launcher("linear.linear_triton", "launch_linear")
+    else:
+        return swiglu(linear_reference(x, weight, bias))
+    out = x.new_empty(len(x), len(weight) // 2)
+    launch(x, weight, bias, out, gated=True)
+    return out
+
+
+def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: Impl) -> bool:
+    few = x.ndim == 2 and 1 <= len(x) <= FEW_CPU_ROWS and weight.shape[1:] == x.shape[1:]
+    if bias is not None:
+        few = few and bias.shape == weight.shape[:1]
+    if impl == "numba" and not few:
+        raise ValueError(f"x {list(x.shape)} must be 1 to {FEW_CPU_ROWS} rows as long as those of {list(weight.shape)}")
+    return few and use_numba(impl, x, weight, *(() if bias is None else (bias,)))
+
+
+def _triton_fits(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:
+    if not use_triton(impl, x.device):
+        return False
+    fits = x.ndim == 2 and len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
+    if impl == "triton" and not fits:
+        raise ValueError(
+            f"x {list(x.shape)} must be at most {FEW_ROWS} rows, and contiguous as weight {list(weight.shape)}"
+        )
+    return fits and (impl == "triton" or x.dtype.itemsize == 2)

@@ -1,0 +1,117 @@
+"""Triton kernel of linear.py: a program has a block of weight rows and goes along them.
+
+The weights are the left operand of the matrix product, so that the few rows of x are its narrow side.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+
+_WEIGHT_ROWS = 64
+_COLUMNS = 128
+_AHEAD = 512  # columns fetched into L2 before the input is there: 64 KiB a program
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    out_size,
+    in_size,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    if GATED:
+        # rows of gate and of up alternate, so that a pair ends up in one program, side by side
+        half: tl.constexpr = WEIGHT_ROWS // 2
+        index = tl.arange(0, WEIGHT_ROWS)
+        output = tl.program_id(0) * half + tl.arange(0, half)
+        inside = tl.program_id(0) * half + index // 2 < out_size
+        number = tl.program_id(0) * half + index // 2 + (index % 2) * out_size
+    else:
+        output = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+        inside = output < out_size
+        number = output
+    number = tl.where(inside, number, 0)
+    weights = weight_ptr + number.to(tl.int64)[:, None] * in_size
+    if OVERLAP:
+        lines = weights + tl.arange(0, AHEAD // 64)[None, :] * 64
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [lines.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        wait_for_previous()
+    inputs = x_ptr + row[:, None] * in_size + column[None, :]
+    weights += column[None, :]
+    acc = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
+    for first in range(0, in_size, COLUMNS):
+        if WHOLE:
+            weight = tl.load(weights + first)
+            x = tl.load(inputs + first, mask=(row < rows)[:, None], other=0.0)
+        else:
+            left = first + column < in_size
+            weight = tl.load(weights + first, mask=left[None, :], other=0.0)
+            x = tl.load(inputs + first, mask=(row < rows)[:, None] & left[None, :], other=0.0)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    dtype = out_ptr.dtype.element_ty
+    if BIAS:
+        acc += tl.load(bias_ptr + number).to(tl.float32)[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, [half, 2, ROWS]), [0, 2, 1])
+        gate, up = tl.split(pairs)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    else:
+        result = acc
+    out = out_ptr + row[None, :] * out_size + output[:, None]
+    tl.store(out, result.to(dtype), mask=(row < rows)[None, :] & (output < out_size)[:, None])
+
+
+def launch_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+) -> None:
+    rows, in_size = x.shape
+    out_size = out.shape[1]
+    narrow = x.dtype.itemsize == 2
+    _linear[(triton.cdiv(len(weight), _WEIGHT_ROWS),)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        out_size,
+        in_size,
+        GATED=gated,
+        BIAS=bias is not None,
+        ROWS=max(triton.next_power_of_2(rows), 16),
+        WEIGHT_ROWS=_WEIGHT_ROWS,
+        COLUMNS=_COLUMNS,
+        WHOLE=in_size % _COLUMNS == 0,
+        AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 6)),
+        PRECISION="tf32" if narrow else "ieee",
+        num_warps=4,
+        num_stages=6 if narrow else 2,
+        **overlap_options(x.device),
+    )

@@ -1,0 +1,85 @@
+"""Which tokens the queries of a batch see, and the best of them by score."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from ..backends.uploads import upload_array
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """What the T query tokens of a batch of B sequences see, on the device, all int32."""
+
+    page_size: int
+    page_table: torch.Tensor  # [B, max_pages] page ids; any valid id beyond a sequence's end
+    sequence: torch.Tensor  # [T] the row of page_table that each token reads
+    visible: torch.Tensor  # [T] how many tokens it sees, itself included; 0 for a padded row
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        *,
+        page_size: int,
+        device: torch.device,
+    ) -> Self:
+        """The last query_lens[i] tokens of sequence i are queries; each sees the tokens up to and including itself.
+
+        `pages[i]` may be longer than kv_lens[i] needs.
+        """
+        used = [ids[: -(-kv_len // page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
+        for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
+            if not 1 <= query_len <= kv_len <= len(ids) * page_size:
+                raise ValueError(
+                    f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
+                )
+        batch, tokens = len(used), sum(query_lens)
+        max_pages = max(len(ids) for ids in used)
+        packed = np.zeros(batch * max_pages + 2 * tokens, dtype=np.int32)  # one copy to the device
+        table, sequence, visible = np.split(packed, [batch * max_pages, batch * max_pages + tokens])
+        for row, ids in zip(table.reshape(batch, max_pages), used, strict=True):
+            row[: len(ids)] = ids
+        sequence[:] = np.repeat(np.arange(batch), query_lens)
+        visible[:] = np.concatenate(
+            [np.arange(kv_len - query_len, kv_len) + 1 for query_len, kv_len in zip(query_lens, kv_lens, strict=True)]
+        )
+        flat = upload_array(packed, device)
+        on_device = flat.split_with_sizes([len(table), tokens, tokens])
+        return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2])
+
+    @classmethod
+    def padded(cls, tokens: int, *, max_pages: int, page_size: int, device: torch.device) -> Self:
+        """Room for up to `tokens` sequences of one query each, to be filled in place; until then nobody sees anything.
+
+        Row t of the page table belongs to token t. This is the plan of a decode graph.
+        """
+        table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
+        sequence = torch.arange(tokens, dtype=torch.int32, device=device)
+        return cls(page_size, table, sequence, torch.zeros(tokens, dtype=torch.int32, device=device))
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def max_visible(self) -> int:
+        """What the page table has room for; no token sees more."""
+        return self.page_table.shape[1] * self.page_size
+
+
+def select_top_reference(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """[T, k] positions of the best scores of each row among its first `visible`, ascending, then -1."""
+    positions = torch.arange(scores.shape[1], device=scores.device)
+    scores = scores.masked_fill(positions >= visible.unsqueeze(1), -torch.inf)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]  # stable: the lower position comes first
+    unseen = best >= visible.unsqueeze(1)
+    ascending = best.masked_fill(unseen, scores.shape[1]).sort(dim=1).values
+    out = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
+    out[:, : best.shape[1]] = ascending.masked_fill(ascending == scores.shape[1], -1)
+    return out

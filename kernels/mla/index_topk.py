@@ -1,0 +1,109 @@
+"""The lightning indexer of sparse attention: which k of the tokens that a query sees it will attend to.
+
+    score(t, s)  =  sum_h weights[t, h] * relu(query[t, h] . key[s])        over the visible tokens s of t's sequence
+    out[t]       =  the positions of the k best scores, in ascending order, then -1
+
+Shapes: query [T, Hi, Di]; weights [T, Hi] float32, every scale folded in, of either sign; key_pages [pages, 1,
+page_size, Di], any strides with contiguous rows (a layer of a page-major pool), keys in query's dtype; out [T, k]
+int32. Positions count from 0 within t's sequence. Products are summed in float32. Of equal scores (0 and -0 are equal)
+the lower position is the better one, so the result depends on nothing but the scores. A token that sees n <= k tokens
+gets 0 .. n - 1, and one that sees none (a padded row) only -1.
+
+`IndexPlan` says what each token sees. Its tensors are all that changes from step to step: a CUDA graph that was
+captured over a plan computes what they hold when it is replayed.
+
+Floor: every visible key read once, sum(visible) * Di elements where each sequence has one query.
+"""
+
+import torch
+
+from ..backends.dispatch import Impl, use_triton
+from .index_plan import IndexPlan, select_top_reference
+
+_REFERENCE_PRODUCTS = 2**24
+"""Products query[t, h] . key[s] that the reference holds at a time."""
+
+
+def index_scores_reference(
+    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan
+) -> torch.Tensor:
+    """[T, max_visible] float32 scores, -inf for tokens that are not visible."""
+    scores = torch.full((plan.tokens, plan.max_visible), -torch.inf, device=query.device)
+    for sequence in set(plan.sequence.tolist()):
+        tokens = (plan.sequence == sequence).nonzero().flatten()
+        seen = int(plan.visible[tokens].max())
+        if seen == 0:
+            continue
+        pages = plan.page_table[sequence, : -(-seen // plan.page_size)]
+        keys = key_pages[pages.long(), 0].flatten(0, 1)[:seen].float()
+        at_once = max(_REFERENCE_PRODUCTS // (query.shape[1] * seen), 1)
+        for start in range(0, len(tokens), at_once):
+            some = tokens[start : start + at_once]
+            products = torch.relu(query[some].float() @ keys.T)  # [n, Hi, seen]
+            scores[some, :seen] = (weights[some].unsqueeze(1) @ products).squeeze(1)
+    positions = torch.arange(plan.max_visible, device=query.device)
+    return scores.masked_fill_(positions >= plan.visible.unsqueeze(1), -torch.inf)
+
+
+def index_topk_reference(
+    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan, k: int
+) -> torch.Tensor:
+    return select_top_reference(index_scores_reference(query, weights, key_pages, plan), plan.visible, k)
+
+
+def position_rows_reference(positions: torch.Tensor, plan: IndexPlan) -> torch.Tensor:
+    position = positions.clamp(min=0).long()
+    page = plan.page_table[plan.sequence.long().unsqueeze(1), position // plan.page_size]
+    return torch.where(positions < 0, positions, (page * plan.page_size + position % plan.page_size).int())
+
+
+def index_topk(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    plan: IndexPlan,
+    k: int,
+    *,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Choose k positions for every token; see the module docstring."""
+    tokens, heads, dim = query.shape
+    if tokens != plan.tokens or weights.shape != (tokens, heads) or weights.dtype != torch.float32:
+        raise ValueError(
+            f"query {list(query.shape)} and {weights.dtype} weights {list(weights.shape)} do not fit a plan of "
+            f"{plan.tokens} tokens: weights are one float32 per token and head"
+        )
+    if key_pages.ndim != 4 or key_pages.shape[1:] != (1, plan.page_size, dim) or key_pages.dtype != query.dtype:
+        raise ValueError(
+            f"{key_pages.dtype} key pages {list(key_pages.shape)} do not hold one {query.dtype} key of {dim} per token "
+            f"in pages of {plan.page_size}"
+        )
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    if not use_triton(impl, query.device):
+        return index_topk_reference(query, weights, key_pages, plan, k)
+    if query.stride()[1:] != (dim, 1) or key_pages.stride(-1) != 1 or weights.stride(1) != 1:
+        raise ValueError(
+            f"query has strides {query.stride()}, weights {weights.stride()}, key pages {key_pages.stride()}: "
+            "heads and keys must be contiguous"
+        )
+    from .index_topk_triton import launch_index_topk
+
+    out = torch.empty(tokens, k, dtype=torch.int32, device=query.device)
+    launch_index_topk(query, weights, key_pages, plan, out)
+    return out
+
+
+def position_rows(positions: torch.Tensor, plan: IndexPlan, *, impl: Impl = "auto") -> torch.Tensor:
+    """The flat rows page * page_size + offset, int32, of `positions` [T, k] in each token's sequence; -1 stays -1."""
+    if positions.ndim != 2 or len(positions) != plan.tokens or positions.dtype != torch.int32:
+        raise ValueError(
+            f"{positions.dtype} positions {list(positions.shape)} do not fit a plan of {plan.tokens} tokens"
+        )
+    if not use_triton(impl, positions.device):
+        return position_rows_reference(positions, plan)
+    from .index_topk_triton import launch_position_rows
+
+    rows = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    launch_position_rows(positions, plan, rows)
+    return rows

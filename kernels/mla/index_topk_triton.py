@@ -1,0 +1,286 @@
+"""The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
+
+Long and short sequences of a batch spread over the GPU without anybody on the host knowing their lengths. Where tokens
+are many, a program has one of them and every n-th block of the keys it sees (`_index_scores`). In a decode step blocks
+are counted through the batch, and every program has an equal share, of one token or a few neighbours
+(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, 42 of it to read them (H200).
+
+Keys are the rows and heads the columns of the matrix products: the sum over heads stays within a few threads. The
+buffer, 4 bytes for every key of 256, mostly stays in the L2 cache between the two kernels.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.page_rows_triton import load_page_rows
+from ..backends.nvrtc import load_kernel
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .index_plan import IndexPlan, select_top_reference
+
+_KEYS_AT_ONCE = 128
+_PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of different lengths
+_FEW_TOKENS = 64
+_PROGRAMS_PER_SM_OF_FEW = 2
+_BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
+_POSITIONS_AT_ONCE = 1024
+_SELECT_THREADS = 1024
+_SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # that select_top holds in registers
+
+
+@triton.jit
+def _index_scores(
+    query_ptr,
+    weights_ptr,
+    key_ptr,
+    table_ptr,
+    sequence_ptr,
+    visible_ptr,
+    scores_ptr,
+    query_stride,
+    weights_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    scores_stride,
+    k,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    token = tl.program_id(0).to(tl.int64)
+    visible = tl.load(visible_ptr + token)
+    pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
+    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+        wait_for_previous()
+    if visible <= k:  # all are chosen, whatever their scores
+        return
+    head = tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    inside = (head < HEADS)[:, None] & (column < D)[None, :]
+    query = tl.load(query_ptr + token * query_stride + head[:, None] * D + column[None, :], mask=inside, other=0.0)
+    weight = tl.load(weights_ptr + token * weights_stride + head, mask=head < HEADS, other=0.0)
+    scores = scores_ptr + token * scores_stride
+    for first in range(tl.program_id(1) * BLOCK, visible, tl.num_programs(1) * BLOCK):
+        key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
+        _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _index_scores_of_few(
+    query_ptr,
+    weights_ptr,
+    key_ptr,
+    table_ptr,
+    sequence_ptr,
+    visible_ptr,
+    scores_ptr,
+    query_stride,
+    weights_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    scores_stride,
+    k,
+    tokens,
+    BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    number = tl.arange(0, BLOCK_T)
+    seen = tl.load(visible_ptr + number, mask=number < tokens, other=0)
+    seen = tl.where(seen > k, seen, 0)  # of the others all are chosen, whatever their scores
+    ends = tl.cumsum((seen + BLOCK - 1) // BLOCK, 0)  # of each token's blocks, counted through the batch
+    blocks = tl.max(ends, 0)
+    share = (blocks + tl.num_programs(0) - 1) // tl.num_programs(0)
+    at = tl.program_id(0) * share
+    end = tl.minimum(at + share, blocks)
+    head = tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    inside = (head < HEADS)[:, None] & (column < D)[None, :]
+    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+        wait_for_previous()
+    while at < end:
+        token = tl.sum((ends <= at).to(tl.int32), 0).to(tl.int64)
+        start = tl.max(tl.where(ends <= at, ends, 0), 0)
+        until = tl.minimum(tl.min(tl.where(ends > at, ends, blocks), 0), end)
+        visible = tl.load(visible_ptr + token)
+        pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
+        query = tl.load(query_ptr + token * query_stride + head[:, None] * D + column[None, :], mask=inside, other=0.0)
+        weight = tl.load(weights_ptr + token * weights_stride + head, mask=head < HEADS, other=0.0)
+        scores = scores_ptr + token * scores_stride
+        for block in range(at - start, until - start):
+            first = block * BLOCK
+            key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
+            _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+        at = until
+
+
+@triton.jit
+def _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION):
+    """Of one block of keys, from position `first` on."""
+    product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+    position = first + tl.arange(0, BLOCK)
+    tl.store(scores + position, score, mask=position < visible)
+
+
+@triton.jit
+def _position_rows(
+    positions_ptr,
+    table_ptr,
+    sequence_ptr,
+    rows_ptr,
+    table_stride,
+    positions_stride,
+    k,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    token = tl.program_id(0).to(tl.int64)
+    pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
+    if OVERLAP:
+        wait_for_previous()
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions_ptr + token * positions_stride + column, mask=column < k, other=-1)
+    page = tl.load(pages + position // PAGE, mask=position >= 0, other=0)
+    row = tl.where(position >= 0, page * PAGE + position % PAGE, -1)
+    tl.store(rows_ptr + token * k + column, row, mask=column < k)
+
+
+def launch_index_topk(
+    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan, out: torch.Tensor
+) -> None:
+    """Fill `out` [T, k]."""
+    tokens, k = out.shape
+    width = -(-plan.max_visible // _KEYS_AT_ONCE) * _KEYS_AT_ONCE
+    at_once = min(max(_BUFFER_BYTES // (4 * width), 1), tokens)
+    buffer = torch.empty(at_once, width, dtype=torch.float32, device=query.device)
+    for start in range(0, tokens, at_once):
+        rows = slice(start, min(start + at_once, tokens))
+        part = replace(plan, sequence=plan.sequence[rows], visible=plan.visible[rows])
+        scores = buffer[: part.tokens]
+        _launch_scores(query[rows], weights[rows], key_pages, part, scores, k)
+        launch_select_top(scores, part.visible, out[rows])
+
+
+def _launch_scores(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    plan: IndexPlan,
+    scores: torch.Tensor,
+    k: int,
+) -> None:
+    """Scores of the visible keys of tokens that see more than k; nothing else of `scores` is written."""
+    tokens, heads, dim = query.shape
+    device = query.device
+    page_stride, _, token_stride, _ = key_pages.stride()
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    few_tokens = {}
+    if tokens <= _FEW_TOKENS:
+        launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
+        few_tokens = {"tokens": tokens, "BLOCK_T": triton.next_power_of_2(tokens)}
+    else:
+        launch = _index_scores[(tokens, min(-(-_PROGRAMS_PER_SM * sms // tokens), scores.shape[1] // _KEYS_AT_ONCE))]
+    launch(
+        query,
+        weights,
+        key_pages,
+        plan.page_table,
+        plan.sequence,
+        plan.visible,
+        scores,
+        query.stride(0),
+        weights.stride(0),
+        plan.page_table.stride(0),
+        page_stride,
+        token_stride,
+        scores.stride(0),
+        k,
+        **few_tokens,
+        HEADS=heads,
+        BLOCK_H=max(triton.next_power_of_2(heads), 16),
+        D=dim,
+        BLOCK_D=max(triton.next_power_of_2(dim), 16),
+        PAGE=plan.page_size,
+        BLOCK=_KEYS_AT_ONCE,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would cut float32 to 10 bits
+        num_warps=4,
+        num_stages=3 if query.dtype.itemsize == 2 else 2,
+        **overlap_options(device),
+    )
+
+
+def blocks_per_row(rows: int, width: int, sms: int) -> int:
+    """How many blocks share a row of `width` scores: 2 or 4 where fewer cannot hold it and all rows find room at once.
+
+    The blocks of a row run within one group of SMs, so not every SM can have one of four: with 24 rows of 65,536 scores
+    nobody waits (17 us; 26 with two blocks each), with 32 some do (28 us; H200).
+    """
+    for blocks, room in ((4, sms * 3 // 4), (2, sms)):
+        if width > blocks // 2 * _SCORES_PER_BLOCK and blocks * rows <= room:
+            return blocks
+    return 1
+
+
+def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out` [T, k] with the positions of the k best of the first visible[t] scores [T, width] of each row."""
+    if out.device.type != "cuda":  # Triton is interpreted, and nothing interprets CUDA
+        out.copy_(select_top_reference(scores, visible, out.shape[1]))
+        return
+    cluster = 1
+    if torch.cuda.get_device_capability(out.device) >= (9, 0):
+        sms = torch.cuda.get_device_properties(out.device).multi_processor_count
+        cluster = blocks_per_row(len(out), scores.shape[1], sms)
+    constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
+    load_kernel("select_top.cu", "select_top", out.device, constants).launch(
+        scores.data_ptr(),
+        scores.stride(0),
+        visible.data_ptr(),
+        out.shape[1],
+        out.data_ptr(),
+        blocks=cluster * len(out),
+        threads=_SELECT_THREADS,
+        overlap_previous=True,
+    )
+
+
+def launch_position_rows(positions: torch.Tensor, plan: IndexPlan, rows: torch.Tensor) -> None:
+    """Fill `rows` [T, k]."""
+    tokens, k = positions.shape
+    _position_rows[(tokens, triton.cdiv(k, _POSITIONS_AT_ONCE))](
+        positions,
+        plan.page_table,
+        plan.sequence,
+        rows,
+        plan.page_table.stride(0),
+        positions.stride(0),
+        k,
+        PAGE=plan.page_size,
+        BLOCK=_POSITIONS_AT_ONCE,
+        num_warps=4,
+        **overlap_options(positions.device),
+    )

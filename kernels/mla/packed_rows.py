@@ -1,0 +1,97 @@
+"""Latent rows in about half the room: the latent in fp8 with a scale for every 128 elements, the rotated part in bf16.
+
+    packed   =  [fp8(c / s), s, k]                          with  c, k = a row's first R and last P elements
+    s        =  max |c| / 448  over each 128 elements       448 is the largest e4m3 number
+    unpacked =  [fp8 * s, k]
+
+In bytes: R of fp8 (e4m3), 4 for the float32 scale of every started 128 elements, 2 * P of bfloat16: 656 for R = 512 and
+P = 64, instead of 1152. Packed pages are uint8 [pages, page_size, bytes], rows contiguous, otherwise any strides.
+
+    unpack_rows(pages, rows)  =  what is packed in rows[t, j], for the j with rows[t, j] >= 0
+
+Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and where in it each row
+went, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. What was not asked for is left as it is.
+
+Floor: T * K packed rows read, T * K rows written.
+"""
+
+import torch
+
+from ..backends.dispatch import Impl, use_triton
+from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
+from .sparse_mla import sparse_mla
+
+_WORKSPACE_BYTES = 256 << 20
+"""Rows that sparse_mla_packed unpacks at a time."""
+
+
+def packed_bytes(kv_rank: int, rope_dim: int) -> int:
+    """Bytes of a packed row; raises ValueError where scales or what follows would not be aligned."""
+    if kv_rank % 4 or rope_dim % 2:
+        raise ValueError(f"a packed row has a multiple of 4 in fp8 and of 2 in bf16, got {kv_rank} and {rope_dim}")
+    return kv_rank + 4 * -(-kv_rank // GROUP) + 2 * rope_dim
+
+
+def pack_rows_reference(rows: torch.Tensor, kv_rank: int) -> torch.Tensor:
+    """uint8 [N, bytes] of rows [N, R + P]."""
+    latent, turned = rows[:, :kv_rank].float(), rows[:, kv_rank:].to(torch.bfloat16)
+    groups = torch.nn.functional.pad(latent, (0, -kv_rank % GROUP)).view(len(rows), -1, GROUP)
+    scales = (groups.abs().amax(dim=-1) / LARGEST).clamp_(min=SMALLEST_SCALE)
+    fp8 = (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1)[:, :kv_rank]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (fp8, scales, turned)], dim=1)
+
+
+def unpack_rows_reference(packed: torch.Tensor, kv_rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """[N, R + P] of uint8 [N, bytes]."""
+    scale_bytes = 4 * -(-kv_rank // GROUP)
+    fp8, scales, turned = torch.split_with_sizes(
+        packed, (kv_rank, scale_bytes, packed.shape[1] - kv_rank - scale_bytes), dim=1
+    )
+    latent = fp8.contiguous().view(torch.float8_e4m3fn).float()
+    latent *= scales.contiguous().view(torch.float32).repeat_interleave(GROUP, dim=1)[:, :kv_rank]
+    return torch.cat((latent.to(dtype), turned.contiguous().view(torch.bfloat16).to(dtype)), dim=1)
+
+
+def unpack_rows(
+    pages: torch.Tensor, rows: torch.Tensor, *, kv_rank: int, dtype: torch.dtype, impl: Impl = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unpacked rows and where they are; see the module docstring."""
+    page_size, row_bytes = pages.shape[1:]
+    rope_dim = (row_bytes - kv_rank - 4 * -(-kv_rank // GROUP)) // 2
+    if pages.dtype != torch.uint8 or rope_dim < 0 or packed_bytes(kv_rank, rope_dim) != row_bytes:
+        raise ValueError(f"{pages.dtype} pages {list(pages.shape)} do not hold packed rows of {kv_rank} in fp8")
+    if rows.ndim != 2 or rows.dtype != torch.int32:
+        raise ValueError(f"rows {rows.dtype} {list(rows.shape)} are not [tokens, k] of int32")
+    unpacked = torch.empty(rows.numel(), 1, kv_rank + rope_dim, dtype=dtype, device=pages.device)
+    if use_triton(impl, pages.device):
+        from .packed_rows_triton import launch_unpack_rows
+
+        places = torch.empty_like(rows)
+        launch_unpack_rows(pages, rows, unpacked, places, kv_rank)
+        return unpacked, places
+    chosen = rows.flatten()
+    real = chosen >= 0
+    chosen = chosen[real].long()
+    unpacked[real, 0] = unpack_rows_reference(pages[chosen // page_size, chosen % page_size], kv_rank, dtype)
+    numbers = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+    return unpacked, numbers.view(rows.shape).masked_fill_(rows < 0, -1)
+
+
+def sparse_mla_packed(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """sparse_mla.py over packed pages: rows are unpacked into a workspace first, for some tokens at a time."""
+    tokens, _, dim = query.shape
+    at_once = max(_WORKSPACE_BYTES // (max(rows.shape[1], 1) * dim * query.dtype.itemsize), 1)
+    parts = []
+    for first in range(0, tokens, at_once):
+        part = slice(first, first + at_once)
+        unpacked = unpack_rows(pages, rows[part], kv_rank=value_dim, dtype=query.dtype, impl=impl)
+        parts.append(sparse_mla(query[part], *unpacked, scale=scale, value_dim=value_dim, impl=impl))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

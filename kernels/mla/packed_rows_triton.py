@@ -1,0 +1,104 @@
+"""Triton kernels of packed_rows.py: a program unpacks a few rows; `store_packed` is for kernels that write them."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
+
+_ROWS_PER_PROGRAM = 8
+
+_GROUP = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def store_packed(place, latent, rotated1, rotated2, pair, KV: tl.constexpr, BLOCK_KV: tl.constexpr, HALF: tl.constexpr):
+    """Pack one row at `place`: latent [BLOCK_KV], zero from KV on, and the halves of the rotated part [BLOCK_HALF]."""
+    groups: tl.constexpr = (KV + _GROUP - 1) // _GROUP
+    blocks: tl.constexpr = (BLOCK_KV + _GROUP - 1) // _GROUP
+    values = tl.reshape(latent.to(tl.float32), [blocks, BLOCK_KV // blocks])
+    scale = tl.maximum(tl.max(tl.abs(values), 1) / _LARGEST, _SMALLEST_SCALE)
+    fp8 = (values / scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    column = tl.arange(0, BLOCK_KV)
+    tl.store(place + column, tl.reshape(fp8, [BLOCK_KV]), mask=column < KV)
+    group = tl.arange(0, blocks)
+    tl.store((place + KV).to(tl.pointer_type(tl.float32)) + group, scale, mask=group < groups)
+    turned = (place + KV + 4 * groups).to(tl.pointer_type(tl.bfloat16))
+    tl.store(turned + pair, rotated1.to(tl.bfloat16), mask=pair < HALF)
+    tl.store(turned + HALF + pair, rotated2.to(tl.bfloat16), mask=pair < HALF)
+
+
+@triton.jit
+def _unpack_rows(
+    pages_ptr,
+    rows_ptr,
+    out_ptr,
+    places_ptr,
+    num_rows,
+    k,
+    rows_stride,
+    page_stride,
+    slot_stride,
+    KV: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    groups: tl.constexpr = (KV + _GROUP - 1) // _GROUP
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(rows_ptr + (number // k).to(tl.int64) * rows_stride + number % k, mask=number < num_rows, other=-1)
+    exists = (row >= 0)[:, None]
+    tl.store(places_ptr + number, tl.where(row >= 0, number, -1), mask=number < num_rows)
+    row = tl.maximum(row, 0)
+    place = pages_ptr + (row // PAGE).to(tl.int64) * page_stride + (row % PAGE).to(tl.int64) * slot_stride
+    out = out_ptr + number.to(tl.int64)[:, None] * (KV + ROPE)
+    dtype = out_ptr.dtype.element_ty
+
+    column = tl.arange(0, BLOCK_KV)[None, :]
+    inside = exists & (column < KV)
+    fp8 = tl.load(place[:, None] + column, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+    scales = (place + KV).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales[:, None] + column // _GROUP, mask=inside, other=0.0)
+    tl.store(out + column, (fp8.to(tl.float32) * scale).to(dtype), mask=inside)
+
+    turning = tl.arange(0, BLOCK_ROPE)[None, :]
+    turned = (place + KV + 4 * groups).to(tl.pointer_type(tl.bfloat16))
+    kept = exists & (turning < ROPE)
+    tl.store(out + KV + turning, tl.load(turned[:, None] + turning, mask=kept, other=0.0).to(dtype), mask=kept)
+
+
+def launch_unpack_rows(
+    pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, places: torch.Tensor, kv_rank: int
+) -> None:
+    """Fill the rows of `out` that are asked for, and `places`."""
+    rope_dim = out.shape[2] - kv_rank
+    _unpack_rows[(triton.cdiv(rows.numel(), _ROWS_PER_PROGRAM),)](
+        pages,
+        rows,
+        out,
+        places,
+        rows.numel(),
+        rows.shape[1],
+        rows.stride(0),
+        pages.stride(0),
+        pages.stride(1),
+        KV=kv_rank,
+        BLOCK_KV=triton.next_power_of_2(kv_rank),
+        ROPE=rope_dim,
+        BLOCK_ROPE=triton.next_power_of_2(rope_dim),
+        PAGE=pages.shape[1],
+        ROWS=_ROWS_PER_PROGRAM,
+        num_warps=4,
+        **overlap_options(pages.device),
+    )

@@ -1,0 +1,221 @@
+"""What the DeepSeek-V3.2 and GLM DSA families have beyond a dense decoder, from config.json. No torch.
+
+Latent attention (MLA) over the rows that a lightning indexer selects, and mixtures of experts after the first layers.
+What transformers 5.17 computes is what is read here; whatever would change it is refused.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...configs.errors import StartupError
+from ..formats.json_fields import Json, integer, number
+from .sharding import Shard
+
+SPARSE_ATTENTION = "deepseek_sparse_attention"
+"""What `layer_types` calls every layer of these families."""
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Experts and their router. A token picks the best `groups_per_token` groups, then its experts among theirs."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_size: int  # the shared experts as the one MLP they add up to
+    num_groups: int
+    groups_per_token: int
+    normalised: bool  # the weights of a token's experts add up to `scale`
+    scale: float
+
+    def share(self, shard: Shard, hidden_size: int) -> tuple[range, int]:
+        """The experts that a rank holds, and how much of the width of each; raises StartupError when they cannot be
+        shared out so.
+        """
+        experts, size = range(self.num_experts), self.expert_size
+        if shard.whole_experts:
+            experts = shard.part("n_routed_experts", self.num_experts)
+        else:
+            size = len(shard.part("moe_intermediate_size", self.expert_size))
+        for name, count in (("hidden_size", hidden_size), ("a rank's share of moe_intermediate_size", size)):
+            if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
+                raise StartupError(f"{name} = {count} must be a multiple of 8")
+        return experts, size
+
+    def shared_share(self, shard: Shard) -> int:
+        """How much of the width of the shared experts a rank holds; raises StartupError."""
+        return len(shard.part("shared experts' width", self.shared_size))
+
+
+@dataclass(frozen=True)
+class DsaConfig:
+    """Attention in the latent space and the choice of what it sees.
+
+    A query head has `nope_dim` dimensions without position and `rope_dim` with one. Layers that are not `indexed`
+    attend to what the indexed layer before them has selected; those that are not `mixed` have a dense MLP.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    index_interleaved: bool  # the indexer rotates pairs of neighbours, not the two halves
+    indexed: tuple[bool, ...]
+    mixed: tuple[bool, ...]
+    moe: MoeConfig
+    weight_block: tuple[int, int] | None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
+
+    @property
+    def latent_dim(self) -> int:
+        """Of a row in the cache: the normed latent, then the rotated part of the key."""
+        return self.kv_rank + self.rope_dim
+
+    def active_parameters(self, hidden_size: int, intermediate_size: int, num_heads: int) -> int:
+        """Weights of all layers that one token is multiplied with."""
+        queries = self.q_rank * (hidden_size + num_heads * (self.nope_dim + self.rope_dim))
+        keys = hidden_size * self.latent_dim + num_heads * self.kv_rank * (self.nope_dim + self.value_dim)
+        output = num_heads * self.value_dim * hidden_size
+        indexer = self.index_dim * (self.q_rank * self.index_heads + hidden_size) + hidden_size * self.index_heads
+        experts = self.moe.experts_per_token * self.moe.expert_size + self.moe.shared_size
+        mlps = sum(experts if mixed else intermediate_size for mixed in self.mixed)
+        return len(self.mixed) * (queries + keys + output) + sum(self.indexed) * indexer + 3 * hidden_size * mlps
+
+    def stage_layers(self, shard: Shard) -> range:
+        """Global layers of a stage: an even cut, moved so that no layer is parted from the one whose selection it uses.
+
+        Raises StartupError when there are fewer such groups of layers than stages.
+        """
+        num_layers = len(self.indexed)
+        starts = [layer for layer, indexed in enumerate(self.indexed) if indexed]
+        if shard.stages > len(starts):
+            raise StartupError(
+                f"pp = {shard.stages} stages for a model whose {num_layers} layers share {len(starts)} indexers: "
+                f"give at most {len(starts)}"
+            )
+        cuts, group = [0], 0
+        for stage in range(1, shard.stages):
+            even = Shard(stage=stage, stages=shard.stages).layers(num_layers).start
+            # every stage before has at least one group, and one is left for each that follows
+            possible = range(group + 1, len(starts) - (shard.stages - stage) + 1)
+            group = min(possible, key=lambda candidate: abs(starts[candidate] - even))
+            cuts.append(starts[group])
+        cuts.append(num_layers)
+        return range(cuts[shard.stage], cuts[shard.stage + 1])
+
+    def stage_indexers(self, shard: Shard) -> range:
+        """The indexers of a stage, at least one. They are counted over the whole model, so that a number means the same
+        in every split.
+        """
+        layers = self.stage_layers(shard)
+        return range(sum(self.indexed[: layers.start]), sum(self.indexed[: layers.stop]))
+
+
+def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, glm: bool) -> DsaConfig:
+    """The fields of a `deepseek_v32` or `glm_moe_dsa` config.json; raises StartupError."""
+    _refuse_unsupported(path, raw, num_heads)
+    config = DsaConfig(
+        q_rank=integer(path, raw, "q_lora_rank"),
+        kv_rank=integer(path, raw, "kv_lora_rank"),
+        nope_dim=integer(path, raw, "qk_nope_head_dim"),
+        rope_dim=integer(path, raw, "qk_rope_head_dim"),
+        value_dim=integer(path, raw, "v_head_dim"),
+        index_heads=integer(path, raw, "index_n_heads"),
+        index_dim=integer(path, raw, "index_head_dim"),
+        index_topk=integer(path, raw, "index_topk"),
+        index_interleaved=bool(raw.get("indexer_rope_interleave", glm)),
+        indexed=_indexed_layers(path, raw, num_layers) if glm else (True,) * num_layers,
+        mixed=_mixed_layers(path, raw, num_layers),
+        moe=_moe(path, raw),
+        weight_block=_weight_block(path, raw),
+    )
+    if config.rope_dim % 2 or config.rope_dim > config.index_dim:
+        raise StartupError(
+            f"{path}: qk_rope_head_dim = {config.rope_dim} must be even and at most index_head_dim = {config.index_dim}"
+        )
+    return config
+
+
+def _refuse_unsupported(path: Path, raw: Json, num_heads: int) -> None:
+    for key, supported in (
+        ("attention_bias", False),
+        ("tie_word_embeddings", False),
+        ("rope_interleave", True),
+        ("num_key_value_heads", num_heads),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        value = raw.get(key)
+        if value is not None and value != supported:
+            raise StartupError(f"{path}: {key} {value!r} is not supported; supported is {supported!r}")
+
+
+def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
+    """`indexer_types`, or the pattern that abbreviates it, or a schedule of period and offset: GLM's ways to say it."""
+    kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
+    if kinds is None:
+        period = max(integer(path, raw, "index_topk_freq", 1, least=0), 1)
+        offset = integer(path, raw, "index_skip_topk_offset", 2, least=0)
+        kinds = ["full" if max(layer - offset + 1, 0) % period == 0 else "shared" for layer in range(num_layers)]
+    indexed = tuple(_INDEXER_KINDS.get(kind) for kind in kinds)
+    if len(indexed) != num_layers or None in indexed or not indexed[0]:
+        raise StartupError(
+            f"{path}: indexer_types must say 'full' or 'shared' for each of {num_layers} layers, the first one 'full', "
+            f"got {kinds!r}"
+        )
+    return tuple(kind is True for kind in indexed)
+
+
+_INDEXER_KINDS = {"full": True, "shared": False, "F": True, "S": False}
+
+
+def _mixed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        dense = integer(path, raw, "first_k_dense_replace", 3, least=0)
+        return tuple(layer >= dense for layer in range(num_layers))
+    if len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise StartupError(
+            f"{path}: mlp_layer_types must say 'dense' or 'sparse' for each of {num_layers} layers, got {kinds!r}"
+        )
+    return tuple(kind == "sparse" for kind in kinds)
+
+
+def _moe(path: Path, raw: Json) -> MoeConfig:
+    size = integer(path, raw, "moe_intermediate_size")
+    moe = MoeConfig(
+        num_experts=integer(path, raw, "n_routed_experts"),
+        experts_per_token=integer(path, raw, "num_experts_per_tok"),
+        expert_size=size,
+        shared_size=size * integer(path, raw, "n_shared_experts"),
+        num_groups=integer(path, raw, "n_group", 1),
+        groups_per_token=integer(path, raw, "topk_group", 1),
+        normalised=bool(raw.get("norm_topk_prob", True)),
+        scale=number(path, raw, "routed_scaling_factor", 1.0),
+    )
+    group_size, rest = divmod(moe.num_experts, moe.num_groups)
+    if rest or group_size < 2 or not moe.experts_per_token <= moe.groups_per_token * group_size <= moe.num_experts:
+        raise StartupError(
+            f"{path}: num_experts_per_tok = {moe.experts_per_token} in topk_group = {moe.groups_per_token} of "
+            f"n_group = {moe.num_groups} groups of n_routed_experts = {moe.num_experts}: groups must be equal, "
+            "of two experts or more, and enough"
+        )
+    return moe
+
+
+def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
+    quantization: Json | None = raw.get("quantization_config")
+    if not quantization:
+        return None
+    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+    match block:
+        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+            return rows, columns
+    raise StartupError(
+        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
+        "supported are fp8 with a weight_block_size of rows and columns"
+    )

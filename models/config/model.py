@@ -1,0 +1,373 @@
+"""What a checkpoint says about its model, as one value, from config.json or from GGUF metadata. No torch.
+
+Served are dense decoders of the Llama and Qwen families with full attention, and the sparse ones of DeepSeek-V3.2 and
+GLM (dsa_config.py). Whatever changes the result and is not implemented (sliding windows, other rope kinds, quantised
+safetensors) is refused here, before any weight is read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from ...configs.errors import StartupError
+from ..formats.gguf_file import GgufFile
+from ..formats.json_fields import Json, integer, number, read_json
+from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
+from .sharding import Shard
+
+DenseArchitecture = Literal["llama", "qwen2", "qwen3"]
+SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+Architecture = DenseArchitecture | SparseArchitecture
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+}
+_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_DEFAULT_CONTEXT: dict[Architecture, int] = {
+    "llama": 2048,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "deepseek_v32": 163840,
+    "glm_moe_dsa": 202752,
+}
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. Which fields count depends on `kind`; they are named as in Hugging Face's `rope_parameters`.
+
+    `factors` (from GGUF files) divides each inverse frequency by its own number. `dynamic` grows the base beyond the
+    context length only; requests end there, so within it the kind is the same as `default`.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = _DEFAULT_THETA
+    factor: float = 1.0
+    original_context_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder and how its checkpoint ends a text. `eos_token_ids` joins config and generation config.
+
+    Sparse models have `dsa`; their KV heads are the one latent row that all query heads share, `head_dim` is its width.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: DtypeName
+    eos_token_ids: tuple[int, ...]
+    dsa: DsaConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.dsa is None else self.dsa.rope_dim
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights of all layers that one token is multiplied with: of a mixture of experts, those that it picks."""
+        if self.dsa is not None:
+            return self.dsa.active_parameters(self.hidden_size, self.intermediate_size, self.num_heads)
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def stage_layers(self, shard: Shard) -> range:
+        """Global layers of a stage; raises StartupError when there are too many stages."""
+        return shard.layers(self.num_layers) if self.dsa is None else self.dsa.stage_layers(shard)
+
+    def check_shares(self, shard: Shard) -> None:
+        """Raise StartupError unless tensor-parallel ranks can share this model out so."""
+        shard.part("num_attention_heads", self.num_heads)
+        dsa = self.dsa
+        if dsa is None:
+            shard.kv_heads(self.num_kv_heads)
+        elif any(dsa.mixed):
+            dsa.moe.share(shard, self.hidden_size)
+            dsa.moe.shared_share(shard)
+        if dsa is None or not all(dsa.mixed):
+            shard.part("intermediate_size", self.intermediate_size)
+
+
+def read_hf_config(directory: Path) -> ModelConfig:
+    """Parse config.json and generation_config.json of a Hugging Face directory; raises StartupError."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    architecture = _hf_architecture(path, raw)
+    if architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
+        return _sparse_config(path, raw, architecture)
+    return _dense_config(path, raw, architecture)
+
+
+def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise StartupError(f"{path}: quantised weights ({method}) are not supported; give an unquantised checkpoint")
+    _refuse_unsupported(path, raw, "full_attention")
+    heads = integer(path, raw, "num_attention_heads")
+    hidden = integer(path, raw, "hidden_size")
+    kv_heads = integer(path, raw, "num_key_value_heads", heads)
+    _check_heads(path, heads, kv_heads)
+    max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    attention_bias = bool(raw.get("attention_bias", False))
+    rope = _hf_rope(path, raw, max_positions)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=integer(path, raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(path, raw, "intermediate_size"),
+        num_layers=integer(path, raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        context_length=_context_length(rope, max_positions),
+        norm_eps=number(path, raw, "rms_norm_eps", 1e-6),
+        rope=rope,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "qwen2" or attention_bias,
+        o_bias=architecture != "qwen2" and attention_bias,
+        mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "qwen3",
+        dtype=_hf_dtype(path, raw),
+        eos_token_ids=_hf_eos(path.parent, raw),
+    )
+
+
+def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> ModelConfig:
+    _refuse_unsupported(path, raw, SPARSE_ATTENTION)
+    heads = integer(path, raw, "num_attention_heads")
+    num_layers = integer(path, raw, "num_hidden_layers")
+    max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    rope = _hf_rope(path, raw, max_positions)
+    if rope.kind not in ("default", "yarn"):
+        raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
+    dsa = read_dsa_config(path, raw, num_layers=num_layers, num_heads=heads, glm=architecture == "glm_moe_dsa")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=integer(path, raw, "vocab_size"),
+        hidden_size=integer(path, raw, "hidden_size"),
+        intermediate_size=integer(path, raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=dsa.latent_dim,
+        context_length=_context_length(rope, max_positions),
+        norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "glm_moe_dsa" else 1e-6),
+        rope=rope,
+        tied_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        dtype=_hf_dtype(path, raw),
+        eos_token_ids=_hf_eos(path.parent, raw),
+        dsa=dsa,
+    )
+
+
+def read_gguf_config(file: GgufFile) -> ModelConfig:
+    """Parse the metadata of a GGUF file; raises StartupError. Biases and tying show in which tensors there are."""
+    path, raw, tensors = file.path, file.metadata, file.tensors
+    if file.architecture not in _GGUF_ARCHITECTURES:
+        raise _unsupported_architecture(path, file.architecture)
+    architecture = cast(DenseArchitecture, file.architecture)
+    if raw.get("split.count", 1) not in (0, 1):
+        raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
+
+    def field(key: str, default: int | None = None) -> int:
+        return integer(path, raw, f"{architecture}.{key}", default)
+
+    hidden, heads = field("embedding_length"), field("attention.head_count")
+    kv_heads = field("attention.head_count_kv", heads)
+    _check_heads(path, heads, kv_heads)
+    head_dim = field("attention.key_length", hidden // heads)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
+    rope = _gguf_rope(file, architecture, head_dim)
+    eos_ids = {raw[key] for key in _GGUF_EOS_KEYS if isinstance(raw.get(key), int)}
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        intermediate_size=field("feed_forward_length"),
+        num_layers=field("block_count"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=_context_length(rope, field("context_length")),
+        norm_eps=number(path, raw, f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6),
+        rope=rope,
+        tied_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm=architecture == "qwen3",
+        dtype=_GGUF_DTYPES.get(embedding.type_name, "bfloat16"),
+        eos_token_ids=tuple(sorted(cast("set[int]", eos_ids))),
+    )
+
+
+# What unquantised files are stored in. Quantised ones hold no such type; bfloat16 has the range for any of them.
+_GGUF_DTYPES: dict[str, DtypeName] = {"F32": "float32", "F16": "float16"}
+_GGUF_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+def _hf_architecture(path: Path, raw: Json) -> Architecture:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if not names and raw.get("model_type") in ARCHITECTURES.values():
+        return cast(Architecture, raw["model_type"])
+    raise _unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
+
+
+def _unsupported_architecture(path: Path, found: str) -> StartupError:
+    return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise StartupError(
+            f"{path}: the number of query heads ({heads}) is not a multiple of the KV heads ({kv_heads})"
+        )
+
+
+def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
+    """`attention` is the only kind of layer that the architecture may have."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
+    layer_types = raw.get("layer_types")
+    if layer_types is not None:
+        other = sorted(set(layer_types) - {attention})
+        if other:
+            raise StartupError(f"{path}: layer_types has {other[0]}; only {attention} is supported")
+    elif raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
+        first = integer(path, raw, "max_window_layers", 28)
+        if first < integer(path, raw, "num_hidden_layers"):
+            raise StartupError(
+                f"{path}: use_sliding_window is on with a window of {raw['sliding_window']} from layer {first}; "
+                "only full attention is supported"
+            )
+
+
+def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
+    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
+    rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", _DEFAULT_THETA))
+    rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotary_share not in (None, 1, 1.0):
+        raise StartupError(f"{path}: partial_rotary_factor {rotary_share} is not supported; supported is 1")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    original_length = max_positions if original is None else int(original)
+    if kind in ("default", None):
+        return RopeConfig(theta=theta)
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(kind=kind, theta=theta, factor=number(path, rope, "factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            kind="llama3",
+            theta=theta,
+            factor=number(path, rope, "factor"),
+            original_context_length=original_length,
+            low_freq_factor=number(path, rope, "low_freq_factor"),
+            high_freq_factor=number(path, rope, "high_freq_factor"),
+        )
+    if kind == "yarn":
+        return RopeConfig(
+            kind="yarn",
+            theta=theta,
+            factor=number(path, rope, "factor", max_positions / original_length),
+            original_context_length=original_length,
+            attention_factor=rope.get("attention_factor"),
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+            mscale=rope.get("mscale"),
+            mscale_all_dim=rope.get("mscale_all_dim"),
+            truncate=bool(rope.get("truncate", True)),
+        )
+    raise StartupError(
+        f"{path}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _gguf_rope(file: GgufFile, architecture: Architecture, head_dim: int) -> RopeConfig:
+    path, raw = file.path, file.metadata
+    prefix = f"{architecture}.rope"
+    theta = number(path, raw, f"{prefix}.freq_base", _DEFAULT_THETA)
+    rotary_dim = integer(path, raw, f"{prefix}.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise StartupError(f"{path}: {prefix}.dimension_count is {rotary_dim}; supported is the head size, {head_dim}")
+    if (table := file.tensors.get("rope_freqs.weight")) is not None:  # how llama3 scaling is stored
+        values = np.concatenate([rows.ravel() for _, rows in file.read_rows(table)])
+        if values.shape != (head_dim // 2,):
+            raise StartupError(f"{path}: tensor 'rope_freqs.weight' has {values.size} values, expected {head_dim // 2}")
+        return RopeConfig(kind="factors", theta=theta, factors=tuple(values.tolist()))
+    kind = raw.get(f"{prefix}.scaling.type", "none")
+    if kind == "none":
+        return RopeConfig(theta=theta)
+    factor = number(path, raw, f"{prefix}.scaling.factor")
+    if kind == "linear":
+        return RopeConfig(kind="linear", theta=theta, factor=factor)
+    if kind == "yarn":
+        original = integer(path, raw, f"{prefix}.scaling.original_context_length")
+        return RopeConfig(kind="yarn", theta=theta, factor=factor, original_context_length=original)
+    raise StartupError(f"{path}: {prefix}.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+
+
+def _context_length(rope: RopeConfig, max_positions: int) -> int:
+    """Yarn checkpoints often keep the length they were trained with in max_position_embeddings."""
+    if rope.kind == "yarn" and rope.original_context_length is not None:
+        return max(max_positions, int(rope.original_context_length * rope.factor))
+    return max_positions
+
+
+def _hf_dtype(path: Path, raw: Json) -> DtypeName:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise StartupError(f"{path}: dtype {name} is not supported; supported are float32, bfloat16, float16")
+    return cast(DtypeName, name)
+
+
+def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    ids: set[int] = set()
+    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+    return tuple(sorted(ids))

@@ -1,0 +1,118 @@
+"""The forward pass of a dense Llama, Qwen2 or Qwen3 decoder over a paged KV cache: one rank's share of it.
+
+The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree with it in every
+dtype: norms in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several
+ranks add up parts of a sum, each rounded; in float32 that changes the last digits only.
+"""
+
+import torch
+
+from ...kernels.attention.paged_attention import paged_attention
+from ...kernels.attention.rope_kv_write import rope_kv_write
+from ...kernels.linear.linear import gated_linear, linear
+from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
+from ...memory.kv_pool import KvCache, KvPool
+from ..layers.batch import ForwardBatch
+from ..layers.parallel import ALONE, Parallel
+from ..layers.rope import Rotary
+from ..layers.vocabulary import Vocabulary
+from .dense_parameters import DecoderParameters
+
+
+class Decoder:
+    """Weights and the arithmetic over them; holds no state of any sequence.
+
+    Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and its token ids. After
+    each layer all have the same hidden state.
+    """
+
+    def __init__(
+        self, parameters: DecoderParameters, parallel: Parallel = ALONE, *, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        """KV is kept in `kv_dtype`, or as it is computed."""
+        self.parameters = parameters
+        self.config = parameters.config
+        self._kv_dtype = kv_dtype or parameters.dtype
+        self._sum_over_ranks = parallel.all_reduce
+        self._vocabulary = Vocabulary(
+            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
+        )
+        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._scale = self.config.head_dim**-0.5
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of KV that one token takes on this rank."""
+        parameters = self.parameters
+        rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
+        return rows * self.config.head_dim * self._kv_dtype.itemsize
+
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache:
+        """A KV cache of this rank's layers and heads: a single pool."""
+        parameters = self.parameters
+        return KvCache(
+            KvPool(
+                num_pages=num_pages,
+                num_layers=len(parameters.layer_range),
+                num_heads=len(parameters.kv_heads),
+                page_size=page_size,
+                head_dim=self.config.head_dim,
+                dtype=self._kv_dtype,
+                device=parameters.device,
+                first_layer=parameters.layer_range.start,
+                first_head=parameters.kv_heads.start,
+            )
+        )
+
+    def hidden(
+        self,
+        batch: ForwardBatch,
+        cache: KvCache,
+        *,
+        hidden: torch.Tensor | None = None,
+        live_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the KV of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]: for
+        `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
+
+        `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
+        nothing, and what is returned for them means nothing.
+        """
+        layers, eps = self.parameters.layers, self.config.norm_eps
+        (pool,), plan, sum_over_ranks = cache.pools, batch.attention, self._sum_over_ranks
+        assert plan is not None, "batches of dense models have a plan of their attention"
+        if hidden is None:
+            hidden = self._vocabulary.embed(batch.token_ids)
+        cos, signed_sin = self._rotary.cos_sin(batch.positions)
+        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            key_pages, value_pages = pool.layer(index)  # as the pool, `index` counts the layers of this rank
+            query = rope_kv_write(
+                qkv,
+                cos,
+                signed_sin,
+                key_pages,
+                value_pages,
+                batch.page_ids,
+                batch.offsets,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+                live_rows=live_rows,
+            )
+            attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale)
+            attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
+            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            gated = gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            update = sum_over_ranks(linear(gated, layer.down, layer.down_bias))
+            if index + 1 < len(layers):
+                hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+        return hidden + update
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` where given.
+
+        Called by all ranks of the last stage; None on all but the first of them.
+        """
+        return self._vocabulary.logits(hidden, out)

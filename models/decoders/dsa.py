@@ -1,0 +1,234 @@
+"""The forward pass of a DeepSeek-V3.2 or GLM DSA decoder over a paged cache: one rank's share of it.
+
+The arithmetic is that of transformers 5.17, except that attention stays in the latent space (mla.py) and reads only the
+rows that are selected. Prompts, chunks of them and single tokens are the same thing: every token has its own selection
+among the tokens up to itself.
+"""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from ...configs.errors import StartupError
+from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
+from ...kernels.mla.index_plan import IndexPlan
+from ...kernels.mla.index_topk import index_topk
+from ...kernels.mla.key_write import KeyWrite
+from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
+from ...kernels.mla.sparse_mla import sparse_mla
+from ...memory.hisparse.cache import HiSparseCache
+from ...memory.hisparse.shared_pool import Lots
+from ...memory.kv_pool import KvCache, KvPool, zeroed
+from ..config.sharding import Shard
+from ..layers.batch import ForwardBatch
+from ..layers.hot_rows import HotLatentRows, all_resident
+from ..layers.indexer import IndexerParameters, index_weights
+from ..layers.latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
+from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
+from ..layers.moe import MlpParameters, MoeParameters, mixture, mlp
+from ..layers.parallel import ALONE, Parallel
+from ..layers.rope import Rotary, score_factor
+from ..layers.vocabulary import Vocabulary
+from .dsa_parameters import DsaParameters
+
+
+class DsaDecoder:
+    """Weights and the arithmetic over them; holds no state of any sequence.
+
+    A cache has two pools, the same on every tensor-parallel rank: the "latent" rows of the stage's layers, and the keys
+    of its indexers. A layer and those after it that share its selection are an index group, and have one set of keys.
+    """
+
+    def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
+        """Latent rows are kept in the weights' dtype, or `packed` (kernels/mla/packed_rows.py). Raises StartupError for
+        a geometry that cannot be packed.
+        """
+        assert parameters.config.dsa is not None
+        if packed and parameters.config.dsa.kv_rank % 4:
+            raise StartupError(
+                f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, got {parameters.config.dsa.kv_rank}"
+            )
+        self.parameters = parameters
+        self.config = parameters.config
+        self._dsa = parameters.config.dsa
+        self._packed = packed
+        self._parallel = parallel
+        self._vocabulary = Vocabulary(
+            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
+        )
+        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._groups = [at - 1 for at in accumulate(layer.indexer is not None for layer in parameters.layers)]
+        """The index group of each layer of this rank."""
+        self._scale = (self._dsa.nope_dim + self._dsa.rope_dim) ** -0.5 * score_factor(self.config.rope)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of both pools that one token takes on this rank."""
+        return sum(self._token_bytes(plane, self.parameters.shard) for plane in ("latent", "indexer"))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be part of a CUDA graph: torch multiplies groups of rows without waiting for the device in
+        bfloat16 only (moe.py).
+        """
+        has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
+        return self.parameters.dtype == torch.bfloat16 or not has_experts
+
+    def make_cache(self, num_pages: int, page_size: int) -> KvCache:
+        """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
+        return KvCache(self._pool("latent", num_pages, page_size), self._pool("indexer", num_pages, page_size))
+
+    def make_hisparse_cache(
+        self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
+    ) -> HiSparseCache:
+        """A cache whose latent rows are in host memory, with `hot_pages` pages of hot ones for up to `slots` requests
+        of `max_context` tokens, `hot_rows` rows each, and as many more as lie over the keys
+        (memory/hisparse/shared_pool.py). Raises StartupError for sizes that do not go together.
+        """
+        shard = self.parameters.shard
+        of_stages = [self._lots(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
+        all_hot_pages = of_stages[shard.stage].covered + hot_pages
+        host = self._pool("latent", num_pages, page_size, in_host_memory=True)
+        memory = zeroed(all_hot_pages * host.page_bytes, self.parameters.device)
+        return HiSparseCache(
+            host,
+            self._pool("indexer", num_pages, page_size, memory=memory),
+            self._pool("latent", all_hot_pages, page_size, memory=memory),
+            slots=slots,
+            hot_rows=hot_rows,
+            max_context=max_context,
+            top_k=self._dsa.index_topk,
+            groups=self._groups,
+            lots=Lots.agreed(of_stages),
+        )
+
+    def _pool(
+        self,
+        plane: str,
+        num_pages: int,
+        page_size: int,
+        *,
+        in_host_memory: bool = False,
+        memory: torch.Tensor | None = None,
+    ) -> KvPool:
+        layers = self._layers(plane, self.parameters.shard)
+        row_size, dtype = self._row(plane)
+        return KvPool(
+            num_pages=num_pages,
+            num_layers=len(layers),
+            first_layer=layers.start,
+            num_heads=1,
+            page_size=page_size,
+            head_dim=row_size,
+            dtype=dtype,
+            device=torch.device("cpu") if in_host_memory else self.parameters.device,
+            planes=(plane,),
+            pinned=in_host_memory and self.parameters.device.type == "cuda",
+            memory=memory,
+        )
+
+    def _lots(self, num_pages: int, shard: Shard) -> Lots:
+        """How pages of keys and hot pages, of as many tokens each, overlap on a rank of this server."""
+        return Lots.of(
+            num_pages,
+            kv_page_bytes=self._token_bytes("indexer", shard),
+            hot_page_bytes=self._token_bytes("latent", shard),
+        )
+
+    def _token_bytes(self, plane: str, shard: Shard) -> int:
+        row_size, dtype = self._row(plane)
+        return len(self._layers(plane, shard)) * row_size * dtype.itemsize
+
+    def _layers(self, plane: str, shard: Shard) -> range:
+        """What a rank holds of a plane: layers of the model, or indexers."""
+        return self._dsa.stage_indexers(shard) if plane == "indexer" else self._dsa.stage_layers(shard)
+
+    def _row(self, plane: str) -> tuple[int, torch.dtype]:
+        """Elements of a token's row in one layer, and their dtype."""
+        if plane == "indexer":
+            return self._dsa.index_dim, self.parameters.dtype
+        if self._packed:
+            return packed_bytes(self._dsa.kv_rank, self._dsa.rope_dim), torch.uint8
+        return self._dsa.latent_dim, self.parameters.dtype
+
+    def hidden(
+        self,
+        batch: ForwardBatch,
+        cache: KvCache,
+        *,
+        hidden: torch.Tensor | None = None,
+        live_rows: torch.Tensor | None = None,
+        plan: IndexPlan | None = None,
+        rows: LatentRows | None = None,
+    ) -> torch.Tensor:
+        """Write the rows and keys of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]:
+        for `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
+
+        `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
+        nothing, and what is returned for them means nothing. `plan` is that of a batch without slices, in a CUDA graph.
+        Latent rows are where `rows` has them, by default where `cache` does: in its pages, or in hot buffers.
+        """
+        latent_pool, index_pool = cache.pools
+        plan = plan or _plan(batch, cache.page_size)
+        new_rows = new_token_rows(batch, cache.page_size, live_rows)
+        if rows is None and isinstance(cache, HiSparseCache):
+            assert batch.hot_slots is not None, "a sequence over a HiSparse cache has a hot slot"
+            resident = batch.all_resident or all_resident(cache, batch.slices)
+            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots, all_resident=resident)
+        elif rows is None:
+            rows = PagedLatentRows(latent_pool, plan, new_rows)
+        if hidden is None:
+            hidden = self._vocabulary.embed(batch.token_ids)
+        dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
+        layers, eps = self.parameters.layers, self.config.norm_eps
+        attend = sparse_mla_packed if self._packed else sparse_mla
+        sum_over_ranks = self._parallel.all_reduce
+        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):  # as in the latent pool, `index` counts the layers of this rank
+            (key_pages,) = index_pool.layer(self._groups[index])
+            key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
+            compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
+            to_expand = compressed, layer.attention, dsa, *cos_sin
+            if layer.indexer is None:
+                query = expand_head_queries(*to_expand)
+            else:
+                weights = index_weights(normed, layer.indexer)
+                if rows.fetches:  # attention's queries are made while rows are on their way
+                    index_query = expand_index_queries(*to_expand)
+                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+                    query = expand_head_queries(*to_expand)
+                else:
+                    query, index_query = expand_queries(*to_expand)
+                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+            attended = attend(query, *rows.selected(index), scale=self._scale, value_dim=dsa.kv_rank)
+            attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
+            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            if isinstance(layer.mlp, MlpParameters):
+                update = sum_over_ranks(mlp(normed, layer.mlp))
+            else:
+                update = sum_over_ranks(mixture(normed, layer.mlp, dsa.moe))
+            if index + 1 < len(layers):
+                hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+        rows.finish()
+        return hidden + update
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Float32 logits [N, vocab] of any rows of `hidden`, as vocabulary.py has it."""
+        return self._vocabulary.logits(hidden, out)
+
+    def _key_write(self, indexer: IndexerParameters | None, places: RowPlaces) -> KeyWrite | None:
+        if indexer is None:
+            return None
+        return KeyWrite(indexer.key_norm, indexer.key_norm_bias, *places, self._dsa.index_interleaved)
+
+
+def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:
+    """What the tokens of a batch see."""
+    return IndexPlan.build(
+        [len(piece.token_ids) for piece in batch.slices],
+        [piece.end for piece in batch.slices],
+        [piece.pages for piece in batch.slices],
+        page_size=page_size,
+        device=batch.token_ids.device,
+    )

@@ -1,0 +1,46 @@
+"""Fields of a JSON object in a file, checked one by one as they are taken out. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...configs.errors import StartupError
+
+# Values have any type until one of the functions below has looked at them.
+Json = dict[str, Any]
+
+
+def read_json(path: Path) -> Json:
+    """The object in a file; raises StartupError when there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise StartupError(f"{path}: expected a JSON object")
+    return value
+
+
+def integer(path: Path, raw: Json, key: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number of at least `least`; raises StartupError naming the field."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise StartupError(f"{path}: {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise StartupError(f"{path}: {key} must be {expected}, got {value!r}")
+    return value
+
+
+def number(path: Path, raw: Json, key: str, default: float | None = None) -> float:
+    """A number above zero; raises StartupError naming the field."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise StartupError(f"{path}: {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise StartupError(f"{path}: {key} must be a positive number, got {value!r}")
+    return float(value)

@@ -1,0 +1,103 @@
+"""The decode step of a dense decoder as a CUDA graph has it: how attention is cut changes from step to step."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from ...kernels.attention.attention_plan import WorkPlan, cut_decode, num_pieces
+from ...memory.kv_pool import KvCache
+from ..decoders.dense import Decoder
+from ..layers.batch import ForwardBatch, SequenceSlice
+from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
+
+
+class DenseStep:
+    """Steps of a dense decoder over one cache; see graphs.GraphedStep."""
+
+    kinds = 1
+
+    def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        (self._pool,) = cache.pools
+        device = cache.device
+        self._inputs = InputBuffer(
+            {
+                "live_rows": 1,
+                **dict.fromkeys(TOKEN_SECTIONS, max_batch),
+                "kv_lens": max_batch,
+                "page_starts": max_batch,
+                "piece_starts": max_batch + 1,
+                "pieces": 4 * num_pieces(max_batch, self._pool.num_heads, device),
+                "pages": max_batch * max_pages,
+            },
+            device,
+        )
+        self._known = [KnownPages() for _ in range(max_batch)]
+        """The pages of each row of the last step."""
+        self._ones = torch.ones(max_batch, dtype=torch.int32, device=device)
+        self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
+        self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
+
+    def token_ids(self, size: int) -> torch.Tensor:
+        return self._inputs.device["token_ids"][:size]
+
+    def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
+        return self._decoder.hidden(self._batch(size), self._cache, live_rows=self._inputs.device["live_rows"])
+
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
+        """Padded rows have no keys, so no piece."""
+        host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
+        used = pages_in_use(slices, page_size)
+        for known, piece, count in zip(self._known, slices, used, strict=False):
+            known.update(piece.pages, count)
+        pages = np.concatenate([KnownPages.NONE, *(known.array for known in self._known[:live])])
+        kv_lens = np.zeros(size, dtype=np.int32)
+        kv_lens[:live] = [piece.end for piece in slices]
+        pieces, piece_starts = cut_decode(kv_lens, num_pieces(size, self._pool.num_heads, self._cache.device))
+
+        self._inputs.wait()
+        host["live_rows"][0] = live
+        fill_tokens(host, slices, size, page_size)
+        host["kv_lens"][:size] = kv_lens
+        host["page_starts"][:live] = list(accumulate(used, initial=0))[:live]
+        host["page_starts"][live:size] = 0
+        host["piece_starts"][: size + 1] = piece_starts
+        table = host["pieces"].reshape(4, -1)
+        table[:, : pieces.shape[1]] = pieces
+        table[:, pieces.shape[1] :] = 0
+        host["pages"][: len(pages)] = pages
+        self._inputs.upload(len(pages))
+        return 0
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows as a batch of single tokens."""
+        parts = self._inputs.device
+        pieces = parts["pieces"].view(4, -1)[:, : num_pieces(size, self._pool.num_heads, self._cache.device)]
+        plan = WorkPlan(
+            tokens=size,
+            page_size=self._pool.page_size,
+            num_kv_heads=self._pool.num_heads,
+            pages=parts["pages"],
+            page_starts=parts["page_starts"][:size],
+            kv_lens=parts["kv_lens"][:size],
+            query_lens=self._ones[:size],
+            row_starts=self._rows[:size],
+            pieces=pieces,
+            piece_starts=parts["piece_starts"][: size + 1],
+            tiles=self._none,
+            copied_tokens=0,
+            copies=self._none,
+            copy_starts=self._rows[:size],
+        )
+        return ForwardBatch(
+            slices=(),
+            token_ids=parts["token_ids"][:size],
+            positions=parts["positions"][:size],
+            page_ids=parts["page_ids"][:size],
+            offsets=parts["offsets"][:size],
+            last_rows=None,
+            attention=plan,
+        )

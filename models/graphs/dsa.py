@@ -1,0 +1,86 @@
+"""The decode step of a sparse-attention decoder as a CUDA graph has it: the page table changes from step to step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.mla.index_plan import IndexPlan
+from ...memory.hisparse.cache import HiSparseCache
+from ...memory.kv_pool import KvCache
+from ..decoders.dsa import DsaDecoder
+from ..layers.batch import ForwardBatch, SequenceSlice
+from ..layers.hot_rows import all_resident
+from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
+
+
+class DsaStep:
+    """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see graphs.GraphedStep.
+
+    Over a HiSparse cache there is a second kind of step, in which all sequences are resident: it fetches nothing.
+    """
+
+    def __init__(self, decoder: DsaDecoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._max_pages = max_pages
+        self.kinds = 2 if isinstance(cache, HiSparseCache) else 1
+        self._inputs = InputBuffer(
+            {
+                "live_rows": 1,
+                **dict.fromkeys(TOKEN_SECTIONS, max_batch),
+                "visible": max_batch,
+                "hot_slots": max_batch,
+                "page_table": max_batch * max_pages,
+            },
+            cache.device,
+        )
+        self._table = self._inputs.host["page_table"].reshape(max_batch, max_pages)
+        self._known = [KnownPages() for _ in range(max_batch)]
+        """What the rows of the table begin with, on the host and on the device."""
+        self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
+
+    def token_ids(self, size: int) -> torch.Tensor:
+        return self._inputs.device["token_ids"][:size]
+
+    def hidden(self, size: int, kind: int = 0, /) -> torch.Tensor:
+        parts = self._inputs.device
+        table = parts["page_table"].view(-1, self._max_pages)
+        plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
+        batch = ForwardBatch(
+            slices=(),
+            token_ids=parts["token_ids"][:size],
+            positions=parts["positions"][:size],
+            page_ids=parts["page_ids"][:size],
+            offsets=parts["offsets"][:size],
+            last_rows=None,
+            attention=None,
+            hot_slots=parts["hot_slots"][:size],
+            all_resident=kind == 1,
+        )
+        return self._decoder.hidden(batch, self._cache, live_rows=parts["live_rows"], plan=plan)
+
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
+        """Padded rows see nothing. A long sequence has thousands of pages and gets a new one now and then: the table is
+        copied up to the last row that is not as it was.
+        """
+        host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
+        used = pages_in_use(slices, page_size)
+        self._inputs.wait()
+        host["live_rows"][0] = live
+        fill_tokens(host, slices, size, page_size)
+        host["visible"][:live] = [piece.end for piece in slices]
+        host["visible"][live:size] = 0
+        kind = 0
+        if isinstance(self._cache, HiSparseCache):
+            kind = int(all_resident(self._cache, slices))
+            hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
+            assert len(hot_slots) == live, "a sequence over a HiSparse cache has a hot slot"
+            host["hot_slots"][:live] = hot_slots
+            host["hot_slots"][live:size] = 0
+        changed_rows = 0
+        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
+            if self._known[row].update(piece.pages, count):
+                self._table[row, :count] = self._known[row].array
+                changed_rows = row + 1
+        self._inputs.upload(changed_rows * self._max_pages)
+        return kind

@@ -1,0 +1,91 @@
+"""What the steps of a CUDA graph read and what changes between them, brought to the device by one copy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...kernels.attention.attention_plan import IntArray
+from ..layers.batch import SequenceSlice
+
+
+class InputBuffer:
+    """Named sections of one int32 buffer: on the device, and on the host to be filled (pinned, where the device is a
+    GPU).
+    """
+
+    def __init__(self, sections: Mapping[str, int], device: torch.device) -> None:
+        """`sections` have so many elements each. Of the last one only as much as is in use is copied."""
+        names, sizes = list(sections), list(sections.values())
+        on_gpu = device.type == "cuda"
+        self._staged = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
+        self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._last_start = sum(sizes[:-1])
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        staged = torch.split_with_sizes(self._staged, sizes)
+        self.host: dict[str, IntArray] = {name: part.numpy() for name, part in zip(names, staged, strict=True)}
+        self.device = dict(zip(names, torch.split_with_sizes(self._on_device, sizes), strict=True))
+
+    def wait(self) -> None:
+        """Until `host` may be changed: the copy of the step before may still be reading it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def upload(self, last_used: int) -> None:
+        """Copy `host` to `device` in stream order, of the last section `last_used` elements."""
+        length = self._last_start + last_used
+        self._on_device[:length].copy_(self._staged[:length], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class KnownPages:
+    """The first pages of the sequence in one row of a batch, as an array that is made anew only when they change.
+
+    A long sequence has thousands of pages and gets one now and then, in the list that its owner keeps.
+    """
+
+    NONE: Final[IntArray] = np.empty(0, dtype=np.int32)
+
+    def __init__(self) -> None:
+        self.array = self.NONE
+        self._source: Sequence[int] = ()
+
+    def update(self, pages: Sequence[int], count: int) -> bool:
+        """Take the first `count` of `pages`; whether that is another array than before.
+
+        Lists of pages only ever grow at the end, so the same list with the same count has the same pages.
+        """
+        if pages is self._source and count == len(self.array):
+            return False
+        array = np.fromiter(pages[:count], dtype=np.int32, count=count)
+        self._source = pages
+        if np.array_equal(array, self.array):
+            return False
+        self.array = array
+        return True
+
+
+TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")
+"""One element per row of the batch; every architecture has them."""
+
+
+def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
+    """The sections of TOKEN_SECTIONS, for a batch of single tokens padded to `size` rows."""
+    live = len(slices)
+    host["token_ids"][:live] = [piece.token_ids[0] for piece in slices]
+    host["positions"][:live] = [piece.start for piece in slices]
+    host["page_ids"][:live] = [piece.pages[piece.start // page_size] for piece in slices]
+    host["offsets"][:live] = [piece.start % page_size for piece in slices]
+    for name in TOKEN_SECTIONS:
+        host[name][live:size] = 0
+
+
+def pages_in_use(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
+    """How many pages each sequence has up to the end of its slice; raises ValueError when one has fewer."""
+    used = [-(-piece.end // page_size) for piece in slices]
+    if any(len(piece.pages) < count for piece, count in zip(slices, used, strict=True)):
+        present = sum(min(len(piece.pages), count) for piece, count in zip(slices, used, strict=True))
+        raise ValueError(f"{len(slices)} sequences have {present} pages of {page_size} tokens and need {sum(used)}")
+    return used

@@ -1,0 +1,112 @@
+"""The work of one forward pass: pieces of sequences, as the scheduler names them and as the model's tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...kernels.attention.paged_attention import AttentionPlan, plan_attention
+from ...kernels.backends.uploads import upload_array
+from .host_copies import upload
+
+
+class SequenceSlice(msgspec.Struct, frozen=True):
+    """Run `token_ids` at positions [start, start + len) of a sequence whose KV lives in `pages`.
+
+    KV of [0, start) is in the pool already; that of the slice is written by the pass. A whole prompt, a chunk of one
+    and a single decode step differ only in length. Over a HiSparse cache the request has a `hot_slot`.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    hot_slot: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Slices laid end to end: T tokens of B slices."""
+
+    slices: tuple[SequenceSlice, ...]  # none in a CUDA graph, whose replays all have others
+    token_ids: torch.Tensor  # [T] int64 or int32
+    positions: torch.Tensor  # [T] int64
+    page_ids: torch.Tensor  # [T] int64, where each token's KV goes ...
+    offsets: torch.Tensor  # [T] int64, ... and its row in that page
+    last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
+    attention: AttentionPlan | None  # of dense attention
+    hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
+    all_resident: bool = False  # in a CUDA graph: none of its sequences will be longer than its hot buffer holds
+
+    @staticmethod
+    def build(
+        slices: Sequence[SequenceSlice],
+        *,
+        page_size: int,
+        num_kv_heads: int | None,
+        device: torch.device,
+        token_ids: torch.Tensor | None = None,
+    ) -> "ForwardBatch":
+        """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end.
+
+        `token_ids` on the device, one for each of slices of a single token, stand for those of the slices. Dense
+        attention is planned for `num_kv_heads`; models without it give None.
+        """
+        for piece in slices:
+            if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
+                raise ValueError(
+                    f"tokens [{piece.start}, {piece.end}) do not fit {len(piece.pages)} pages of {page_size} tokens"
+                )
+        ends = list(accumulate(len(piece.token_ids) for piece in slices))
+        total = ends[-1]
+        if token_ids is not None and not len(token_ids) == len(slices) == total:
+            raise ValueError(
+                f"{len(token_ids)} token ids for {len(slices)} slices of {total} tokens: one each is needed"
+            )
+        index = upload_array(_token_rows(slices, page_size), device)
+        hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
+        assert len(hot_slots) in (0, len(slices)), "all sequences of a batch have a hot slot, or none has"
+        last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
+        return ForwardBatch(
+            slices=tuple(slices),
+            token_ids=index[0] if token_ids is None else token_ids,
+            positions=index[1],
+            page_ids=index[2],
+            offsets=index[1] % page_size,
+            last_rows=last_rows,
+            attention=None
+            if num_kv_heads is None
+            else plan_attention(
+                [len(piece.token_ids) for piece in slices],
+                [piece.end for piece in slices],
+                [piece.pages for piece in slices],
+                page_size=page_size,
+                num_kv_heads=num_kv_heads,
+                device=device,
+            ),
+            hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,
+        )
+
+
+def _token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
+    """[3, T]: the id, the position and the page of every token. Pages that none of them is in are not looked at: a
+    step of long sequences has many thousands.
+    """
+    if all(len(piece.token_ids) == 1 for piece in slices):
+        own_ids = [piece.token_ids[0] for piece in slices]
+        starts = [piece.start for piece in slices]
+        return np.array([own_ids, starts, [piece.pages[piece.start // page_size] for piece in slices]], dtype=np.int64)
+    parts = []
+    for piece in slices:
+        positions = np.arange(piece.start, piece.end, dtype=np.int64)
+        first, end = piece.start // page_size, -(-piece.end // page_size)
+        pages = np.asarray(piece.pages[first:end], dtype=np.int64)
+        parts.append(np.stack((piece.token_ids, positions, pages[positions // page_size - first])))
+    return np.concatenate(parts, axis=1)

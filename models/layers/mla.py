@@ -1,0 +1,128 @@
+"""Multi-head latent attention in the latent space: all query heads read the same short row per token.
+
+    row        =  [rms_norm(c), rotate(k)]            with  p, c, k = x @ compress.T;  what the cache holds
+    query_h    =  [q_h @ up_key_h, rotate(r_h)]       with  q_h, r_h = head h of rms_norm(p) @ expand.T
+    result_h   =  up_value_h @ (attention of query_h over the rows, summing only their first part)
+
+Keys and values are never expanded per head: their matrices are absorbed by the queries and the result. That is the
+product of the same matrices in another order, for a whole prompt and for a single token alike. What a layer's indexer
+makes of the same inputs comes out of the same two products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.linear.linear import linear
+from ...kernels.mla.key_write import KeyWrite
+from ...kernels.mla.latent_write import latent_write
+from ...kernels.mla.rotate_queries import rotate_queries
+from ..config.dsa import DsaConfig
+from .latent_rows import RowPlaces
+
+NORM_EPS = 1e-6
+"""Of the norms inside attention: transformers 5.17 does not take the model's own here."""
+
+
+@dataclass(frozen=True)
+class MlaParameters:
+    """Attention's weights; `heads` are this rank's own, what comes before them is the same on every rank.
+
+    The rows of `compress` make the queries' latent, the cache's row and, in layers with an indexer, its key; those of
+    `expand` make the heads' queries and the indexer's.
+    """
+
+    compress: torch.Tensor  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
+    q_norm: torch.Tensor  # [q_rank]
+    kv_norm: torch.Tensor  # [kv_rank]
+    expand: torch.Tensor  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
+    kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: what expands keys, then what expands values
+    o: torch.Tensor  # [hidden, heads * value_dim]
+
+
+def compress(
+    x: torch.Tensor,
+    parameters: MlaParameters,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    places: RowPlaces,
+    key: KeyWrite | None,
+) -> torch.Tensor:
+    """Put the rows of the tokens [T, hidden], and their indexer keys, where they belong; returns [T, q_rank]: what the
+    queries of attention and of the indexer are made of.
+    """
+    return latent_write(
+        linear(x, parameters.compress),
+        parameters.q_norm,
+        parameters.kv_norm,
+        cos,
+        signed_sin,
+        places.pages,
+        places.rows,
+        eps=NORM_EPS,
+        key=key,
+    )
+
+
+def expand_queries(
+    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of the following, in one pass."""
+    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin)
+    assert index_query is not None, "the layer has an indexer"
+    return query, index_query
+
+
+def expand_head_queries(
+    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> torch.Tensor:
+    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones."""
+    rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
+    query, _ = _expand(compressed, parameters.expand[:rows], parameters.kv_b, config, cos, signed_sin)
+    return query
+
+
+def expand_index_queries(
+    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> torch.Tensor:
+    """[T, index_heads, index_dim]: the queries of the layer's indexer."""
+    rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
+    _, index_query = _expand(compressed, parameters.expand[rows:], parameters.kv_b[:0], config, cos, signed_sin)
+    assert index_query is not None, "the layer has an indexer"
+    return index_query
+
+
+def _expand(
+    compressed: torch.Tensor,
+    expand: torch.Tensor,
+    kv_b: torch.Tensor,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The queries of the heads of `kv_b`, which come first in `expand`, and those of an indexer, if rows are left."""
+    tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
+    expanded = linear(compressed, expand)
+    query = compressed.new_empty(tokens, heads, config.latent_dim)
+    if heads:
+        plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
+        absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
+        torch.bmm(plain.transpose(0, 1), kv_b[:, : config.nope_dim], out=absorbed)
+    index_query = rotate_queries(
+        expanded,
+        cos,
+        signed_sin,
+        query,
+        head_dim=head_dim,
+        index_dim=config.index_dim,
+        interleaved=config.index_interleaved,
+    )
+    return query, index_query
+
+
+def project_output(attended: torch.Tensor, parameters: MlaParameters, config: DsaConfig) -> torch.Tensor:
+    """From sums of latents [T, heads, kv_rank] to [T, hidden], this rank's part of the sum over heads."""
+    up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
+    values = attended.new_empty(*attended.shape[:2], config.value_dim)
+    torch.bmm(attended.transpose(0, 1), up_value, out=values.transpose(0, 1))
+    return linear(values.flatten(1), parameters.o)

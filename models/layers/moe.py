@@ -1,0 +1,106 @@
+"""A mixture of experts: a router that picks some experts per token, their MLPs, and one that every token goes through.
+
+    s             =  sigmoid(x @ router.T)                                                         float32
+    the choice    =  the best experts by s + bias, within the groups whose two best add up to most
+    weights       =  s of the chosen, divided by their sum where the model says so, times a constant
+    mixture(x)    =  sum over the chosen e of weights[e] * mlp_e(x)  +  shared_mlp(x)
+
+The bias decides who is chosen and not how much that counts. With tensor parallelism a rank has a part of every
+expert's width, or, where experts are dealt out whole, all of some; either way its result is a part of the sum. Nothing
+here waits for the device in bfloat16 on CUDA: the whole can be captured in a graph. Other dtypes take torch's fallback
+of the grouped product there, which does wait.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import grouped_mm
+
+from ...kernels.linear.linear import gated_linear, linear
+from ...kernels.linear.swiglu import swiglu
+from ..config.dsa import MoeConfig
+
+
+@dataclass(frozen=True)
+class MlpParameters:
+    """A gated MLP; `size` is this rank's share of its width."""
+
+    gate_up: torch.Tensor  # [2 * size, hidden]
+    down: torch.Tensor  # [hidden, size]
+
+
+@dataclass(frozen=True)
+class MoeParameters:
+    """The router of all E experts, those that this rank has, and the shared one; `size` is the rank's share of an
+    expert's width.
+    """
+
+    router: torch.Tensor  # [E, hidden] float32
+    router_bias: torch.Tensor  # [E] float32
+    experts: range  # which of the E
+    gate_up: torch.Tensor  # [len(experts), 2 * size, hidden]
+    down: torch.Tensor  # [len(experts), hidden, size]
+    shared: MlpParameters
+
+
+def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
+    """x [T, hidden] through one MLP."""
+    return linear(gated_linear(x, parameters.gate_up), parameters.down)
+
+
+def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
+    """x [T, hidden] through the chosen experts and the shared one."""
+    weights, experts = route(x, parameters.router, parameters.router_bias, config)
+    first = parameters.experts.start if len(parameters.experts) < len(parameters.router) else None
+    routed = apply_experts(x, weights, experts, parameters.gate_up, parameters.down, first=first)
+    return routed + mlp(x, parameters.shared)
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, config: MoeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
+    scores = linear(x.float(), router).sigmoid()
+    choice = scores + bias
+    if config.num_groups > 1:
+        grouped = choice.view(len(x), config.num_groups, -1)  # [T, groups, experts of a group]
+        strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        best = strength.topk(config.groups_per_token, dim=-1, sorted=False).indices
+        barred = torch.ones_like(strength, dtype=torch.bool).scatter_(-1, best, False)
+        choice = grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = choice.topk(config.experts_per_token, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, experts)
+    if config.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * config.scale, experts
+
+
+def apply_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    first: int | None = None,
+) -> torch.Tensor:
+    """sum_j weights[t, j] * mlp_{experts[t, j]}(x[t]), [T, hidden]: one product per expert over the tokens it got.
+
+    With `first`, the experts here are those from this number on, and others add nothing. Tokens are sorted by expert,
+    so that an expert's are neighbours, and put back afterwards: a token's results are added up in the order of its
+    experts, whoever else is in the batch.
+    """
+    per_token, elsewhere = experts.shape[1], None
+    if first is not None:
+        experts = experts - first
+        elsewhere = (experts < 0) | (experts >= len(gate_up))
+        experts.masked_fill_(elsewhere, len(gate_up))  # behind those of all experts here, where nothing is computed
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(len(gate_up), device=x.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # of each expert's tokens
+    gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
+    results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
+    results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)
+    if elsewhere is not None:
+        results.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    return results.mul_(weights.unsqueeze(-1)).sum(dim=1)

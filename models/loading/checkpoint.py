@@ -1,0 +1,16 @@
+"""A checkpoint as the loader reads it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ..decoders.dense_parameters import Slot
+
+
+class Checkpoint(Protocol):
+    """Tensors by their Hugging Face names, whatever the file calls them."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read_into(self, name: str, slot: Slot) -> None:
+        """Fill the slot, whose `shape` is that of the tensor, converting to its dtype and device. Reads no more."""

@@ -1,0 +1,66 @@
+"""DeepSeek and GLM checkpoints as their models want them: block-scaled fp8 multiplied out, unused tensors left out."""
+
+import re
+
+import torch
+
+from ...configs.errors import StartupError
+from ..config.dsa import DsaConfig
+from ..decoders.dense_parameters import Slot
+from .checkpoint import Checkpoint
+
+_SCALES = "_scale_inv"
+
+
+class DsaCheckpoint:
+    """Wraps the files as they are. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
+
+        value[i, j] = stored[i, j] * scales[i // block rows, j // block columns]
+
+    The layers behind the model's own, which predict further tokens, and indexers of layers that do not select are left
+    out: nothing here uses them.
+    """
+
+    def __init__(self, files: Checkpoint, config: DsaConfig) -> None:
+        self._files = files
+        self._block = config.weight_block
+        self.shapes = {
+            name: shape
+            for name, shape in files.shapes.items()
+            if not self._is_scale(name) and not _is_unused(name, config)
+        }
+
+    def read_into(self, name: str, slot: Slot) -> None:
+        """As `Checkpoint` has it; raises StartupError when there are not as many scales as blocks."""
+        scales_name = name + _SCALES
+        if self._block is None or scales_name not in self._files.shapes:
+            self._files.read_into(name, slot)
+            return
+        expected = tuple(-(-size // block) for size, block in zip(slot.shape, self._block, strict=True))
+        found = self._files.shapes[scales_name]
+        if found != expected:
+            raise StartupError(
+                f"tensor {scales_name!r} has shape {list(found)}; {list(slot.shape)} in blocks of {list(self._block)} "
+                f"takes {list(expected)}"
+            )
+        device = slot.target.device
+        scales = torch.empty(expected, dtype=torch.float32, device=device)
+        self._files.read_into(scales_name, Slot.whole(scales))
+        values = torch.empty(slot.target.shape, dtype=torch.float32, device=device)
+        self._files.read_into(name, Slot(values, slot.shape, slot.start))
+        rows, columns = (
+            torch.arange(start, start + size, device=device) // block
+            for start, size, block in zip(slot.start, slot.target.shape, self._block, strict=True)
+        )
+        slot.target.copy_(values.mul_(scales[rows][:, columns]))
+
+    def _is_scale(self, name: str) -> bool:
+        return self._block is not None and name.endswith(_SCALES)
+
+
+def _is_unused(name: str, config: DsaConfig) -> bool:
+    found = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
+    if found is None:
+        return False
+    layer = int(found[1])
+    return layer >= len(config.indexed) or (found[2] is not None and not config.indexed[layer])

@@ -1,0 +1,72 @@
+"""A name for what a model computes, equal on two hosts exactly when they hold the same files. No torch.
+
+Prefill and decode compare it when they pair. It covers the configuration, every tensor's name, shape and type, and
+4 KiB from the middle of each tensor: enough to tell fine-tunes apart, and one short read per tensor at any size. Random
+weights (dummy_weights.py) follow from the configuration.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from ...configs.errors import StartupError
+from ...configs.schema import LoadFormat
+from ..formats.gguf_file import GgufFile
+from .catalog import ModelSource, safetensors_files
+
+_SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+
+TensorRecord = tuple[str, list[int], str, bytes]
+
+
+def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
+    """32 hexadecimal digits. Does not depend on paths, sharding or the order of tensors, nor on the stop tokens."""
+    config = dataclasses.asdict(source.config)
+    del config["eos_token_ids"]
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(b"dummy")
+        return digest.hexdigest()
+    records = _gguf_records(source.path) if source.format == "gguf" else _safetensors_records(source.path)
+    for name, shape, dtype, sample in sorted(records):
+        digest.update(json.dumps([name, shape, dtype, len(sample)]).encode())
+        digest.update(sample)
+    return digest.hexdigest()
+
+
+def _gguf_records(path: Path) -> Iterator[TensorRecord]:
+    file = GgufFile(path)
+    for tensor in file.tensors.values():
+        sample = file.read_bytes(tensor, tensor.size_bytes // 2, _SAMPLE_BYTES)
+        yield tensor.name, list(tensor.shape), tensor.type_name, sample
+
+
+def _safetensors_records(directory: Path) -> Iterator[TensorRecord]:
+    for path in safetensors_files(directory):
+        try:
+            with path.open("rb") as file:
+                yield from _file_records(path, file)
+        except OSError as error:
+            raise StartupError(f"model {path}: cannot be read: {error.strerror}") from None
+
+
+def _file_records(path: Path, file: BinaryIO) -> Iterator[TensorRecord]:
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise StartupError(f"model {path}: not a safetensors file (a header of {header_bytes} bytes)")
+    try:
+        header = json.loads(file.read(header_bytes))
+    except ValueError as error:
+        raise StartupError(f"model {path}: the safetensors header is damaged: {error}") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        middle = (start + end) // 2
+        file.seek(8 + header_bytes + middle)
+        yield name, entry["shape"], entry["dtype"], file.read(min(_SAMPLE_BYTES, end - middle))

@@ -1,0 +1,152 @@
+"""Checkpoint files into a model's memory, one tensor at a time: at no point is there a second copy of the model."""
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...configs.errors import StartupError
+from ...configs.progress import ProgressLog
+from ...memory.sizing import GIB
+from ..config.model import ModelConfig
+from ..decoders.dense_parameters import Slot
+from ..formats.gguf_file import GgufFile
+from .catalog import ModelSource, safetensors_files
+from .checkpoint import Checkpoint
+from .dsa_checkpoint import DsaCheckpoint
+
+log = logging.getLogger(__name__)
+
+
+def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
+    """Fill every slot (parameters.py); raises StartupError naming a tensor that is missing, extra or misshapen.
+
+    `names` are the tensors of the whole model, where the slots are only those of a rank.
+    """
+    checkpoint = open_checkpoint(source)
+    for name, slot in slots.items():
+        shape = checkpoint.shapes.get(name)
+        if shape is None:
+            raise StartupError(f"model {source.path}: tensor {name!r} is missing; expected shape {list(slot.shape)}")
+        if shape != slot.shape:
+            raise StartupError(
+                f"model {source.path}: tensor {name!r} has shape {list(shape)}, "
+                f"the configuration expects {list(slot.shape)}"
+            )
+    known = set(slots if names is None else names)
+    unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
+    if source.config.tied_embeddings and "lm_head.weight" in unexpected:
+        unexpected.remove("lm_head.weight")  # some tools save the tied matrix twice
+    if unexpected:
+        raise StartupError(
+            f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
+            + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
+        )
+    total_bytes = sum(slot.target.nbytes for slot in slots.values())
+    progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
+    for name, slot in slots.items():
+        checkpoint.read_into(name, slot)
+        progress.add(slot.target.nbytes / GIB)
+
+
+# Derived from the configuration; old checkpoints saved it.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    if source.format == "gguf":
+        return GgufCheckpoint(GgufFile(source.path), source.config)
+    files = SafetensorsCheckpoint(source.path)
+    return files if source.config.dsa is None else DsaCheckpoint(files, source.config.dsa)
+
+
+class SafetensorsCheckpoint:
+    """One or several memory-mapped safetensors files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, Any] = {}  # safe_open is an extension type without annotations
+        for path in safetensors_files(directory):
+            try:
+                file: Any = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise StartupError(f"model {path}: not a readable safetensors file: {error}") from error
+            for name in file.keys():  # noqa: SIM118 - not a dict, only .keys() exists
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                self._file_of[name] = file
+
+    def read_into(self, name: str, slot: Slot) -> None:
+        if slot.fills_whole:
+            slot.target.copy_(self._file_of[name].get_tensor(name))
+            return
+        wanted = tuple(slice(start, start + size) for start, size in zip(slot.start, slot.target.shape, strict=True))
+        slot.target.copy_(self._file_of[name].get_slice(name)[wanted])
+
+
+class GgufCheckpoint:
+    """A GGUF file under Hugging Face's names, dequantised on the way."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+        self._gguf_names = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
+        self.shapes = {name: file.tensors[stored].shape for name, stored in self._gguf_names.items()}
+
+    def read_into(self, name: str, slot: Slot) -> None:
+        tensor = self._file.tensors[self._gguf_names[name]]
+        # llama.cpp interleaves the two halves of each q and k head of Llama models; Hugging Face keeps them apart
+        permuted = self._config.architecture == "llama" and _ROTARY.search(name) is not None
+        head_dim = self._config.head_dim
+        if slot.target.ndim == 1:
+            ((_, row),) = self._file.read_rows(tensor)
+            values = torch.from_numpy(row)
+            values = _unpermute(values.T, head_dim).T if permuted else values
+            slot.target.copy_(values[0, slot.start[0] : slot.start[0] + len(slot.target)])
+            return
+        first_row, first_column = slot.start
+        count, columns = slot.target.shape
+        wanted = range(first_row, first_row + count)
+        for first, rows in self._file.read_rows(tensor, head_dim if permuted else 1, wanted):
+            values = torch.from_numpy(rows)
+            values = _unpermute(values, head_dim) if permuted else values
+            at = first - first_row
+            slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
+
+
+_ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")
+
+
+def _unpermute(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows 0, 2, 4, ... of each head first, then rows 1, 3, 5, ..."""
+    return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+_GGUF_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(gguf_name: str) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
+    module, _, kind = gguf_name.rpartition(".")
+    prefix = ""
+    if (block := re.fullmatch(r"blk\.(\d+)\.(\w+)", module)) is not None:
+        prefix, module = f"model.layers.{block[1]}.", block[2]
+    return f"{prefix}{_GGUF_MODULES[module]}.{kind}" if module in _GGUF_MODULES else gguf_name

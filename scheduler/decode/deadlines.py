@@ -1,0 +1,95 @@
+"""How long a request may stay in each state, and what it is told when it stayed too long."""
+
+import math
+from collections.abc import Iterable
+
+from ...configs.errors import DeadlineError, RequestError, UnavailableError
+from ..messages.lifecycle import State
+from .dispatch.dispatcher import Intake
+from .requests.request import Request
+
+LAST_CHANCE = 0.25
+"""Of `queue_timeout_s`: a prompt that was sent to prefill in time has so long to be begun. Without it, where all wait
+until their time is almost up, prefill would compute only for those that are about to leave.
+"""
+
+
+class Deadlines:
+    """Finds those whose time is up, and looks at all requests only when that may be so: not in every turn."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._limits = intake.limits
+        self._peers = intake.peers
+        self._shortest_s = min(
+            self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
+        )
+        """Whatever happens to a request or to prefill servers, it may stay in its state for so long from then on."""
+        self._look_at = math.inf
+
+    def watch(self, request: Request) -> None:
+        """It is new, or was refused."""
+        self._look_at = min(self._look_at, self._next(request)[0], request.life.since + self._shortest_s)
+
+    def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
+        """Which of all requests have to end now, and why."""
+        if now < self._look_at:
+            return []
+        self._look_at = now + self._shortest_s
+        ends: list[tuple[Request, RequestError]] = []
+        for request in requests:
+            due, field = self._next(request)
+            if due <= now:
+                ends.append((request, self._error(request, field, now)))
+            else:
+                self._look_at = min(self._look_at, due)
+        return ends
+
+    def _next(self, request: Request) -> tuple[float, str]:
+        """When its time is up as things are, and which limit that is."""
+        limits, since, prompt = self._limits, request.life.since, request.prompt
+        ends = [(request.deadline, "request_timeout_s")]
+        match request.state:
+            case State.PREFILLING:
+                ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
+            case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
+                ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
+            case State.QUEUED if prompt.refused_since is not None:
+                ends.append((prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"))
+        # one that has run waits as long as if its KV had been saved
+        if request.waits_for_prefill and not request.output_ids:
+            sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if request.state is State.PREFILLING else since
+            ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))
+        return min(ends)
+
+    def _error(self, request: Request, field: str, now: float) -> RequestError:
+        limits, prompt = self._limits, request.prompt
+        match field:
+            case "prefill_timeout_s":
+                return DeadlineError(f"prefill did not deliver within {limits.prefill_timeout_s:g} s ({field})")
+            case "prefill_wait_s":
+                where = f" at {prompt.endpoint}" if prompt.endpoint else ""
+                absent = self._peers.absent_since(prompt.endpoint) is not None
+                known = [prompt.last_problem, self._peers.describe_absence(prompt.endpoint) if absent else ""]
+                why = "; ".join(filter(None, known))
+                what = "is paired" if absent else "takes the request"
+                return UnavailableError(
+                    f"no prefill server{where} {what}; waited {limits.prefill_wait_s:g} s ({field})"
+                    + (f": {why}" if why else ""),
+                    retry_after_s=1,
+                )
+            case "queue_timeout_s":
+                busy = request.state is State.PREFILLING or self._intake.pace.is_busy(prompt.endpoint)
+                waited = f"{limits.queue_timeout_s:g} s ({field})"
+                return UnavailableError(
+                    f"prefill did not get to the prompt within {waited}"
+                    if busy
+                    else f"no KV memory became free within {waited}",
+                    retry_after_s=max(1.0, self._intake.expected_wait_s(now)),
+                )
+            case _:
+                given_s = request.deadline - request.life.started
+                own = given_s < limits.request_timeout_s and not math.isclose(given_s, limits.request_timeout_s)
+                return DeadlineError(
+                    f"not finished within its deadline of {given_s:g} s ({'timeout_s' if own else field})"
+                )

@@ -1,0 +1,125 @@
+"""The prefill servers a decode server is paired with, and which of them gets the next prompt."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from ....transfer.control.events import describe_absence
+from ....transfer.protocol.messages import InstanceId, Load
+from ..requests.dispatch_window import DispatchWindow, PromptKind
+from ..requests.request import Prompt
+
+
+@dataclasses.dataclass(slots=True)
+class PrefillPeer:
+    """A paired prefill server; more than one endpoint may lead to it."""
+
+    instance: InstanceId
+    endpoints: set[str]
+    capacity: float = math.inf
+    """Tokens of the longest prompt that its KV pool holds."""
+    rests_until: float = -math.inf
+    """It has refused a prompt, and gets none before."""
+    leaving: bool = False
+    """It is about to end, and gets no more prompts."""
+    window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
+
+
+REFUSED_REST_S = 0.5
+"""How long one that refuses prompts, because it is full or shutting down, is left alone."""
+
+
+class PrefillPeers:
+    """Paired prefill servers by instance."""
+
+    def __init__(self) -> None:
+        self._peers: dict[InstanceId, PrefillPeer] = {}
+        self._lost_at: dict[str | None, float] = {}
+        """When the last server was lost: at each endpoint where there is none any more, and of all."""
+        self.unreachable: Mapping[str, str] = {}
+        """Why no server is paired, by endpoint, where that is known."""
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
+        window = self.window(instance) or DispatchWindow()
+        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, window=window)
+        self._found(endpoint)
+
+    def alias(self, instance: InstanceId, endpoint: str) -> None:
+        """`endpoint` is another address of a paired server."""
+        if instance in self._peers:
+            self._peers[instance].endpoints.add(endpoint)
+            self._found(endpoint)
+
+    def lost(self, instance: InstanceId, now: float) -> None:
+        peer = self._peers.pop(instance, None)
+        if peer is not None:
+            self._note_absence(peer, now)
+
+    def leaving(self, instance: InstanceId, now: float) -> None:
+        """It takes no more prompts, whether or not it is still there."""
+        peer = self._peers.get(instance)
+        if peer is not None and not peer.leaving:
+            peer.leaving = True
+            self._note_absence(peer, now)
+
+    def report(self, instance: InstanceId, load: Load) -> None:
+        if instance in self._peers:
+            self._peers[instance].window.report(load)
+
+    def window(self, instance: InstanceId) -> DispatchWindow | None:
+        """None for a server that was lost."""
+        return self._peers[instance].window if instance in self._peers else None
+
+    def refused(self, instance: InstanceId, now: float) -> None:
+        """It did not take a prompt, and may take that or another one later."""
+        if instance in self._peers:
+            self._peers[instance].rests_until = now + REFUSED_REST_S
+
+    def absent_since(self, endpoint: str | None) -> float | None:
+        """Since when there is no server at this endpoint, or none at all: for ever, where there never was. None while
+        there is one.
+        """
+        return None if self._of(endpoint) else self._lost_at.get(endpoint, -math.inf)
+
+    def describe_absence(self, endpoint: str | None) -> str:
+        """Why no server is paired at this endpoint, or none at all; empty where nothing is known."""
+        if endpoint is not None:
+            return self.unreachable.get(endpoint, "")
+        return describe_absence(self.unreachable)
+
+    def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
+        """Of those that can hold the prompt and whose window is open to it the one with the fewest tokens ahead of it;
+        one that just failed comes last. None while there is none.
+        """
+        kind = PromptKind.of(prompt.priority, prompt.tokens)
+        peers = [
+            peer
+            for peer in self._of(prompt.endpoint)
+            if peer.rests_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
+        ]
+        last = prompt.attempt.instance if prompt.attempt is not None else None
+        return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
+
+    def largest_prompt(self, endpoint: str | None) -> float:
+        """Tokens that the largest of them, or the pinned one, can hold. Nobody is paired: as many as you like."""
+        return max((peer.capacity for peer in self._of(endpoint)), default=math.inf)
+
+    def _note_absence(self, peer: PrefillPeer, now: float) -> None:
+        for endpoint in (*peer.endpoints, None):
+            if not self._of(endpoint):
+                self._lost_at.setdefault(endpoint, now)
+
+    def _found(self, endpoint: str) -> None:
+        for served in (endpoint, None):
+            self._lost_at.pop(served, None)
+
+    def _of(self, endpoint: str | None) -> list[PrefillPeer]:
+        """Those that may be given prompts, now or later."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if not peer.leaving and (endpoint is None or endpoint in peer.endpoints)
+        ]

@@ -1,0 +1,67 @@
+"""The answers that end a request, and the reasons not to take one in."""
+
+from collections.abc import Container
+
+from ...configs.errors import (
+    ClientError,
+    DuplicateRequestError,
+    OverloadedError,
+    RequestError,
+    TooLargeError,
+    UnavailableError,
+)
+from ..messages.frontend import Failed, Finished, FinishReason, Submit
+from .requests.request import Request
+from .requests.reservation import pages_needed
+
+
+def refusal(
+    submit: Submit, known_rids: Container[str], num_pages: int, prefill_tokens: float, page_size: int
+) -> RequestError | None:
+    """Why a server with `num_pages` pages, and prefill servers with room for `prefill_tokens`, can never serve this
+    prompt; None where it can.
+    """
+    rids = (submit.rid, *submit.more_rids)
+    for rid in rids:
+        if rid in known_rids or rids.count(rid) > 1:
+            return DuplicateRequestError(f"rid: {rid!r} is already in use; choose another")
+    prompt_tokens, new_tokens = len(submit.prompt_ids), submit.sampling.max_new_tokens
+    if prompt_tokens < 1:
+        return ClientError("input_ids: the prompt is empty; give at least 1 token")
+    samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
+    if pages_needed(prompt_tokens, samples, most_tokens, page_size) > num_pages:
+        times = f" x {samples} samples" if samples > 1 else ""
+        return TooLargeError(
+            f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
+            f"of {num_pages * page_size} tokens"
+        )
+    return too_long(prompt_tokens, 0, prefill_tokens) if prompt_tokens > prefill_tokens else None
+
+
+def too_long(tokens: int, output_tokens: int, prefill_tokens: float) -> RequestError:
+    """The answer to a prompt that no prefill server can hold; one that has grown by its output was not too long."""
+    pool = f"prefill's KV pool of {prefill_tokens:.0f} tokens"
+    if output_tokens:
+        return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")
+    return TooLargeError(f"input_ids: the prompt ({tokens} tokens) exceeds {pool}")
+
+
+def overloaded(max_queued_requests: int, wait_s: float) -> OverloadedError:
+    return OverloadedError(
+        f"max_queued_requests: {max_queued_requests} prompts are queued already", retry_after_s=max(1.0, wait_s)
+    )
+
+
+def finished(request: Request, reason: FinishReason, now: float) -> Finished:
+    return Finished(
+        rid=request.rid,
+        reason=reason,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=len(request.output_ids),
+        cached_tokens=request.done.cached_tokens if request.done is not None else 0,
+        timeline=request.timeline(now),
+    )
+
+
+def failed(rid: str, error: RequestError) -> Failed:
+    return Failed(rid, error.status, error.code, str(error), error.retry_after_s)

@@ -1,0 +1,300 @@
+"""The engine loop of a decode server."""
+
+import collections
+import dataclasses
+import logging
+import queue
+from typing import Literal
+
+import numpy as np
+
+from ...configs.errors import UnavailableError
+from ...configs.words import counted
+from ...transfer.control.decode import DecodeControl
+from ...transfer.control.events import (
+    LoadReported,
+    MessageReceived,
+    PeerAlias,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    PeersUnreachable,
+    PeerUp,
+    SendFailed,
+)
+from ...transfer.data.chunks import PartScatter
+from ...transfer.plan.staged_regions import staged_links
+from ...transfer.protocol.messages import (
+    AbortAck,
+    ChunkArrived,
+    Hello,
+    InstanceId,
+    KvDestination,
+    PrefillDone,
+    StageArrived,
+    StageRequest,
+    StageStopped,
+    TransferFailed,
+    TransferKey,
+    Welcome,
+)
+from ..decode.run_queue import DecodeRow
+from ..decode.scheduler import DecodeScheduler
+from ..messages.effects import (
+    ConnectPeer,
+    CopyPage,
+    DropPages,
+    Effect,
+    LoadPages,
+    OpenHot,
+    ResizeHot,
+    SavePages,
+    SendToPeer,
+)
+from ..messages.frontend import Cancel, FlushCache, Submit
+from ..messages.ranks import (
+    CopyDone,
+    ExpectedChunk,
+    HotCounters,
+    KvVerified,
+    OrderDone,
+    PartScattered,
+    RunStep,
+    StepDone,
+    VerifyKv,
+)
+from ..messages.step import Draw, StepRow
+from ..ranks.group import Ranks
+from .frontend_link import FrontLink
+from .loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Verification:
+    """A transfer that prefill has finished, while the ranks compare what landed."""
+
+    done: PrefillDone
+    ranks: int = 0
+    problem: str | None = None
+
+
+class DecodeLoop(EngineLoop[DecodeScheduler]):
+    """Turns clients' requests into transfers and steps."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        front: FrontLink,
+        inbox: "queue.SimpleQueue[object]",
+        *,
+        ranks: Ranks,
+        world_size: int,
+        control: DecodeControl,
+        hello: Hello,
+        verify_kv: bool,
+    ) -> None:
+        super().__init__(scheduler, front, inbox, ranks, world_size)
+        self._control = control
+        self._hello = hello
+        self._verify_kv = verify_kv
+        self._verifying: dict[TransferKey, _Verification] = {}
+        self._saving: dict[int, int] = {}
+        """Pages of each SavePages under way, by the number of its copy."""
+        self._hot_counters: dict[int, dict[str, float]] = {}
+        """What hot buffers have seen, by the first rank of each stage."""
+        self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
+        """How many ranks have carried out an order or a copy."""
+
+    def _handle(self, event: object, now: float) -> None:
+        scheduler = self.scheduler
+        match event:
+            case Submit():
+                scheduler.submit(event, now)
+            case Cancel(rid=rid, stopped=stopped):
+                scheduler.cancel(rid, now, stopped=stopped)
+            case FlushCache():
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
+            case OrderDone():
+                self._order_done(event)
+            case CopyDone():
+                self._copy_done(event, now)
+            case HotCounters(rank=rank, counters=counters):
+                self._hot_counters[rank] = counters
+                for name in counters:
+                    total = sum(of_rank[name] for of_rank in self._hot_counters.values())
+                    scheduler.counters[f"hot_{name}"] = int(total)
+            case KvVerified():
+                self._verified(event, now)
+            case PartScattered(rank=rank, part=part):
+                done = scheduler.part_scattered(rank, part)
+                if done is not None:
+                    self._all_landed(done, now)
+            case MessageReceived(
+                instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
+            ):
+                scheduler.stage_message(instance, message, now)
+            case MessageReceived(instance=instance, message=message):
+                if isinstance(message, TransferFailed) and message.leaving:
+                    scheduler.peer_leaving(instance, now)
+                self._handle_message(message, now)
+            case LoadReported(instance=instance, load=load):
+                scheduler.peer_load(instance, load)
+                if not load.accepting:
+                    scheduler.peer_leaving(instance, now)
+            case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
+                assert endpoint is not None, "decode connects by endpoint"
+                layout = welcome.ranks[0].pools[0].layout
+                capacity = layout.num_pages * layout.page_size
+                scheduler.peer_up(instance, endpoint, staged_links(self._hello, welcome), capacity=capacity)
+            case PeerAlias(endpoint=endpoint, instance=instance):
+                scheduler.peer_alias(instance, endpoint)
+            case PeerLost(instance=instance, reason=reason):
+                scheduler.peer_lost(instance, reason, now)
+            case PeerClosed(instance=instance):
+                scheduler.peer_closed(instance, now)
+            case SendFailed(message=KvDestination() as message, reason=reason):
+                scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
+            case PeersUnreachable(reasons=reasons):
+                scheduler.intake.peers.unreachable = reasons
+            case PeerRefused() | SendFailed():
+                pass  # the control plane has logged it and shows it in its peers
+            case _:
+                raise TypeError(f"unexpected event: {event!r}")
+
+    def _handle_message(self, message: object, now: float) -> None:
+        scheduler = self.scheduler
+        match message:
+            case ChunkArrived():
+                scheduler.chunk_arrived(message)
+            case PrefillDone():
+                if scheduler.intake.written(message):
+                    self._all_landed(message, now)
+            case TransferFailed(key=key, reason=reason):
+                log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
+                scheduler.transfer_failed(
+                    key,
+                    reason,
+                    retryable=message.retryable,
+                    late_writes=message.late_writes,
+                    refused=message.refused,
+                    full=message.full,
+                    now=now,
+                )
+            case AbortAck(key=key, late_writes=late_writes):
+                scheduler.abort_acked(key, late_writes, now)
+            case _:
+                raise TypeError(f"unexpected message from prefill: {message!r}")
+
+    def _all_landed(self, done: PrefillDone, now: float) -> None:
+        """Prefill has written everything, and what was staged is in its pages."""
+        if self._verify_kv:
+            self._verify(done, now)
+        else:
+            self.scheduler.prefill_done(done, now)
+
+    def _verify(self, done: PrefillDone, now: float) -> None:
+        """Have all ranks compare what landed with what was sent, unless nobody waits for it."""
+        prompt = self.scheduler.prompt_of(done.key)
+        if prompt is None or prompt.attempt is None or prompt.grant is None:
+            self.scheduler.prefill_done(done, now)
+            return
+        self._verifying[done.key] = _Verification(done)
+        chunks = (ExpectedChunk(chunk.token_start, chunk.token_end, chunk.checksums) for chunk in prompt.attempt.chunks)
+        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks)))
+
+    def _verified(self, report: KvVerified, now: float) -> None:
+        verification = self._verifying[report.key]
+        verification.ranks += 1
+        verification.problem = verification.problem or report.problem
+        self.scheduler.counters["chunks_verified"] += report.chunks
+        if verification.ranks < self._world_size:
+            return
+        del self._verifying[report.key]
+        given_up = self.scheduler.prompt_of(report.key) is None  # its pages may have had other owners meanwhile
+        if verification.problem is None or given_up:
+            self.scheduler.prefill_done(verification.done, now)
+        else:
+            self.scheduler.counters["checksum_errors"] += 1
+            self.scheduler.transfer_failed(report.key, verification.problem, retryable=True, late_writes=True, now=now)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(instance=instance, message=message, arrays=arrays):
+                self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+            case ConnectPeer(endpoint=endpoint, client=client):
+                self._control.connect(endpoint, client=client)
+            case OpenHot() | ResizeHot() | PartScatter() | CopyPage() | LoadPages() | DropPages():
+                self._ranks.tell(effect)
+            case SavePages():
+                self._saving[effect.copy] = len(effect.pages)
+                self._ranks.tell(effect)
+            case _:
+                raise TypeError(f"unexpected effect on decode: {effect!r}")
+
+    def _order_done(self, report: OrderDone) -> None:
+        if self._all_have("order", report.order):
+            self.scheduler.order_done(report.order)
+
+    def _copy_done(self, report: CopyDone, now: float) -> None:
+        if not self._all_have("copy", report.copy):
+            return
+        pages = self._saving.pop(report.copy, None)
+        if pages is not None:
+            self.scheduler.retracted.rates.copied_pages.measured(pages, report.seconds)
+        self.scheduler.copy_done(report.copy, now)
+
+    def _all_have(self, what: Literal["order", "copy"], number: int) -> bool:
+        """Note that another rank has carried this out; whether it was the last one."""
+        self._done_by[what, number] += 1
+        if self._done_by[what, number] < self._world_size:
+            return False
+        del self._done_by[what, number]
+        return True
+
+    def _next_step(self, now: float) -> RunStep | None:
+        step = self.scheduler.next_step(now)
+        return RunStep(step.order, tuple(_step_row(row) for row in step.rows)) if step is not None else None
+
+    def _step_done(self, done: StepDone, now: float) -> None:
+        if done.error is None:
+            self.scheduler.step_done(done.order, [result.drawn[0] for result in done.results], now)
+        else:
+            self.scheduler.step_failed(done.order, done.error, now)
+
+    def _gauges(self) -> dict[str, float]:
+        hot = self.scheduler.hot
+        return {
+            **(hot.gauges() if hot is not None else {}),
+            **self.scheduler.intake.staging.gauges(),
+            "running_requests": self.scheduler.running,
+            "fenced_pages": self.scheduler.intake.fences.pages,
+            "cached_pages": len(self.scheduler.cache),
+            "saved_requests": len(self.scheduler.retracted),
+        }
+
+    def _give_up(self, reason: str, now: float) -> None:
+        self.scheduler.fail_all(UnavailableError(reason), now)
+
+    def _answered(self) -> bool:
+        return not self.scheduler.requests
+
+    def _writes(self) -> bool:
+        return False
+
+
+def _step_row(row: DecodeRow) -> StepRow:
+    """What came before a token travels only where it counts: it would be most of the message."""
+    request = row.request
+    counts = request.sampling.counts_tokens
+    return StepRow(
+        token_ids=() if row.token is None else (row.token,),
+        start=row.position,
+        pages=row.pages,
+        draws=(Draw(request.sampling, row.output_index, tuple(request.output_ids) if counts else ()),),
+        prompt_ids=request.prompt_ids if counts else (),
+        top_logprobs=request.logprobs.top if request.logprobs is not None else None,
+        follows=row.follows,
+        hot_slot=row.hot_slot,
+    )

@@ -1,0 +1,387 @@
+"""The leader engine process of a server: `python -m pdserve.scheduler.engine.leader`, started by the HTTP front.
+
+The first line on stdin is `{"config": {...}, "front": "ipc://..."}`; end of file there means that the front has gone,
+and ends this process. Threads: the engine loop (this one), rank 0, the control plane, the front link, with several
+ranks the hub to their processes, and on prefill a sender for each decode rank.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Container
+from typing import NoReturn
+
+from ...configs.errors import StartupError
+from ...configs.gc_tuning import keep_for_good
+from ...configs.load import parse_config
+from ...configs.logs import configure_logging
+from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...memory.hisparse.shared_pool import Lots
+from ...memory.index_spaces import KvPage
+from ...memory.pages import PageAllocator
+from ...memory.sizing import GIB
+from ...models.loading.catalog import locate_model
+from ...models.loading.fingerprint import fingerprint
+from ...transfer.control.curve import ClusterKeys
+from ...transfer.control.decode import UNPAIRED_S, DecodeControl
+from ...transfer.control.prefill import PrefillControl
+from ...transfer.control.session import Timing
+from ...transfer.control.thread import Control
+from ...transfer.mooncake.transports import describe_transport_mismatch
+from ...transfer.plan.pairing import check_pair
+from ...transfer.plan.ring import StagingRing
+from ...transfer.plan.staged_regions import cell_bytes
+from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
+from ...transfer.staging.receiver import StageReceiver
+from ..decode.dispatch.dispatcher import DecodeLimits
+from ..decode.memory.hot_buffers import HotLimits
+from ..decode.scheduler import DecodeScheduler
+from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
+from ..messages.ranks import RankFailed, RankReady
+from ..prefill.limits import PrefillLimits
+from ..prefill.scheduler import PrefillScheduler
+from ..ranks.builder import STEP_SETTING, looks_ahead
+from ..ranks.group import RankLostError, Ranks
+from .decode_loop import DecodeLoop
+from .frontend_link import FrontLink
+from .prefill_loop import NO_ROUTES, PrefillLoop
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter while another waits for it. Python's own 5 ms are a whole decode step."""
+CONTROL_STALL_S = 5.0
+MISSING_RANKS_S = 15.0
+"""How often the log says which ranks are waited for."""
+ORPHAN_GRACE_S = 3.0
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 when a rank was lost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's: it drains us
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    introduction = json.loads(sys.stdin.buffer.readline())
+    config = parse_config(introduction["config"])
+    configure_logging(config.log_level, config.role)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_watch_front, args=(inbox,), name="front-watch", daemon=True).start()
+    front = FrontLink(introduction["front"], inbox.put)
+    status, all_ended = 0, False
+    try:
+        all_ended = Leader(config, front, inbox).serve()
+    except StartupError as error:
+        front.send(StartupFailed(str(error)))
+        status = 2
+    except RankLostError as error:
+        log.error("the server ends: %s", error)
+        status = 1
+    finally:
+        front.close()
+    if not all_ended:
+        logging.shutdown()
+        os._exit(status)  # rank 0 may be in a long step, or stuck in a collective: a normal exit would wait for it
+    return status
+
+
+def _watch_front(inbox: "queue.SimpleQueue[object]") -> NoReturn:
+    """End with the front: stop the loop, and leave anyway if it does not turn (a long step, a start-up)."""
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
+        pass
+    inbox.put(Stop(drain_s=0))
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+class Leader:
+    """Builds a server's engine from its configuration, in the order in which things can fail, and runs it."""
+
+    def __init__(self, config: AnyServerConfig, front: FrontLink, inbox: "queue.SimpleQueue[object]") -> None:
+        self._config = config
+        self._front = front
+        self._inbox = inbox
+        self._instance = InstanceId(uuid.uuid4().hex[:16])
+        self._source = locate_model(config.model, config.load_format)
+        self._fingerprint = fingerprint(self._source, config.load_format)
+        self._keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
+        self._timing = Timing(heartbeat_interval_s=config.heartbeat_interval_s, peer_timeout_s=config.peer_timeout_s)
+        self._ranks = Ranks(config, self._source, self._keys, inbox.put)
+        self._ready: list[RankReady] = []
+
+    def serve(self) -> bool:
+        """Run until stopped. Whether all that was started has ended."""
+        try:
+            self._ready = self._await_ranks()
+            match self._config:
+                case DecodeConfig():
+                    self._serve_decode(self._config)
+                case PrefillConfig():
+                    self._serve_prefill(self._config)
+        finally:
+            all_ended = self._ranks.close()
+        return all_ended
+
+    def _await_ranks(self) -> list[RankReady]:
+        """All ranks, loaded. Nothing but their reports and a Stop can come before the front knows that we serve."""
+        ready: dict[int, RankReady] = {}
+        while len(ready) < self._config.world_size:
+            match self._next_report(ready):
+                case RankReady() as report:
+                    ready[report.rank] = report
+                case RankFailed(rank=rank, reason=reason, startup=startup):
+                    sentence = reason if self._config.world_size == 1 else f"rank {rank}: {reason}"
+                    raise StartupError(sentence) if startup else RankLostError(sentence)
+                case Stop():
+                    raise StartupError("stopped before all ranks were ready")
+        return [ready[rank] for rank in sorted(ready)]
+
+    def _next_report(self, ready: Container[int]) -> object:
+        while True:
+            try:
+                return self._inbox.get(timeout=MISSING_RANKS_S)
+            except queue.Empty:
+                missing = [rank for rank in range(self._config.world_size) if rank not in ready]
+                log.info("still loading, or not started yet: ranks %s", ", ".join(map(str, missing)))
+
+    @property
+    def _places(self) -> tuple[Rank, ...]:
+        return tuple(report.place for report in self._ready)
+
+    def _serve_decode(self, config: DecodeConfig) -> None:
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            instance=self._instance,
+            model_fingerprint=self._fingerprint,
+            model_name=self._source.name,
+            ranks=self._places,
+            enable_hisparse=config.enable_hisparse,
+        )
+        limits = DecodeLimits(
+            page_size=config.page_size,
+            max_running_requests=self._step_limit,
+            max_queued_requests=config.max_queued_requests,
+            growth_tokens=config.growth_tokens,
+            retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
+            queue_timeout_s=config.queue_timeout_s,
+            prefill_wait_s=config.prefill_wait_s,
+            prefill_timeout_s=config.prefill_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            quarantine_s=config.quarantine_s,
+            verify_kv=config.verify_kv,
+            prefix_cache=config.prefix_cache,
+            hisparse=config.enable_hisparse,
+            stages=config.pp,
+            look_ahead=looks_ahead(config),
+        )
+        scheduler = DecodeScheduler(
+            limits,
+            PageAllocator[KvPage](self._num_pages),
+            self._source.config.eos_token_ids,
+            self._hot_limits(config),
+            self._stage_receivers(config),
+        )
+        control = DecodeControl(
+            hello,
+            check=lambda welcome: check_pair(hello, welcome),
+            on_event=self._inbox.put,
+            load=lambda: loop.load,
+            keys=self._keys,
+            timing=self._timing,
+            allowed_hosts=config.allowed_bootstrap_hosts,
+            unpaired_s=max(UNPAIRED_S, config.prefill_wait_s),
+        )
+        loop = DecodeLoop(
+            scheduler,
+            self._front,
+            self._inbox,
+            ranks=self._ranks,
+            world_size=config.world_size,
+            control=control,
+            hello=hello,
+            verify_kv=config.verify_kv,
+        )
+        for rank in hello.ranks:
+            sessions = ", ".join(f"{session} ({transport})" for transport, session in _sessions(rank).items())
+            log.info("KV of rank %d arrives at %s", rank.rank, sessions)
+        for endpoint in config.prefill:
+            control.connect(endpoint)
+        try:
+            self._run(loop, control)
+        finally:
+            control.close()
+
+    def _hot_limits(self, config: DecodeConfig) -> HotLimits | None:
+        first = self._ready[0]
+        if first.hot_pages is None or first.hot_rows is None:
+            return None
+        lots = Lots.agreed([_lots(report.place) for report in self._ready])
+        own_pages = min(report.hot_pages or 0 for report in self._ready) - lots.covered
+        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, lots=lots)
+
+    def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
+        """One for each rank, where they have rings."""
+        return [
+            StageReceiver(
+                place.rank,
+                StagingRing(place.ring.size_bytes, epoch=place.ring.epoch),
+                cell_bytes=cell_bytes(place.pools[0].layout),
+                quarantine_s=config.quarantine_s,
+            )
+            for place in self._places
+            if place.ring is not None
+        ]
+
+    def _serve_prefill(self, config: PrefillConfig) -> None:
+        welcome = Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            instance=self._instance,
+            model_fingerprint=self._fingerprint,
+            model_name=self._source.name,
+            ranks=self._places,
+        )
+        limits = PrefillLimits(
+            page_size=config.page_size,
+            chunk_size=self._step_limit,
+            max_queued_requests=config.max_queued_requests,
+            context_length=self._source.config.context_length,
+            vocab_size=self._source.config.vocab_size,
+            prefix_cache=config.prefix_cache,
+            stages=config.pp,
+            steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
+        )
+        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages))
+        control = PrefillControl(
+            config.host,
+            config.bootstrap_port,
+            welcome,
+            check=lambda hello: check_pair(hello, welcome) or _describe_transports(config, welcome, hello),
+            on_event=self._inbox.put,
+            load=lambda: loop.load,
+            keys=self._keys,
+            timing=self._timing,
+        )
+        loop = PrefillLoop(
+            scheduler,
+            self._front,
+            self._inbox,
+            ranks=self._ranks,
+            world_size=config.world_size,
+            control=control,
+            welcome=welcome,
+        )
+        log.info("control port %s:%d", config.host, control.port)
+        try:
+            self._run(loop, control)
+        finally:
+            control.close()
+
+    def _run(self, loop: DecodeLoop | PrefillLoop, control: Control) -> None:
+        def status() -> Status:
+            routes = loop.routes if isinstance(loop, PrefillLoop) else {}
+            problems = loop.problems()
+            if control.progress_age_s() > CONTROL_STALL_S:
+                problems.append(f"the control thread has not turned for {control.progress_age_s():.0f} s")
+            snapshot = loop.snapshot
+            return Status(
+                gauges=dict(snapshot.gauges),
+                counters={**snapshot.counters, **{f"control_{name}": n for name, n in control.stats().items()}},
+                peers=tuple(
+                    PeerStatus(
+                        peer.endpoint,
+                        peer.state,
+                        peer.instance,
+                        peer.detail,
+                        peer.round_trip_ms,
+                        *routes.get(peer.instance or "", NO_ROUTES),
+                    )
+                    for peer in control.peers()
+                ),
+                states=dict(snapshot.states),
+                taken_at=snapshot.taken_at,
+                loop_age_s=loop.stalled_s(),
+                problems=tuple(problems),
+            )
+
+        keep_for_good()
+        control.start()
+        self._front.start_status(status)
+        self._front.send(self._introduction())
+        loop.run()
+
+    def _introduction(self) -> Ready:
+        model, first = self._source.config, self._ready[0]
+        return Ready(
+            model=ModelInfo(
+                name=self._source.name,
+                path=str(self._source.path),
+                architecture=model.architecture,
+                context_length=model.context_length,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                fingerprint=self._fingerprint,
+                dtype=first.dtype,
+                device=first.device,
+            ),
+            instance=self._instance,
+            page_size=self._config.page_size,
+            num_pages=self._num_pages,
+            max_total_tokens=min(model.context_length, self._num_pages * self._config.page_size),
+            ranks=tuple(_rank_info(report) for report in self._ready),
+            chosen={STEP_SETTING[self._config.role]: self._step_limit},
+        )
+
+    @property
+    def _step_limit(self) -> int:
+        """Most prompt tokens (prefill) or requests (decode) of one step."""
+        return min(report.step_limit for report in self._ready)
+
+    @property
+    def _num_pages(self) -> int:
+        return self._ready[0].num_pages
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of one page, on the rank that has most of it."""
+        return max(sum(pool.layout.page_bytes for pool in place.pools) for place in self._places)
+
+
+def _describe_transports(config: PrefillConfig, welcome: Welcome, hello: Hello) -> str | None:
+    """The first pair of ranks that the configured transport cannot connect."""
+    for ours in welcome.ranks:
+        for theirs in hello.ranks:
+            problem = describe_transport_mismatch(config.transport, ours, theirs)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _sessions(rank: Rank) -> dict[str, str]:
+    """Where a decode rank receives, by transport."""
+    sessions = {"rdma": rank.rdma_session, "nvlink": rank.nvlink_session, "tcp": rank.session}
+    return {transport: session for transport, session in sessions.items() if session is not None}
+
+
+def _lots(rank: Rank) -> Lots:
+    """How a rank's pages of keys lie under its hot pages, which are as large as those in host memory."""
+    latent, keys = (pool.layout for pool in rank.pools)
+    return Lots.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
+
+
+def _rank_info(report: RankReady) -> RankInfo:
+    layout = report.place.pools[0].layout
+    return RankInfo(
+        rank=report.rank,
+        device=report.device,
+        layers=(layout.layer_start, layout.layer_end),
+        kv_heads=(layout.head_start, layout.head_end),
+        transports=tuple(_sessions(report.place)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

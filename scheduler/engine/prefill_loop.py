@@ -1,0 +1,229 @@
+"""The engine loop of a prefill server."""
+
+import logging
+import queue
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...configs.words import counted
+from ...transfer.control.events import (
+    LoadReported,
+    MessageReceived,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    PeerUp,
+    SendFailed,
+)
+from ...transfer.control.prefill import PrefillControl
+from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite
+from ...transfer.plan.page_sizes import describe_page_sizes
+from ...transfer.plan.staged_regions import staged_links
+from ...transfer.protocol.checksum import add_sums
+from ...transfer.protocol.messages import (
+    Abort,
+    AnyMessage,
+    Hello,
+    InstanceId,
+    KvDestination,
+    PrefillDone,
+    StageFree,
+    StageGrant,
+    TransferFailed,
+    TransferKey,
+    Welcome,
+)
+from ...transfer.protocol.wire import WireError
+from ..messages.effects import CancelChunks, Effect, SendToPeer
+from ..messages.frontend import FlushCache
+from ..messages.ranks import ChunkReport, ClosePeer, OpenPeer, PartReport, PeerRoutes, RunStep, StepDone, WriteChunk
+from ..messages.step import Draw, StepRow
+from ..prefill.request import PageSpace, PrefillRow
+from ..prefill.scheduler import PrefillScheduler
+from ..ranks.group import Ranks
+from .frontend_link import FrontLink
+from .loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+_ChunkRef = tuple[InstanceId, TransferKey, int]
+
+
+class KvRoutes(NamedTuple):
+    """How KV of each pool goes to a decode server, and which transports do not work and why."""
+
+    transports: dict[str, str]
+    unusable: dict[str, str]
+
+
+NO_ROUTES = KvRoutes({}, {})
+
+
+class PrefillLoop(EngineLoop[PrefillScheduler]):
+    """Turns decode's requests into chunks of KV and sends them while the next ones compute."""
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        front: FrontLink,
+        inbox: "queue.SimpleQueue[object]",
+        *,
+        ranks: Ranks,
+        world_size: int,
+        control: PrefillControl,
+        welcome: Welcome,
+    ) -> None:
+        super().__init__(scheduler, front, inbox, ranks, world_size)
+        self._control = control
+        self._welcome = welcome
+        self.routes: dict[str, KvRoutes] = {}
+        """To each decode server. Read by another thread."""
+        self._open: set[InstanceId] = set()
+        """Decode servers that the ranks can write to."""
+        self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
+        """Chunks that some ranks have written, and others have not."""
+
+    def _handle(self, event: object, now: float) -> None:
+        scheduler = self.scheduler
+        match event:
+            case FlushCache():
+                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
+            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
+                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
+            case MessageReceived(instance=instance, message=Abort() as message):
+                scheduler.abort(instance, message, now)
+            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
+                scheduler.stage_message(instance, message, now)
+            case PeerRoutes(instance=instance, transports=transports, unusable=unusable):
+                if instance in self._open:  # a rank may say so late
+                    known = self.routes.get(instance, NO_ROUTES)
+                    self.routes[instance] = KvRoutes(known.transports | transports, known.unusable | unusable)
+            case ChunkReport(written=written):
+                self._chunk_written(written, now)
+            case PartReport(written=written):
+                scheduler.part_written(written, now)
+            case PeerUp(instance=instance, introduction=Hello() as hello):
+                self._open.add(instance)
+                self._ranks.tell(OpenPeer(hello, self._welcome))
+                layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
+                pages = PageSpace(layout.num_pages, layout.page_size)
+                scheduler.peer_up(instance, pages, staged_links(hello, self._welcome))
+                remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
+                if remark is not None:
+                    log.warning("decode %s: %s", instance, remark)
+            case PeerLost(instance=instance, reason=reason):
+                scheduler.peer_lost(instance, reason, now)
+            case PeerClosed(instance=instance):
+                self._open.discard(instance)
+                self._ranks.tell(ClosePeer(instance))
+                scheduler.peer_closed(instance)
+                self.routes.pop(instance, None)
+            case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
+                self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
+            case LoadReported() | PeerRefused() | SendFailed():
+                pass  # nothing to decide; the control plane logs what is wrong
+            case _:
+                raise TypeError(f"unexpected event: {event!r}")
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(instance=instance, message=message, arrays=arrays):
+                self._send(instance, message, arrays)
+            case ChunkWrite():
+                self._ranks.tell(WriteChunk(effect))
+            case CancelChunks() | PartWrite():
+                self._ranks.tell(effect)
+            case _:
+                raise TypeError(f"unexpected effect on prefill: {effect!r}")
+
+    def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
+        """An answer that is too large to be sent fails its transfer; nothing else of ours has no bound."""
+        try:
+            self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+        except WireError as error:
+            if not isinstance(message, PrefillDone):
+                raise
+            scored = len(message.input_logprobs)
+            reason = f"prefill's answer with the log-probabilities of {scored} prompt tokens is too large: {error}"
+            log.error("transfer %s: %s", message.key, reason)
+            self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
+
+    def _chunk_written(self, part: ChunkWritten, now: float) -> None:
+        """A chunk has ended when all ranks have written their parts of it, or failed to."""
+        ref = (part.instance, part.key, part.token_start)
+        parts = self._parts.setdefault(ref, [])
+        parts.append(part)
+        if len(parts) == self._world_size:
+            del self._parts[ref]
+            self.scheduler.chunk_written(_join(parts), now)
+
+    def _next_step(self, now: float) -> RunStep | None:
+        step = self.scheduler.next_step(now)
+        return RunStep(step.order, tuple(step_row(row) for row in step.rows)) if step is not None else None
+
+    def _step_done(self, done: StepDone, now: float) -> None:
+        if done.error is None:
+            drawn = [result.drawn for result in done.results]
+            self.scheduler.step_done(done.order, drawn, [result.prompt_logprobs for result in done.results], now)
+        else:
+            self.scheduler.step_failed(done.order, done.error, now)
+
+    def _gauges(self) -> dict[str, float]:
+        load = self.scheduler.load()
+        return {
+            "waiting_requests": load.waiting_requests,
+            "running_requests": load.running_requests,
+            "waiting_tokens": load.waiting_tokens,
+            "cached_pages": len(self.scheduler.cache),
+            "staging_parts": self.scheduler.staging.parts,
+        }
+
+    def _give_up(self, reason: str, now: float) -> None:
+        self.scheduler.fail_all(reason, now)
+
+    def _answered(self) -> bool:
+        return self.scheduler.idle
+
+    def _writes(self) -> bool:
+        return bool(self.scheduler.transfers)
+
+
+def step_row(row: PrefillRow) -> StepRow:
+    """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of the message.
+
+    Of the ids decode sent, the last `output_tokens` are output already: they count as such for penalties.
+    """
+    ids, wanted = row.transfer.prompt, row.transfer.destination
+    outputs = wanted.output_tokens
+    scored_from = wanted.logprobs.start if wanted.logprobs is not None and not outputs else None
+    counts = row.last and wanted.sampling.counts_tokens
+    output = ids[len(ids) - outputs :] if counts else ()
+    return StepRow(
+        token_ids=ids[row.start : row.end],
+        start=row.start,
+        pages=row.pages,
+        draws=tuple(Draw(sampling, outputs, output) for sampling in row.samplings()),
+        prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
+        top_logprobs=wanted.logprobs.top if wanted.logprobs is not None else None,
+        prompt_logprobs_from=scored_from,
+    )
+
+
+def _join(parts: list[ChunkWritten]) -> ChunkWritten:
+    """What all ranks did for one chunk."""
+    failed = [part for part in parts if not part.ok]
+    first = parts[0]
+    return ChunkWritten(
+        instance=first.instance,
+        key=first.key,
+        token_start=first.token_start,
+        token_end=first.token_end,
+        ok=not failed,
+        reason=failed[0].reason if failed else "",
+        late_writes=any(part.late_writes for part in parts),
+        writes=sum(part.writes for part in parts),
+        bytes_written=sum(part.bytes_written for part in parts),
+        checksums=tuple(add_sums(sums) for sums in zip(*(part.checksums for part in parts), strict=False)),
+    )

@@ -1,0 +1,281 @@
+"""What a rank computes with: weights, memory that steps need, a KV cache in what is left, CUDA graphs."""
+
+import logging
+import time
+
+import torch
+
+from ...configs.errors import StartupError
+from ...configs.sampling import SamplingParams
+from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...kernels.hisparse.slot_tables import table_bytes
+from ...memory.auto_settings import KvShare, auto_chunk_size, auto_kv_share, auto_running_requests
+from ...memory.device import free_memory_bytes
+from ...memory.hisparse.cache import HiSparseCache
+from ...memory.hisparse.hot_buffer_size import resolve_hot_rows
+from ...memory.hisparse.sizing import hisparse_size
+from ...memory.kv_pool import KvCache
+from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
+from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ...models.layers.parallel import Parallel
+from ...models.loading.catalog import ModelSource
+from ...models.runner import ModelRunner, resolve_dtype
+from ...transfer.data.part_writer import gather_bytes, warm_up_gather
+from ...transfer.plan.staged_regions import MAX_PART_BYTES
+from ..messages.step import Draw, StepRow
+from .executor import Executor
+
+log = logging.getLogger(__name__)
+
+PREFILL_POOL_CONTEXTS = 8
+"""An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
+STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
+STAGED_RANKS = 8
+"""Decode ranks that a prefill rank keeps memory for, to gather parts for them; further ones have to find their own."""
+
+
+class RankBuilder:
+    """Builds the executor of one rank. Raises StartupError for what the user can mend."""
+
+    def __init__(self, config: AnyServerConfig, source: ModelSource, parallel: Parallel, device: torch.device) -> None:
+        self._config = config
+        self._source = source
+        self._parallel = parallel
+        self._device = device
+        self._share = KvShare(0.0)
+        """Of what is free; known when the weights are loaded."""
+        self.step_limit = self._choose_step_limit()
+        """Most prompt tokens (prefill) or requests (decode) of one step."""
+
+    def build(self) -> Executor:
+        config, source, parallel = self._config, self._source, self._parallel
+        dtype = resolve_dtype(config.dtype, source.config, self._device)
+        started = time.monotonic()
+        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
+        check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
+        parallel.agree_minimum(0)  # nobody loads before all have looked at what is free
+        log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
+        runner = ModelRunner.load(
+            source,
+            device=self._device,
+            dtype=dtype,
+            parallel=parallel,
+            load_format=config.load_format,
+            kv_dtype=config.kv_dtype,
+        )
+        log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
+        self._share = auto_kv_share(config, self._device, weight_bytes)
+        step_bytes = self._measure_steps(runner)
+        parallel.agree_minimum(0)  # what is free is free when all ranks have their weights
+        if isinstance(config, DecodeConfig) and config.enable_hisparse:
+            cache: KvCache = self._make_hisparse_cache(runner, config, step_bytes)
+        else:
+            cache = runner.make_cache(self._pool_pages(runner, step_bytes), config.page_size)
+        log.info(
+            "KV pool: %d tokens in %d pages of %d, %.2f GiB%s; %s = %d",
+            cache.num_pages * config.page_size,
+            cache.num_pages,
+            config.page_size,
+            cache.size_bytes / GIB,
+            self._describe_share(),
+            STEP_SETTING[config.role],
+            self.step_limit,
+        )
+        self._prepare_staging(runner, cache)
+        started = time.monotonic()
+        context = min(source.config.context_length, cache.num_pages * config.page_size)
+        if self._capture_graphs(runner, cache, context):
+            log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
+        if self._device.type == "cuda":
+            log.info(
+                "memory of %s: %.2f GiB weights, %.2f GiB KV, %.2f GiB at most for a step and its graphs, "
+                "%.2f GiB for staging; %.2f GiB are free",
+                self._device,
+                weight_bytes / GIB,
+                cache.device_bytes / GIB,
+                step_bytes / GIB,
+                self._staging_bytes(runner) / GIB,
+                free_memory_bytes(self._device) / GIB,
+            )
+        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
+
+    def _choose_step_limit(self) -> int:
+        config, model = self._config, self._source.config
+        if isinstance(config, PrefillConfig):
+            return auto_chunk_size(config, self._device, model.active_parameters // config.world_size)
+        tables = 0
+        if config.enable_hisparse and model.dsa is not None:
+            groups, hot_rows = sum(model.dsa.indexed), resolve_hot_rows(config, model.dsa.index_topk)
+            tables = table_bytes(
+                groups=groups,
+                requests=1,
+                hot_rows=hot_rows,
+                max_context=model.context_length,
+                page_size=config.page_size,
+            )
+        return auto_running_requests(config, self._device, tables // config.pp)
+
+    def _describe_share(self) -> str:
+        """How the size of the pool was found, where that was left to us."""
+        if self._config.kv_tokens is not None or self._config.kv_memory_gib is not None:
+            return ""
+        return f" ({self._share.fraction:g} of free memory, {self._share.reason})"
+
+    def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
+        dsa = self._source.config.dsa
+        assert dsa is not None, "the frontend has looked (server/launch/startup_checks.py)"
+        latent, keys = runner.make_cache(1, 1).pools
+        hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
+        size = hisparse_size(
+            config,
+            latent_token_bytes=latent.size_bytes,
+            indexer_token_bytes=keys.size_bytes,
+            hot_rows=hot_rows,
+            index_groups=keys.num_layers,
+            context_length=context,
+            slots=self.step_limit,
+            host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
+            device_bytes=self._free_bytes() - step_bytes,
+            share=self._share,
+        )
+        num_pages = self._parallel.agree_minimum(size.num_pages)
+        hot_pages = self._parallel.agree_minimum(size.hot_pages)
+        cache = runner.make_hisparse_cache(
+            num_pages,
+            config.page_size,
+            hot_pages=hot_pages,
+            slots=self.step_limit,
+            hot_rows=hot_rows,
+            max_context=min(context, num_pages * config.page_size),
+        )
+        log.info(
+            "HiSparse: %d hot pages of %d rows, and up to %d more in lots of %d while pages of keys are free; %d rows "
+            "in the buffer of a request",
+            hot_pages,
+            config.page_size,
+            cache.lots.count * cache.lots.hot_pages,
+            cache.lots.hot_pages,
+            hot_rows,
+        )
+        return cache
+
+    def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
+        """As many on every rank: a page id means the same everywhere."""
+        config = self._config
+        concurrent = self.step_limit if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
+        pages = pool_pages(
+            config,
+            token_bytes=runner.kv_token_bytes,
+            most_useful_tokens=self._source.config.context_length * concurrent,
+            free_bytes=self._free_bytes() - step_bytes - self._staging_bytes(runner),
+            share=self._share,
+        )
+        return self._parallel.agree_minimum(pages)
+
+    def _staging_bytes(self, runner: ModelRunner) -> int:
+        """What staged transfers will take beside the pool: the ring on decode, buffers to gather parts in on prefill.
+        Nothing where KV has no heads to share out.
+        """
+        config, token_bytes = self._config, runner.kv_token_bytes
+        if self._source.config.dsa is not None or not may_stage(config, self._source.config.num_kv_heads):
+            return 0
+        if isinstance(config, DecodeConfig):
+            return ring_bytes(config, token_bytes)
+        # rings of the default size take parts of at most RING_TOKENS tokens
+        return STAGED_RANKS * gather_bytes(min(RING_TOKENS * token_bytes, MAX_PART_BYTES))
+
+    def _prepare_staging(self, runner: ModelRunner, cache: KvCache) -> None:
+        """Say what staging takes, and compile what prefill needs for it; decode's PartScatterer does that itself."""
+        size = self._staging_bytes(runner)
+        if not size:
+            return
+        if isinstance(self._config, DecodeConfig):
+            log.info(
+                "staging ring: %.1f MiB (staging_ring_mib; by default twice the KV of %d tokens, at most %d MiB)",
+                size / MIB,
+                RING_TOKENS,
+                2 * MAX_SHARE_BYTES // MIB,
+            )
+        else:
+            log.info(
+                "staging buffers: up to %.1f MiB (for each of %d decode ranks two parts of %d tokens, at most %d MiB "
+                "each), taken when a decode server pairs that shares heads out differently",
+                size / MIB,
+                STAGED_RANKS,
+                RING_TOKENS,
+                MAX_PART_BYTES // MIB,
+            )
+            warm_up_gather(cache.pools[0].data)
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks of this machine that have their memory from where this one has it, itself included."""
+        shared = self._device.type == "cpu" or self._config.ranks_share_gpu
+        return len(self._config.local_ranks) if shared else 1
+
+    def _free_bytes(self) -> int:
+        """This rank's share of what is free. Ranks that share it look before any of them takes its part: whoever asks
+        agrees with the others on what to take.
+        """
+        return free_memory_bytes(self._device) // self._sharers
+
+    def _capture_graphs(self, runner: ModelRunner, cache: KvCache, context: int) -> bool:
+        """Whether decode steps over `cache`, of sequences up to `context` tokens, are CUDA graphs from now on."""
+        config = self._config
+        if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
+            return False
+        return runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context) is not None
+
+    def _measure_steps(self, runner: ModelRunner) -> int:
+        """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
+        which the first request would otherwise wait for.
+        """
+        if self._device.type != "cuda":
+            return 0
+        started = time.monotonic()
+        config = self._config
+        longest = self._source.config.context_length
+        if isinstance(config, PrefillConfig):
+            longest = min(longest, self._pool_pages(runner, 0) * config.page_size)
+        try:
+            needed = peak_bytes(self._device, lambda: self._dry_run(runner, longest))
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"{STEP_SETTING[config.role]} = {self.step_limit}: {self._device} has not enough memory for such a "
+                f"step beside the weights: {error}"
+            ) from error
+        log.info("steps tried in %.1f s: %.2f GiB at most", time.monotonic() - started, needed / GIB)
+        return needed
+
+    def _dry_run(self, runner: ModelRunner, longest: int) -> None:
+        """Steps of all kinds, over a cache of a single page that stands for all others."""
+        config = self._config
+        cache = runner.make_cache(1, config.page_size)
+        self._capture_graphs(runner, cache, longest)
+        executor = Executor(runner, cache, self._source.config.eos_token_ids)
+        for rows in trial_steps(config, self.step_limit, longest):
+            executor.start(rows).finish()
+        runner.release_graphs()
+
+
+def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[list[StepRow]]:
+    """Steps that need most memory or other kernels than the rest: of decode, the largest batch; of prefill, a chunk at
+    the end of a prompt of `longest` tokens, and chunks of several prompts, up to as many as there may be.
+    """
+    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
+
+    def row(start: int, tokens: int) -> StepRow:
+        pages = [0] * -(-(start + tokens) // config.page_size)
+        return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
+
+    if isinstance(config, DecodeConfig):
+        return [[row(0, 1)] * step_limit]
+    chunk = min(step_limit, longest)
+    most = min(chunk, config.max_queued_requests)
+    counts = sorted({*(1 << power for power in range(most.bit_length())), most})
+    return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]
+
+
+def looks_ahead(config: AnyServerConfig) -> bool:
+    """Whether steps are given before the tokens they feed are known: with one stage, which has them on the device."""
+    return isinstance(config, DecodeConfig) and config.pp == 1

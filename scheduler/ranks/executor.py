@@ -1,0 +1,185 @@
+"""Runs steps on one rank: its part of the model, and on the rank that has the logits the choice of tokens."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ...configs.sampling import TokenLogprob
+from ...memory.kv_pool import KvCache
+from ...models.layers.batch import SequenceSlice
+from ...models.layers.host_copies import ReadBack, upload
+from ...models.runner import ModelRunner
+from ...models.sampling.logprobs import Logprobs, entries, score
+from ...models.sampling.penalties import Choice
+from ...models.sampling.sampler import Sampler
+from ..messages.step import StepResult, StepRow
+
+_SCORED_ELEMENTS = 1 << 24
+"""Logits of prompt tokens that exist at once: a chunk of 8192 tokens would have gigabytes of them."""
+_UNKNOWN = (0,)
+"""Stands in a slice for a token that only the device knows."""
+
+
+class PendingStep:
+    """A step that was started. `finish()` waits until its KV is complete and returns one result per row; None on all
+    ranks but the one that samples.
+    """
+
+    def __init__(self, device: torch.device, collect: Callable[[], list[StepResult]] | None = None) -> None:
+        self._collect = collect
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._done.record(torch.cuda.current_stream(device))
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` would not wait. A step that has failed is done: `finish` raises."""
+        try:
+            return self._done is None or self._done.query()  # type: ignore[no-untyped-call]  # torch leaves it so
+        except RuntimeError:
+            return True
+
+    def finish(self) -> list[StepResult] | None:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._collect() if self._collect is not None else None
+
+
+class Executor:
+    """The model and its KV on one rank. Called from one thread; every rank of a server makes the same calls.
+
+    None of `eos_token_ids`, nor of a request's stop tokens, is drawn before its `min_new_tokens`. With `look_ahead` a
+    step may follow the one before it: the tokens drawn last stay on the device, on every rank of the only stage.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, cache: KvCache, eos_token_ids: Iterable[int], *, look_ahead: bool = False
+    ) -> None:
+        self._runner = runner
+        self._sampler = Sampler([token for token in eos_token_ids if token < runner.config.vocab_size])
+        self._look_ahead = look_ahead
+        self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
+        self.cache = cache
+
+    def start(self, rows: Sequence[StepRow]) -> PendingStep:
+        """One forward pass. On CUDA nothing waits for it."""
+        following = self._following_tokens(rows)
+        self._drawn = self._drawn[:0]  # until this step has drawn its own
+        return self._start(rows, following)
+
+    @torch.inference_mode()
+    def _start(self, rows: Sequence[StepRow], following: torch.Tensor | None) -> PendingStep:
+        slices = [
+            SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages, row.hot_slot)
+            for row in rows
+        ]
+        prompt_parts: list[tuple[int, Logprobs]] = []
+        if any(row.scored for row in rows):
+            hidden = self._runner.forward_hidden(self.cache, slices)
+            if hidden is None:
+                return PendingStep(self.cache.device)
+            prompt_parts = self._score_prompts(rows, hidden)
+            ends = list(itertools.accumulate(row.length for row in rows))
+            last = upload([end - 1 for end in ends], torch.long, hidden.device)
+            logits = self._runner.logits(hidden.index_select(0, last))
+        else:
+            logits = self._runner.forward(self.cache, slices, following)
+        choices = [
+            Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids)
+            for index, row in enumerate(rows)
+            for draw in row.draws
+        ]
+        if logits is None:
+            if self._look_ahead:
+                self._share_drawn(torch.empty(len(choices), dtype=torch.long, device=self.cache.device))
+            return PendingStep(self.cache.device)
+        return self._draw(rows, choices, logits, prompt_parts)
+
+    def _following_tokens(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
+        """The tokens to run, on the device, where some are those that the last step drew; None where all are known."""
+        if all(row.follows is None for row in rows):
+            return None
+        sources, drawn = [row.follows for row in rows], len(self._drawn)
+        if any(source is not None and source >= drawn for source in sources):
+            raise RuntimeError("the step that this one follows has failed")
+        if sources == list(range(drawn)):
+            return self._drawn
+        # a known token is taken from behind the drawn ones
+        known = [row.token_ids[0] if row.follows is None else 0 for row in rows]
+        picks = [drawn + at if source is None else source for at, source in enumerate(sources)]
+        both = upload([known, picks], torch.long, self._drawn.device)
+        return torch.cat((self._drawn, both[0])).index_select(0, both[1])
+
+    def _share_drawn(self, tokens: torch.Tensor) -> None:
+        self._runner.parallel.broadcast_tokens(tokens)
+        self._drawn = tokens
+
+    def _score_prompts(self, rows: Sequence[StepRow], hidden: torch.Tensor) -> list[tuple[int, Logprobs]]:
+        """Log-probabilities of the prompt tokens that rows want, in blocks: (index of the row, a block), in order."""
+        parts: list[tuple[int, Logprobs]] = []
+        block = max(1, _SCORED_ELEMENTS // self._runner.config.vocab_size)
+        offset = 0
+        for index, row in enumerate(rows):
+            for start in range(row.scored.start, row.scored.stop, block):
+                targets = row.prompt_ids[start : min(start + block, row.scored.stop)]
+                first = offset + start - 1 - row.start
+                logits = self._runner.logits(hidden[first : first + len(targets)])
+                if logits is not None:
+                    tokens = upload(targets, torch.long, hidden.device)
+                    parts.append((index, score(logits, tokens, row.top_logprobs or 0)))
+            offset += row.length
+        return parts
+
+    def _draw(
+        self,
+        rows: Sequence[StepRow],
+        choices: Sequence[Choice],
+        logits: torch.Tensor,
+        prompt_parts: Sequence[tuple[int, Logprobs]],
+    ) -> PendingStep:
+        """Choose all tokens and start to read them back, together with the prompts' parts."""
+        tensors = [tensor for _, part in prompt_parts for tensor in part.tensors]
+        tops = {at: top for at, choice in enumerate(choices) if (top := rows[choice.row].top_logprobs) is not None}
+        if choices:
+            tokens = self._sampler.sample(logits, choices)
+            if self._look_ahead:
+                self._share_drawn(tokens)
+            tensors.append(tokens)
+            if tops:
+                where = upload([(choices[at].row, at) for at in tops], torch.long, logits.device)
+                picked = logits.index_select(0, where[:, 0]), tokens.index_select(0, where[:, 1])
+                tensors += score(*picked, max(tops.values())).tensors
+        values = ReadBack(tensors)
+        scored = [index for index, _ in prompt_parts]
+        return PendingStep(logits.device, lambda: _results(rows, len(choices), tops, scored, values()))
+
+
+def _results(
+    rows: Sequence[StepRow], drawn: int, tops: dict[int, int], scored: Sequence[int], values: list[list[float]]
+) -> list[StepResult]:
+    """`values` as they were read back: four lists per block of prompt tokens, the tokens, their log-probabilities."""
+    prompts: list[list[TokenLogprob]] = [_first_token(row) for row in rows]
+    for at, index in enumerate(scored):
+        part = values[4 * at : 4 * at + 4]
+        prompts[index] += entries(part, [rows[index].top_logprobs or 0] * len(part[0]))
+    chosen: list[TokenLogprob] = []
+    if drawn:
+        tokens, *logprobs = values[4 * len(scored) :]
+        chosen = [TokenLogprob(int(token), None) for token in tokens]
+        if tops:
+            for at, entry in zip(tops, entries(logprobs, list(tops.values())), strict=True):
+                chosen[at] = entry
+    in_order = iter(chosen)
+    return [
+        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt))
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+
+
+def _first_token(row: StepRow) -> list[TokenLogprob]:
+    """The entry of the prompt's first token, where it is this step's to give."""
+    if row.prompt_logprobs_from == 0 and row.start == 0:
+        return [TokenLogprob(row.prompt_ids[0], None)]
+    return []

@@ -1,0 +1,353 @@
+"""All ranks of a server as its leader drives them: rank 0 on a thread of the leader, the others in their processes.
+
+The leader never computes on its own thread, so it answers clients and notices lost ranks while a step hangs.
+"""
+
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import msgspec
+import zmq
+from pydantic import SecretStr
+
+from ...configs.errors import PdserveError, StartupError
+from ...configs.logs import RateLimitedLog
+from ...configs.schema import AnyServerConfig
+from ...models.layers.parallel import listen
+from ...models.loading.catalog import ModelSource
+from ...transfer.control.curve import ClientGate, ClusterKeys
+from ...transfer.control.unknown_peers import Strangers
+from ...transfer.control.wakeup import ConnectionMonitor, Wakeup
+from ...transfer.data.chunks import PartScatter, PartWrite
+from ..messages.ranks import (
+    ComputeCommand,
+    LeaderAlive,
+    RankAlive,
+    RankFailed,
+    RankReady,
+    RankReport,
+    RunStep,
+    StopRank,
+    TransferCommand,
+)
+from ..shutdown import CUDA_STOP_S, STOP_S
+from .page_tables import SentTables
+from .process import RankProcess, leader_address, meeting_point
+from .rank import RankEngine
+
+log = logging.getLogger(__name__)
+
+SILENCE_S: Final = 3.0
+"""A rank that says nothing for this long is lost: it hangs, or is stopped."""
+STARTUP_SILENCE_S: Final = 60.0
+"""The same while it loads: libraries and drivers may hold up all its threads for a while."""
+TICK_S: Final = 0.25
+
+
+class RankLostError(PdserveError):
+    """A rank has failed, ended or gone silent: the server cannot go on without it."""
+
+
+class Ranks:
+    """Starts the ranks of this machine, gives them all their commands in order and collects their reports.
+
+    `on_report` is called on other threads. A rank that is lost is reported once, as RankFailed. `tell()` belongs to the
+    engine thread.
+    """
+
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        source: ModelSource,
+        keys: ClusterKeys | None,
+        on_report: Callable[[RankReport], None],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._on_report = on_report
+        self._local: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+        self._engine: RankEngine | None = None
+        self._meet_at: tuple[str, int] | None = None
+        self._listener: socket.socket | None = None
+        self._processes: list[RankProcess] = []
+        self._hub: _Hub | None = None
+        self._closing = False
+        self._lost = False
+        if config.world_size > 1:
+            self._meet_at, self._listener = _open_meeting_point(config)
+            if keys is None:  # on one machine: the ranks get a key of their own, on their stdin
+                cluster_key = secrets.token_hex(32)
+                config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
+                keys = ClusterKeys(cluster_key)
+            self._hub = _Hub(config, self._meet_at, keys, self._report)
+            for rank in config.local_ranks:
+                if rank != 0:
+                    process = RankProcess(config, rank, leader=self._hub.address, meet_at=self._meet_at)
+                    self._processes.append(process)
+                    threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run_local, name="rank-0", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: ComputeCommand | TransferCommand) -> None:
+        """Give a command to every rank, or to the one that it is for."""
+        only = _only_for(command)
+        match command:
+            case _ if only not in (None, 0):
+                pass
+            case _ if isinstance(command, TransferCommand):
+                assert self._engine is not None, "commands come after all ranks are ready"
+                self._engine.transfer(command)
+            case _:
+                self._local.put(command)
+        if self._hub is not None and only != 0:
+            self._hub.tell(command, only)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the ranks' transfers, in words. Called from another thread."""
+        found = list(self._engine.problems()) if self._engine is not None else []
+        return found + (self._hub.problems() if self._hub is not None else [])
+
+    def busy_seconds(self) -> dict[int, float]:
+        """How long each rank has worked on steps, as last heard. Called from another thread."""
+        local = {0: self._engine.busy_s} if self._engine is not None else {}
+        return local | (self._hub.busy_seconds() if self._hub is not None else {})
+
+    def close(self) -> bool:
+        """End all ranks: politely, then not. False when rank 0 is left behind, in a step or stuck: then this process
+        must not wait for its threads.
+
+        After one is lost the others may wait for it in vain: nothing is gained by waiting for them.
+        """
+        self._closing = True
+        self.tell(StopRank())
+        on_gpu = self._engine is not None and self._engine.on_gpu
+        stop_s = CUDA_STOP_S if on_gpu and not self._lost else STOP_S
+        deadline = time.monotonic() + stop_s
+        self._thread.join(stop_s)
+        for process in self._processes:
+            if process.wait(max(0.0, deadline - time.monotonic())) is None:
+                log.warning("rank %d has not ended; killing it", process.rank)
+                process.kill()
+                process.wait()
+        if self._hub is not None:
+            self._hub.close()
+        return not self._thread.is_alive()
+
+    def _run_local(self) -> None:
+        try:
+            engine = RankEngine(
+                self._config, self._source, 0, meet_at=self._meet_at, report=self._report, listener=self._listener
+            )
+            self._engine = engine
+            engine.announce()
+            engine.serve(self._local)
+            engine.close()
+        except StartupError as error:
+            self._report(RankFailed(0, str(error), startup=True))
+        except Exception as error:
+            if self._hub is not None:
+                time.sleep(2 * TICK_S)  # it may be how we see the end of another rank, of which others know more
+            log.log(logging.DEBUG if self._lost else logging.ERROR, "rank 0 cannot go on", exc_info=True)
+            self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
+
+    def _report(self, report: RankReport) -> None:
+        if isinstance(report, RankFailed):
+            if self._closing:
+                return
+            self._lost = True
+        self._on_report(report)
+
+    def _watch(self, process: RankProcess) -> None:
+        status = process.wait()
+        time.sleep(TICK_S)  # its own account of what went wrong comes first
+        self._report(
+            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) ended with status {status}")
+        )
+
+
+class _Hub:
+    """The socket to rank processes: a thread of its own."""
+
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        meet_at: tuple[str, int],
+        keys: ClusterKeys,
+        on_report: Callable[[RankReport], None],
+    ) -> None:
+        self._on_report = on_report
+        self._outbox: queue.SimpleQueue[tuple[int | None, bytes] | None] = queue.SimpleQueue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RankReport)
+        self._tables = SentTables()
+        self._heard: dict[int, float] = {}
+        """When each rank was last heard."""
+        self._looked_at = time.monotonic()
+        """When silent ranks were last looked for."""
+        self._ready: set[int] = set()
+        self._lost: set[int] = set()
+        self._alive: dict[int, RankAlive] = {}
+        """The latest word of each rank."""
+        self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
+        """By routing id."""
+        self._noise = RateLimitedLog(log)
+        self._strangers = Strangers(None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._wakeup = Wakeup(self._context)
+        self._gate = ClientGate(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._gate.protect(self._socket)
+        self._monitor = ConnectionMonitor(self._context, self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        if config.dist_init_addr is None:
+            self.address = f"tcp://{meet_at[0]}:{self._socket.bind_to_random_port(f'tcp://{meet_at[0]}')}"
+        else:
+            self.address = leader_address(meet_at)
+            try:
+                self._socket.bind(self.address)
+            except zmq.ZMQError as error:
+                raise StartupError(f"dist_init_addr: cannot bind {self.address} for the ranks: {error}") from None
+        self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: ComputeCommand | TransferCommand, only: int | None) -> None:
+        """To every rank, or to `only` this one. Steps go to every one, in the order of telling: page tables need it."""
+        message = self._tables.pack(command) if isinstance(command, RunStep) else command
+        self._outbox.put((only, self._encoder.encode(message)))
+        self._wakeup.ring()
+
+    def problems(self) -> list[str]:
+        return [problem for alive in list(self._alive.values()) for problem in alive.problems]
+
+    def busy_seconds(self) -> dict[int, float]:
+        return {rank: alive.busy_s for rank, alive in sorted(self._alive.items())}
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._wakeup.ring()
+        self._thread.join()
+        self._wakeup.close()
+        self._gate.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.exception("the link to the ranks")
+            self._on_report(RankFailed(0, f"the link to the ranks failed: {type(error).__name__}: {error}"))
+        finally:
+            self._monitor.close()
+            self._socket.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.receiver, zmq.POLLIN)
+        poller.register(self._gate.socket, zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
+        tick_at = 0.0
+        while True:
+            ready = dict(poller.poll(int(TICK_S * 1000)))
+            if self._gate.socket in ready:
+                self._gate.answer_all()
+            if self._monitor.socket in ready:
+                self._read_connections()
+            if self._wakeup.receiver in ready:
+                self._wakeup.drain()
+            if not self._flush():
+                break
+            while self._socket in ready and self._socket.poll(0):
+                self._receive(self._socket.recv_multipart(copy=False))
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + TICK_S
+                self._send(None, self._encoder.encode(LeaderAlive()))
+                self._look_for_silence()
+                self._strangers.look()
+
+    def _read_connections(self) -> None:
+        while (event := self._monitor.read()) is not None:
+            match event:
+                case (zmq.EVENT_ACCEPTED, fd):
+                    self._strangers.accepted(fd)
+                case (_, fd):
+                    self._strangers.closed(fd)
+
+    def _flush(self) -> bool:
+        """Send everything queued; False once close() was reached."""
+        while True:
+            try:
+                message = self._outbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._send(*message)
+
+    def _send(self, only: int | None, message: bytes) -> None:
+        for identity in self._ranks if only is None else [b"rank-%d" % only]:
+            self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        identity, *payloads = frames
+        rank = self._ranks.get(identity.bytes)
+        if rank is None or len(payloads) != 1:
+            self._noise.warning("a message of %r is ignored: it is no report of a rank", identity.bytes[:64])
+            return
+        if rank not in self._heard:
+            self._read_connections()  # that it was accepted comes first
+            self._strangers.introduced(int(identity.get(zmq.SRCFD)))
+        try:
+            report = self._decoder.decode(payloads[0].buffer)
+        except msgspec.MsgspecError as error:
+            self._on_report(RankFailed(rank, f"the link to rank {rank} failed: {error}"))
+            return
+        self._heard[report.rank] = time.monotonic()
+        if isinstance(report, RankReady):
+            self._ready.add(report.rank)
+        if isinstance(report, RankAlive):
+            self._alive[report.rank] = report
+        else:
+            self._on_report(report)
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at > SILENCE_S / 2:
+            # This process was stopped or starved. What ranks have said meanwhile may still be in the kernel's buffers.
+            log.info("the link to the ranks did not run for %.1f s", now - self._looked_at)
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked_at = now
+        for rank, heard in self._heard.items():
+            limit_s = SILENCE_S if rank in self._ready else STARTUP_SILENCE_S
+            if now - heard > limit_s and rank not in self._lost:
+                self._lost.add(rank)
+                self._on_report(RankFailed(rank, f"rank {rank} has said nothing for {now - heard:.1f} s"))
+
+
+def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
+    """The rank that a command is for; None when it is for all."""
+    match command:
+        case PartWrite(part=part):
+            return part.writer
+        case PartScatter(part=part):
+            return part.destination
+        case _:
+            return None
+
+
+def _open_meeting_point(config: AnyServerConfig) -> tuple[tuple[str, int], socket.socket]:
+    """Where the other ranks find rank 0, and the socket that already listens there: nobody else can take the port."""
+    host, port = meeting_point(config) if config.dist_init_addr is not None else ("127.0.0.1", 0)
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise StartupError(f"dist_init_addr: cannot listen on {host}:{port} for the ranks: {error}") from None
+    return (host, listener.getsockname()[1]), listener

@@ -1,0 +1,55 @@
+"""Rank processes as their parent holds them: the leader or, on other machines, `pdserve` with --node-rank. No torch."""
+
+import json
+import subprocess
+import sys
+
+from ...configs.load import revealed_dict
+from ...configs.schema import AnyServerConfig
+
+
+def meeting_point(config: AnyServerConfig) -> tuple[str, int]:
+    """Where the ranks of a server on several machines find each other."""
+    assert config.dist_init_addr is not None, "the configuration asks for it with nnodes > 1"
+    host, _, port = config.dist_init_addr.rpartition(":")
+    return host, int(port)
+
+
+def leader_address(meet_at: tuple[str, int]) -> str:
+    """Where the leader of a server on several machines takes its ranks' connections."""
+    return f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
+
+
+class RankProcess:
+    """A rank process that this process has started. It ends with us: its stdin is a pipe that only we hold."""
+
+    # -P keeps the working directory out of sys.path: in a checkout it holds folders named like other people's packages.
+    COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.ranks.main")
+
+    def __init__(self, config: AnyServerConfig, rank: int, *, leader: str, meet_at: tuple[str, int]) -> None:
+        self.rank = rank
+        # a process group of its own: Ctrl-C in a terminal reaches the front alone, which then drains everything
+        self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0)
+        introduction = {"config": revealed_dict(config), "rank": rank, "leader": leader, "meet_at": meet_at}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(introduction).encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its exit status as in subprocess, None when it has not ended in time."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def let_go(self) -> None:
+        """Close its stdin, which ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()

@@ -1,0 +1,457 @@
+"""One rank at work: its part of the model, its KV, its side of the transfers, driven by the leader's commands.
+
+build     weights -> KV cache -> CUDA graphs -> transfer engines -> RankReady
+serve     commands in order; steps may overlap: the results of one are read while the next one runs
+transfer  commands about KV that is complete do not wait in that line
+"""
+
+import collections
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
+from ...memory.device import resolve_device
+from ...memory.hisparse.cache import HiSparseCache, HiSparseError
+from ...memory.kv_pool import KvPool
+from ...memory.page_store import PageStore
+from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
+from ...memory.sizing import GIB
+from ...models.config.sharding import Shard
+from ...models.layers.parallel import Backend, Parallel
+from ...models.loading.catalog import ModelSource
+from ...transfer.data.chunk_writer import ChunkWriter
+from ...transfer.data.chunks import PartScatter, PartWrite
+from ...transfer.data.local_pool import LocalPool
+from ...transfer.data.receivers import Receivers
+from ...transfer.mooncake.transports import machine_id
+from ...transfer.plan.staged_regions import STAGED_KIND
+from ...transfer.protocol.checksum import add_sums, block_sum
+from ...transfer.protocol.layout import KvLayout, Plane
+from ...transfer.protocol.messages import Pool, Rank, StageRing
+from ...transfer.staging.part_scatterer import PartScatterer
+from ..messages.effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
+from ..messages.ranks import (
+    CacheChecked,
+    CheckCache,
+    ChunkReport,
+    ClosePeer,
+    ComputeCommand,
+    CopyDone,
+    HotCounters,
+    KvVerified,
+    OpenPeer,
+    OrderDone,
+    PartReport,
+    PartScattered,
+    PeerRoutes,
+    RankFailed,
+    RankReady,
+    RankReport,
+    RunStep,
+    StepDone,
+    StopRank,
+    TransferCommand,
+    VerifyKv,
+    WriteChunk,
+)
+from .builder import RankBuilder
+from .executor import PendingStep
+from .page_mover import PageMover
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
+HOT_REPORT_S = 0.2
+COMMAND_POLL_S = 1e-4
+"""Between two looks at whether a step is done: what its tokens may wait while there is nothing else to start."""
+
+
+class PendingCommand(NamedTuple):
+    """A step, or a copy of a page, that the device may still be at."""
+
+    order: int
+    step: PendingStep
+    is_step: bool = True
+
+
+class RankEngine:
+    """Everything of one rank. Built, run and closed on one thread; `report` must be callable from any."""
+
+    def __init__(
+        self,
+        config: AnyServerConfig,
+        source: ModelSource,
+        rank: int,
+        *,
+        meet_at: tuple[str, int] | None,
+        report: Callable[[RankReport], None],
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`meet_at` is where the ranks of this server find each other, None for the only one; `listener` is what rank 0
+        listens on there. Raises StartupError.
+        """
+        self._config = config
+        self._source = source
+        self._report = report
+        self._rank = rank
+        local = rank - config.local_ranks.start
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        elif len(config.local_ranks) > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(config.local_ranks)))
+        self._device = resolve_device(config.device, local, len(config.local_ranks))
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        use_own_stream(self._device)
+        self._parallel = _meet(config, rank, self._device, meet_at, listener)
+        builder = RankBuilder(config, source, self._parallel, self._device)
+        self._step_limit = builder.step_limit
+        self._executor = builder.build()
+        wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
+        self._mover = PageMover(
+            self._executor.cache,
+            PageStore.allocate(self._executor.cache, _retract_bytes(config)),
+            on_done=lambda copy, seconds: report(CopyDone(rank, copy, seconds)),
+            on_failed=lambda reason: report(RankFailed(rank, reason)),
+        )
+        self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
+        self._receivers: Receivers | None = None
+        self._writer: ChunkWriter | None = None
+        self._ring: RingMemory | None = None
+        self._scatterer: PartScatterer | None = None
+        match config:
+            case DecodeConfig():
+                self._make_ring(config)
+                self._receivers = Receivers(config, self._pools, local_rank=local, ring=self._ring)
+            case PrefillConfig():
+                self._writer = ChunkWriter(
+                    rank,
+                    self._pools,
+                    config,
+                    local_rank=local,
+                    on_written=lambda written: report(ChunkReport(rank, written)),
+                    on_part_written=lambda written: report(PartReport(rank, written)),
+                    on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
+                )
+        self._pending: collections.deque[PendingCommand] = collections.deque()
+        # on the CPU, and through gloo, a step is done when it was started: its tokens need not wait for the next one
+        self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
+        self._stepping_s = 0.0
+        self._hot_report_at = 0.0
+
+    def announce(self) -> None:
+        """Report that commands may come."""
+        self._report(self._ready())
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with this rank's transfers. May be called from another thread."""
+        return tuple(self._writer.problems()) if self._writer is not None else ()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent on steps, less that spent waiting for the stage before. May be read from another thread."""
+        return self._stepping_s - self._parallel.waited_s
+
+    def serve(self, commands: "queue.SimpleQueue[ComputeCommand]") -> None:
+        """Carry out commands until StopRank."""
+        while True:
+            command = next_command(commands, self._pending, self._steps_ahead)
+            if command is None:
+                self._finish_step()
+            elif isinstance(command, StopRank):
+                return
+            else:
+                self._carry_out(command)
+
+    def transfer(self, command: TransferCommand) -> None:
+        """Carry out a command that concerns KV which is complete. Called from another thread; does not wait.
+
+        Does not raise: why a transfer failed is in its report, and a rank that cannot do as it is told has failed.
+        """
+        try:
+            self._transfer(command)
+        except Exception as error:
+            name = type(command).__name__
+            log.exception("rank %d: %s", self._rank, name)
+            self._report(RankFailed(self._rank, f"{name} could not be carried out: {type(error).__name__}: {error}"))
+
+    def _transfer(self, command: TransferCommand) -> None:
+        if isinstance(command, PartScatter):
+            assert self._scatterer is not None, "a rank without a ring gets nothing to scatter"
+            self._scatterer.scatter(command)
+            return
+        assert self._writer is not None, "only prefill ranks write chunks"
+        match command:
+            case PartWrite():
+                self._writer.write_part(command)
+            case WriteChunk(chunk=chunk):
+                self._writer.write(chunk)
+            case CancelChunks(instance=instance, key=key):
+                self._writer.cancel(instance, key)
+            case OpenPeer(hello=hello, welcome=welcome):
+                self._writer.open(hello, welcome)
+            case ClosePeer(instance=instance):
+                self._writer.close(instance)
+
+    def close(self) -> None:
+        """Let go of the other ranks and of all memory that peers could write."""
+        self._mover.close()
+        if self._writer is not None:
+            self._writer.close_all()
+        if self._receivers is not None:
+            self._receivers.close()
+        if self._scatterer is not None:
+            self._scatterer.close()
+        self._executor.cache.close()
+        self._parallel.close()
+
+    def _carry_out(self, command: ComputeCommand) -> None:
+        match command:
+            case RunStep():
+                self._start_step(command)
+            case CopyPage():
+                self._copy_page(command)
+            case SavePages() | LoadPages() | DropPages():
+                self._mover.give(command)
+            case OpenHot() | ResizeHot():
+                self._set_hot(command)
+            case CheckCache():
+                self._report(CacheChecked(self._rank, self._check_cache()))
+                self._report_hot(settled=True)
+            case VerifyKv():
+                self._report(KvVerified(self._rank, command.key, *self._verify(command)))
+            case _:
+                raise TypeError(f"unexpected command: {command!r}")
+
+    # -- steps and pages ---------------------------------------------------------------------------------------
+
+    def _start_step(self, command: RunStep) -> None:
+        """A lone rank survives a step that fails; of several, the others would wait for it for ever."""
+        started = time.monotonic()
+        if self._receivers is not None:
+            wait_for_arrivals(self._device)
+        try:
+            self._pending.append(PendingCommand(command.order, self._executor.start(command.rows)))
+        except Exception as error:
+            if self._parallel.shard.world_size > 1:
+                raise
+            self._step_failed(command.order, error)
+        self._stepping_s += time.monotonic() - started
+
+    def _finish_step(self) -> None:
+        order, step, is_step = self._pending.popleft()
+        started = time.monotonic()
+        try:
+            results = step.finish()
+        except Exception as error:
+            if self._parallel.shard.world_size > 1:
+                raise
+            self._step_failed(order, error)
+            return
+        if not is_step:
+            self._report(OrderDone(self._rank, order))
+            return
+        self._stepping_s += time.monotonic() - started
+        if results is not None:
+            self._report(StepDone(self._rank, order, tuple(results)))
+        self._report_hot()
+
+    def _step_failed(self, order: int, error: Exception) -> None:
+        while self._pending:  # reports are in order
+            self._finish_step()
+        log.exception("step %d failed", order, exc_info=error)
+        self._report(StepDone(self._rank, order, (), f"{type(error).__name__}: {error}"))
+
+    def _copy_page(self, command: CopyPage) -> None:
+        """In line with the steps, like one of them: done when it is reported, and peers may write the page then."""
+        wait_for_arrivals(self._device)
+        self._executor.cache.copy_page(command.source, command.destination)
+        self._pending.append(PendingCommand(command.order, PendingStep(self._device), is_step=False))
+
+    def _set_hot(self, command: OpenHot | ResizeHot) -> None:
+        """In line with the steps: the device does it after those that were started."""
+        cache = self._executor.cache
+        assert isinstance(cache, HiSparseCache), "only a HiSparse cache has hot buffers"
+        match command:
+            case OpenHot():
+                cache.open(command.slot, command.hot_pages, command.tokens, command.capacity)
+                if command.copy is not None:
+                    self._mover.give(command)
+            case ResizeHot():
+                cache.resize(command.slot, command.hot_pages, command.capacity)
+
+    def _report_hot(self, *, settled: bool = False) -> None:
+        """What the hot buffers have seen, a few times a second and, to the last row, when there is nothing to do. All
+        ranks of a stage see the same.
+        """
+        cache, now = self._executor.cache, time.monotonic()
+        if not isinstance(cache, HiSparseCache) or self._parallel.shard.tp_rank != 0:
+            return
+        if settled:
+            cache.counters()
+            cache.wait()  # for the copy of the totals that this has started
+        if settled or now >= self._hot_report_at:
+            self._hot_report_at = now + HOT_REPORT_S
+            self._report(HotCounters(self._rank, cache.counters()))
+
+    def _check_cache(self) -> str | None:
+        cache = self._executor.cache
+        try:
+            if isinstance(cache, HiSparseCache):
+                cache.check_integrity()
+        except HiSparseError as error:
+            return str(error)
+        return None
+
+    def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
+        """Chunks compared, and the first difference from what was sent."""
+        wait_for_arrivals(self._device)
+        for count, chunk in enumerate(command.chunks):
+            span = f"tokens [{chunk.token_start}, {chunk.token_end})"
+            if len(chunk.checksums) <= self._rank:
+                return count, f"prefill sent no checksum for {span}"
+            found = add_sums(
+                block_sum(pool.memory.read_tokens(command.pages, chunk.token_start, chunk.token_end), pool.layout)
+                for pool in self._pools
+            )
+            if found != chunk.checksums[self._rank]:
+                return count, f"KV checksum differs for {span} on rank {self._rank}"
+        return len(command.chunks), None
+
+    def _make_ring(self, config: DecodeConfig) -> None:
+        """Room for what prefill stages, where KV has heads. Before peers hear of this rank: it has to be registered."""
+        dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
+        if dense is None or not may_stage(config, self._source.config.num_kv_heads):
+            return
+        self._ring = RingMemory(ring_bytes(config, _layout(dense).token_bytes), self._device)
+        self._scatterer = PartScatterer(
+            self._ring.data,
+            dense.data,
+            _layout(dense),
+            on_scattered=lambda part: self._report(PartScattered(self._rank, part)),
+            on_failed=lambda reason: self._report(RankFailed(self._rank, reason)),
+        )
+
+    def _ready(self) -> RankReady:
+        cache = self._executor.cache
+        sessions = self._receivers.sessions if self._receivers is not None else {}
+        hot = cache if isinstance(cache, HiSparseCache) else None
+        pools = [
+            Pool(
+                pool.layout,
+                pool.memory.base_address,
+                pool.memory.size_bytes,
+                memory="host" if hot is not None and pool.memory is hot.host else "device",
+                probe_address=pool.memory.probe.data_ptr(),
+                probe_bytes=len(pool.memory.probe),
+            )
+            for pool in self._pools
+        ]
+        return RankReady(
+            self._rank,
+            place=Rank(
+                rank=self._rank,
+                session=sessions.get("tcp"),
+                pools=tuple(pools),
+                machine=machine_id(),
+                nvlink_session=sessions.get("nvlink"),
+                rdma_session=sessions.get("rdma"),
+                ring=self._announced_ring(),
+                staging=self._config.staging,
+            ),
+            num_pages=cache.num_pages,
+            step_limit=self._step_limit,
+            dtype=cache.pools[0].dtype_name,
+            device=str(self._device),
+            hot_pages=hot.hot.num_pages if hot is not None else None,
+            hot_rows=hot.tables.hot_rows if hot is not None else None,
+        )
+
+    def _announced_ring(self) -> StageRing | None:
+        if self._ring is None:
+            return None
+        return StageRing(
+            self._ring.base_address,
+            self._ring.size_bytes,
+            epoch=secrets.randbits(62),
+            memory="device" if self._ring.on_gpu else "host",
+            probe_address=self._ring.probe.data_ptr(),
+            probe_bytes=len(self._ring.probe),
+        )
+
+
+def _retract_bytes(config: AnyServerConfig) -> int:
+    return int(config.retract_memory_gib * GIB) if isinstance(config, DecodeConfig) else 0
+
+
+def next_command(
+    commands: "queue.SimpleQueue[ComputeCommand]",
+    pending: "collections.deque[PendingCommand]",
+    steps_ahead: int,
+) -> ComputeCommand | None:
+    """What to do next; None when the first of the `pending` steps has to be finished before: there is no room for
+    another, or it is done and nothing else is due.
+
+    While a step runs, the leader decides on the one after it, because the one before it has ended. That takes a moment:
+    who waited for the device meanwhile would start that step late, and the device would have nothing to do.
+    """
+    if not pending:
+        return commands.get()
+    if len(pending) < steps_ahead:
+        while not (pending[0].step.done and commands.empty()):
+            with contextlib.suppress(queue.Empty):
+                return commands.get(timeout=COMMAND_POLL_S)
+    return None
+
+
+def _layout(pool: KvPool) -> KvLayout:
+    return KvLayout(
+        planes=tuple(Plane(name, pool.head_token_bytes) for name in pool.planes),
+        layer_start=pool.layers.start,
+        layer_end=pool.layers.stop,
+        head_start=pool.heads.start,
+        head_end=pool.heads.stop,
+        page_size=pool.page_size,
+        num_pages=pool.num_pages,
+        dtype=pool.dtype_name,
+    )
+
+
+def _meet(
+    config: AnyServerConfig,
+    rank: int,
+    device: torch.device,
+    meet_at: tuple[str, int] | None,
+    listener: socket.socket | None,
+) -> Parallel:
+    shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
+    if meet_at is None:
+        return Parallel(shard, device=device)
+    # NCCL wants a GPU for each rank
+    backend: Backend = "nccl" if device.type == "cuda" and not config.ranks_share_gpu else "gloo"
+    log.info("rank %d of %d meets the others at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
+    host, port = meet_at
+    return Parallel.connect(
+        shard,
+        store_host=host,
+        store_port=port,
+        backend=backend,
+        device=device,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        listener=listener,
+    )

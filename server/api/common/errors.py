@@ -1,0 +1,65 @@
+"""Errors as HTTP clients see them: one JSON shape for every route, with Retry-After where waiting helps."""
+
+import math
+
+from starlette.responses import JSONResponse
+
+from ....configs.errors import RequestError
+from ....scheduler.messages.frontend import Failed
+
+RETRY_STATUSES = (429, 503)
+HOPELESS_STATUSES = (409, 504)
+"""OpenAI's clients repeat these by themselves: the same rid again, or work that has used up its time already."""
+
+DEFAULT_RETRY_S = 1.0
+
+
+class EngineError(RequestError):
+    """A request that the leader ended without a result."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message, retry_after_s=failed.retry_after_s)
+        self.rid = failed.rid
+        self.status = failed.status
+        self.code = failed.code
+
+
+def error_object(status: int, code: str, message: str, param: str | None = None) -> dict[str, object]:
+    """The value of `error` in a JSON answer or in the last event of a stream."""
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status == 401:
+        kind = "authentication_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "code": code, "param": param}
+
+
+def error_response(
+    status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+) -> JSONResponse:
+    headers = {}
+    if status in RETRY_STATUSES:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
+    if status in HOPELESS_STATUSES:
+        headers["X-Should-Retry"] = "false"
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
+
+
+def response_for(error: RequestError) -> JSONResponse:
+    param = getattr(error, "param", None)
+    response = error_response(error.status, error.code, str(error), param, error.retry_after_s)
+    if isinstance(error, EngineError):
+        response.headers.update(request_id_header(error.rid))
+    return response
+
+
+def request_id_header(rid: str) -> dict[str, str]:
+    """The id under which the log speaks of a request; clients may choose one that no header can hold."""
+    return {"X-Request-Id": rid} if rid.isascii() else {}
+
+
+def failure_object(failed: Failed) -> dict[str, object]:
+    return error_object(failed.status, failed.code, failed.message)

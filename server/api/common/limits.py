@@ -1,0 +1,68 @@
+"""What a request may ask of this server: the configured limits, what the model and its KV pool can hold, and what holds
+where the request does not say.
+"""
+
+from dataclasses import dataclass
+
+from ....configs.allowed_hosts import ANY_HOST, AllowedHosts
+from ....configs.sampling import NEUTRAL_SAMPLING, SamplingParams
+from ....configs.schema import AnyServerConfig, DecodeConfig
+from ....scheduler.messages.frontend import Ready
+from .fields import FieldError
+
+_MAXIMUM = "this model's maximum context length is"
+
+
+class ContextLengthError(FieldError):
+    """A prompt, or a prompt and what is to follow it, that is longer than this server takes.
+
+    The code and the words of `Limits.describe_total` are OpenAI's: clients know by them that a shorter prompt would do.
+    """
+
+    code = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that requests are checked against."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    context_length: int
+    max_total_tokens: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    max_batch_items: int
+    bootstrap_hosts: AllowedHosts
+    """Hosts a request may name as its prefill server. A prefill server connects to none of them, and allows all."""
+    default_sampling: SamplingParams = NEUTRAL_SAMPLING
+    """What holds where a request does not say."""
+
+    @classmethod
+    def of(cls, config: AnyServerConfig, ready: Ready, default_sampling: SamplingParams) -> "Limits":
+        total, new_tokens = ready.model.context_length, None
+        if isinstance(config, DecodeConfig):  # prompt and output share its KV pool; prefill holds prompts, one by one
+            total, new_tokens = min(total, ready.max_total_tokens), config.max_new_tokens_limit
+        return cls(
+            vocab_size=ready.model.vocab_size,
+            eos_token_ids=frozenset(ready.model.eos_token_ids),
+            context_length=ready.model.context_length,
+            max_total_tokens=total,
+            max_prompt_tokens=min(total, config.max_prompt_tokens or total),
+            max_new_tokens=min(total, new_tokens or total),
+            max_batch_items=config.max_batch_items,
+            bootstrap_hosts=config.allowed_bootstrap_hosts if isinstance(config, DecodeConfig) else ANY_HOST,
+            default_sampling=default_sampling,
+        )
+
+    def describe_total(self) -> str:
+        """What bounds prompt and output together, for error messages."""
+        if self.max_total_tokens < self.context_length:
+            return f"{_MAXIMUM} {self.max_total_tokens} tokens here, as many as fit the KV pool"
+        return f"{_MAXIMUM} {self.context_length} tokens"
+
+    def describe_prompt(self) -> str:
+        """What bounds a prompt by itself."""
+        if self.max_prompt_tokens < self.max_total_tokens:
+            return f"{_MAXIMUM} {self.max_prompt_tokens} tokens for a prompt here (max_prompt_tokens)"
+        return self.describe_total()

@@ -1,0 +1,118 @@
+"""What one request has produced so far: token ids, text that is safe to show, log-probabilities and its end."""
+
+import time
+from dataclasses import dataclass
+
+from ....configs.sampling import LogprobParams, TokenLogprob
+from ....scheduler.messages.frontend import Failed, Finished
+from ...engine.leader_client import Progress
+from ...text.output_text import OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added: text, and the tokens from `first_token` on."""
+
+    text: str
+    first_token: int
+
+
+class Output:
+    """One request's output; nothing in it is ever taken back.
+
+    Token ids keep the stop token that ended the request, which text does not show. At a stop string the output is
+    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        prompt_tokens: int,
+        text: OutputText,
+        logprobs: LogprobParams | None = None,
+        sample: int = 0,
+    ) -> None:
+        self.rid = rid
+        self.sample = sample
+        self.wanted_logprobs = logprobs
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.text_offsets: list[int] = []
+        """With log-probabilities: where in the text each token begins."""
+        self.input_logprobs: tuple[TokenLogprob, ...] = ()
+        self.cached_tokens = 0
+        self.stop_string: str | None = None
+        """The stop string that completed the output."""
+        self.terminal: Finished | Failed | None = None
+        self._prompt_tokens = prompt_tokens
+        self._text = text
+        self._pieces: list[str] = []
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def complete(self) -> bool:
+        return self.stop_string is not None
+
+    @property
+    def ended(self) -> bool:
+        return self.terminal is not None
+
+    @property
+    def failed(self) -> Failed | None:
+        """The failure that ended it. One that comes after the output was complete takes nothing away from it."""
+        return self.terminal if isinstance(self.terminal, Failed) and not self.complete else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.terminal.prompt_tokens if isinstance(self.terminal, Finished) else self._prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def timeline(self) -> dict[str, float]:
+        return self.terminal.timeline if isinstance(self.terminal, Finished) else {}
+
+    @property
+    def elapsed_s(self) -> float:
+        return (self._ended_at or time.monotonic()) - self._started_at
+
+    def advance(self, progress: Progress) -> Delta:
+        """Take in new events. Nothing may follow a terminal one."""
+        assert self.terminal is None, f"request {self.rid} went on after its end"
+        first_token = len(self.token_ids)
+        if progress.prefilled is not None:
+            self.input_logprobs = progress.prefilled.input_logprobs
+            self.cached_tokens = progress.prefilled.cached_tokens
+        text = self._take_tokens(progress)
+        if progress.terminal is not None:
+            text += self._text.finish()
+            self.stop_string = self._text.stop_string
+            self.terminal = progress.terminal
+            if isinstance(self.terminal, Finished):
+                self.cached_tokens = self.terminal.cached_tokens
+            self._ended_at = time.monotonic()
+        if text:
+            self._pieces.append(text)
+        return Delta(text, first_token)
+
+    def _take_tokens(self, progress: Progress) -> str:
+        with_logprobs = self.wanted_logprobs is not None
+        assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
+        shown = ""
+        for index, token in enumerate(progress.token_ids):
+            if self.stop_string is not None:
+                break
+            self.token_ids.append(token)
+            if with_logprobs:
+                self.logprobs.append(progress.logprobs[index])
+                self.text_offsets.append(self._text.decoded_characters)
+            shown += self._text.push(token)
+            self.stop_string = self._text.stop_string
+        return shown

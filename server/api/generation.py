@@ -1,0 +1,185 @@
+"""One HTTP exchange around requests in the leader: a bounded body in, a JSON answer or an event stream out.
+
+The client's disconnect is noticed at any moment, also while nothing is being sent, and cancels its requests.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...configs.errors import ClientError, TooLargeError
+from ...scheduler.messages.frontend import Finished, FinishReason, Submit
+from ..engine.leader_client import Inbox, LeaderClient, Progress
+from ..observability.request_ids import client_request_id
+from .common.errors import EngineError, request_id_header
+from .common.outputs import Delta, Output
+
+BODY_TIMEOUT_S = 60.0
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class BodyTimeoutError(ClientError):
+    status = 408
+    code = "body_timeout"
+
+
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The whole body, counted while it is read, so that neither a lie nor silence about its length helps."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_body_bytes:
+        raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_body_bytes:
+                    raise TooLargeError(f"the body is over {max_body_bytes} bytes (max_body_bytes)")
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
+        ) from None
+    return bytes(body)
+
+
+class Rendering(Protocol):
+    """How one API writes results."""
+
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
+        """Stream events for what output `index` has new; it may have ended."""
+        ...
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
+        """Stream events after the last output has ended, before [DONE]."""
+        ...
+
+    def result(self, outputs: Sequence[Output]) -> object:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class GenerationResponse(Response):
+    """Opens requests in the leader and answers with their outputs.
+
+    `outputs` has one entry for every sample of every message. Before the first byte a failure is an HTTP error and ends
+    the whole call; after it, the failing output ends with an error event and the others go on.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        leader: LeaderClient,
+        messages: Sequence[Submit],
+        outputs: Sequence[Output],
+        rendering: Rendering,
+        *,
+        stream: bool,
+        group: str | None = None,
+    ) -> None:
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} if stream else {}
+        super().__init__(headers=request_id_header(group or outputs[0].rid) | unbuffered)
+        self._leader = leader
+        self._messages = messages
+        self._outputs = outputs
+        self._indices = {output.rid: index for index, output in enumerate(outputs)}
+        self._rendering = rendering
+        self._stream = stream
+        self._group = group
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
+            work = self._stream_events(inbox, send) if self._stream else self._answer_once(inbox, send)
+            await run_until_disconnect(work, receive)
+
+    async def _answer_once(self, inbox: Inbox, send: Send) -> None:
+        remaining = len(self._outputs)
+        while remaining:
+            for progress in await inbox.receive():
+                output = self._outputs[self._indices[progress.rid]]
+                _advance(output, progress, inbox)
+                remaining -= output.ended
+                if output.failed is not None:
+                    raise EngineError(output.failed)
+        body = msgspec.json.encode(self._rendering.result(self._outputs))
+        self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream_events(self, inbox: Inbox, send: Send) -> None:
+        remaining, started = len(self._outputs), False
+        while remaining:
+            events: list[object] = []
+            for progress in await inbox.receive():
+                index = self._indices[progress.rid]
+                output = self._outputs[index]
+                delta = _advance(output, progress, inbox)
+                remaining -= output.ended
+                if not started and output.failed is not None:
+                    raise EngineError(output.failed)
+                events += self._rendering.events(index, output, delta)
+            if not events:
+                continue
+            if not started:
+                started = True
+                headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": _encode_events(events), "more_body": True})
+        closing = _encode_events(self._rendering.closing_events(self._outputs))
+        await send({"type": "http.response.body", "body": closing + DONE_EVENT})
+
+
+def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
+    """What a prefill server answers to a body that a router sends to both sides: an answer of no tokens, at once.
+
+    The decode server asks for the prefill, answers the client and retries. Whatever happens to the transfer, or to the
+    decode server, is not this server's failure: a leg that waited for it would hold up the router and its client.
+    """
+    events: list[object] = []
+    for index, output in enumerate(outputs):
+        end = Finished(output.rid, FinishReason("length", length=0), output.prompt_tokens, 0, 0, timeline={})
+        delta = output.advance(Progress(output.rid, terminal=end))
+        events += rendering.events(index, output, delta) if stream else ()
+    if not stream:
+        return Response(msgspec.json.encode(rendering.result(outputs)), media_type="application/json")
+    events += rendering.closing_events(outputs)
+    return Response(_encode_events(events) + DONE_EVENT, media_type="text/event-stream")
+
+
+def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:
+    """Take in what is new. With its stop string an output is complete, and the leader hears of it, once."""
+    was_complete = output.complete
+    delta = output.advance(progress)
+    if output.complete and not (was_complete or output.ended):
+        inbox.stop_early(output.rid)
+    return delta
+
+
+def _encode_events(events: Iterable[object]) -> bytes:
+    return b"".join([b"data: %b\n\n" % msgspec.json.encode(event) for event in events])
+
+
+async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
+    """Run `work` to its end, or cancel it as soon as the client is gone."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Until the client is gone; call it when the whole body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,98 @@
+"""Where bodies are checked and tokenized: short ones at once, long ones in threads, each kind with threads of its own.
+
+A long text takes seconds. With lanes it delays other long ones, never an ordinary prompt. Its memory goes back to the
+system afterwards.
+"""
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from ...configs.errors import OverloadedError
+from .generation import wait_disconnect
+
+INLINE_BYTES = 16 << 10
+"""Bodies up to this are parsed on the event loop: 16 KiB of text is about a millisecond of tokenizing."""
+LONG_BYTES = 256 << 10
+"""Bodies above this have the lane for long ones: about a quarter of a second."""
+MOST_LONG_THREADS = 4
+MOST_WAITING = 64
+"""Bodies in one lane; more are refused, because each of them waits in memory."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Lane:
+    """A few threads, and a bounded number of bodies that wait for them."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = name
+        self._bodies = 0
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"lane-{name}")
+
+    async def run(self, request: Request, work: Callable[[], ResultT]) -> ResultT:
+        """The result of `work`, on a thread. Raises OverloadedError when too many wait already, and ClientDisconnect
+        when the client leaves: work that has not begun is then dropped.
+        """
+        if self._bodies >= MOST_WAITING:
+            raise OverloadedError(
+                f"{self._bodies} {self._name} bodies are being read already, which is the most; try again later"
+            )
+        self._bodies += 1
+        working = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        working.add_done_callback(self._done)
+        leaving = asyncio.ensure_future(wait_disconnect(request.receive))
+        try:
+            waited: set[asyncio.Future[Any]] = {working, leaving}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
+                raise ClientDisconnect
+            return working.result()
+        finally:
+            leaving.cancel()
+
+    def _done(self, _working: "asyncio.Future[ResultT]") -> None:
+        self._bodies -= 1
+
+
+class Lanes:
+    """The lanes of one server."""
+
+    def __init__(self) -> None:
+        cpus = len(os.sched_getaffinity(0))
+        self._medium = Lane("medium", max(2, cpus // 2))
+        self._long = Lane("long", max(1, min(MOST_LONG_THREADS, cpus // 4)))
+        self._tools = Lane("long /tokenize", 1)
+
+    async def run(
+        self, request: Request, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
+    ) -> ResultT:
+        """What `parse` makes of `body`. Only prompts are bounded in length; other text waits for other text alone."""
+        if len(body) <= INLINE_BYTES:
+            return parse(body)
+        if len(body) <= LONG_BYTES:
+            return await self._medium.run(request, lambda: parse(body))
+        lane = self._long if is_prompt else self._tools
+        return await lane.run(request, lambda: _and_trim(lambda: parse(body)))
+
+
+def _and_trim(work: Callable[[], ResultT]) -> ResultT:
+    try:
+        return work()
+    finally:
+        _trim()
+
+
+def _find_trim() -> Callable[[], object]:
+    """glibc keeps freed memory for later; other C libraries have no such call, nor the need for it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: None) if trim is None else (lambda: trim(0))
+
+
+_trim = _find_trim()

@@ -1,0 +1,196 @@
+"""OpenAI's answers to `/v1/completions` and `/v1/chat/completions`, whole or as stream chunks.
+
+Choices come prompt by prompt and sample by sample. Log-probabilities cover every token that `usage` counts, also the
+stop token; in a stream they come with the text that their tokens made certain.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ....configs.sampling import TokenLogprob
+from ....scheduler.messages.frontend import Finished
+from ...text.tokenizer import Tokenizer
+from ..common.errors import failure_object
+from ..common.outputs import Delta, Output
+from .requests import OpenAiCall
+
+
+class OpenAiRendering(ABC):
+    """What the two routes share: the envelope, usage, errors."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
+        first = call.group or call.prompts[0].route.rid
+        self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
+        self._include_usage = call.include_usage
+        self._tokenizer = tokenizer
+        self._told: dict[int, int] = {}
+
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
+        if output.failed is not None:
+            return [{"error": failure_object(output.failed), "index": index}]
+        first = self._told.get(index, 0)
+        choices = self._chunk_choices(index, output, delta.text, first)
+        if delta.text or output.ended:
+            self._told[index] = len(output.token_ids)
+        return [self._chunk(choice) for choice in choices]
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
+        if not self._include_usage:
+            return ()
+        return [self._envelope | {"object": self.chunk_object, "choices": [], "usage": _usage(outputs)}]
+
+    def result(self, outputs: Sequence[Output]) -> object:
+        choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
+        return self._envelope | {"object": self.whole_object, "choices": choices, "usage": _usage(outputs)}
+
+    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+        chunk: dict[str, object] = {**self._envelope, "object": self.chunk_object, "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None  # as OpenAI does: null in every chunk but the last
+        return chunk
+
+    @abstractmethod
+    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
+        """The choices that new text makes; tokens from `first` on have not been told yet."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
+        """The choice of a complete answer."""
+
+    def _token(self, token_id: int) -> str:
+        """A token's text. One that is a part of a character is written as OpenAI does: `bytes:\\xf0\\x9f`."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class CompletionRendering(OpenAiRendering):
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
+        return [self._choice(index, output, text, first)] if text or output.ended else ()
+
+    def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
+        return self._choice(index, output, output.text, 0)
+
+    def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
+        logprobs = self._logprobs(output, first)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
+
+    def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
+        if output.wanted_logprobs is None:
+            return None
+        return self._columns(output.logprobs[first:], output.text_offsets[first:], output.wanted_logprobs.top > 0)
+
+    def _columns(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], with_top: bool) -> dict[str, object]:
+        return {
+            "tokens": [self._token(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries] if with_top else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
+        """The most likely tokens by their text, and the chosen one in any case; none where nothing precedes it."""
+        if entry.logprob is None:
+            return None
+        top = {self._token(token): logprob for token, logprob in entry.top}
+        top.setdefault(self._token(entry.token), entry.logprob)
+        return top
+
+
+class EchoRendering(CompletionRendering):
+    """Completions that begin with their prompts (`echo`), in the text and in the log-probabilities."""
+
+    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
+        super().__init__(call, model_name, tokenizer)
+        echoes = zip(call.prompts, call.echoes, strict=True)
+        self._echo_of = {rid: echo for prompt, echo in echoes for rid in prompt.route.rids}
+
+    def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
+        begin = self._echo_of[output.rid].text if first == 0 else ""
+        return super()._choice(index, output, begin + text, first)
+
+    def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
+        if output.wanted_logprobs is None:
+            return None
+        echo = self._echo_of[output.rid]
+        entries = output.logprobs[first:]
+        offsets = [len(echo.text) + offset for offset in output.text_offsets[first:]]
+        if first == 0:
+            entries, offsets = [*output.input_logprobs, *entries], [*echo.offsets, *offsets]
+        return self._columns(entries, offsets, output.wanted_logprobs.top > 0)
+
+
+class ChatRendering(OpenAiRendering):
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
+        super().__init__(call, model_name, tokenizer)
+        self._introduced: set[int] = set()
+
+    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
+        choices = []
+        if index not in self._introduced:
+            self._introduced.add(index)
+            choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
+        if text or (output.ended and output.logprobs[first:]):
+            choices.append(_delta_choice(index, {"content": text}, self._logprobs(output, first)))
+        if output.ended:
+            choices.append(_delta_choice(index, {}, finish_reason=_finish_reason(output)))
+        return choices
+
+    def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
+        message = {"role": "assistant", "content": output.text}
+        logprobs = self._logprobs(output, 0)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
+
+    def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
+        if output.wanted_logprobs is None:
+            return None
+        content = [
+            self._entry(entry.token, entry.logprob)
+            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top]}
+            for entry in output.logprobs[first:]
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, object]:
+        return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+def _delta_choice(
+    index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None, finish_reason: str | None = None
+) -> dict[str, object]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _finish_reason(output: Output) -> str | None:
+    if not output.ended:
+        return None
+    if isinstance(output.terminal, Finished) and not output.complete:
+        return output.terminal.reason.type
+    return "stop"
+
+
+def _usage(outputs: Sequence[Output]) -> dict[str, object]:
+    """Samples of a prompt share it: it counts once."""
+    firsts = [output for output in outputs if output.sample == 0]
+    prompt_tokens = sum(output.prompt_tokens for output in firsts)
+    completion_tokens = sum(output.completion_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in firsts)},
+    }

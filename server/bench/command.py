@@ -1,0 +1,206 @@
+"""`pdserve bench`: load a running decode server, and say how fast it was and where the time went.
+
+bench_options.py   what to send and how fast
+bench_prompts.py   the prompts
+bench_client.py    one request over HTTP, every arrival stamped
+bench_summary.py   percentiles, throughput, goodput
+bench_report.py    tables and JSON
+bench_plot.py      the picture
+"""
+
+import asyncio
+import random
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...configs.errors import StartupError
+from ...configs.gc_tuning import kept_for_now
+from .client import BenchClient, RequestRecord
+from .options import BenchOptions
+from .plot import check_plot, draw
+from .prompts import BenchPrompt, ModelLimits, Workload, make_workload
+from .report import BenchResult, report, to_json
+from .summary import summarize
+
+INFO_TIMEOUT_S = 10.0
+PROGRESS_PER_S = 4
+
+
+def run_bench(options: BenchOptions, arguments: Sequence[str]) -> int:
+    """Run the whole command. 0 when every request succeeded, 1 when one failed, 130 on Ctrl-C."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    screen = Console(stderr=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(measure(options, screen, command=shlex.join(["pdserve", "bench", *arguments])))
+    out = Console(highlight=False)
+    for part in report(result):
+        out.print(part)
+    if options.output is not None:
+        options.output.write_bytes(to_json(result))
+    if options.plot is not None:
+        draw(result, options.plot)
+    if result.interrupted:
+        return 130
+    return 1 if result.summary.failed or not result.summary.ok else 0
+
+
+async def measure(options: BenchOptions, screen: Console, *, command: str = "") -> BenchResult:
+    """Run one load against the server and sum it up. Cancellation (Ctrl-C) ends the load, not the summary.
+
+    Raises StartupError when the server does not answer, or cannot hold what the options ask for.
+    """
+    model_info, server_info = await _ask_server(options)
+    workload = make_workload(options, _limits(model_info, server_info))
+    client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s)
+    run = _Run(client, options)
+    started_at = datetime.now(UTC)
+    try:
+        with kept_for_now(), _progress(screen, run):  # prompts of a long run are millions of objects
+            await run.carry_out(workload)
+    finally:
+        client.close()
+    slo_ttft_s, slo_itl_s = (None if ms is None else ms / 1000 for ms in (options.slo_ttft_ms, options.slo_itl_ms))
+    return BenchResult(
+        options=options,
+        command=command,
+        started_at=started_at,
+        model_info=model_info,
+        server_info=server_info,
+        records=run.records,
+        summary=summarize(
+            run.records, run.duration_s, unfinished=run.unfinished, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s
+        ),
+        client_cpu_s=run.cpu_s,
+        interrupted=run.interrupted,
+    )
+
+
+@dataclass
+class _Run:
+    """The load while it runs."""
+
+    client: BenchClient
+    options: BenchOptions
+    records: list[RequestRecord] = field(default_factory=list)
+    sent: int = 0
+    duration_s: float = 0.0
+    cpu_s: float = 0.0
+    interrupted: bool = False
+    changed: Callable[[], None] = lambda: None
+    """Called when a request has ended."""
+
+    @property
+    def unfinished(self) -> int:
+        return self.sent - len(self.records)
+
+    async def carry_out(self, workload: Workload) -> None:
+        """Returns when every request has ended, or on cancellation; what had ended by then is in `records`."""
+        try:
+            for prompt in workload.warmup:
+                record = await self._request(prompt, time.perf_counter())
+                if not record.ok:
+                    raise StartupError(f"a warm-up request failed: {record.failure}: {record.detail}")
+            self.client.tokens = 0
+            started, cpu_started_s = time.perf_counter(), time.process_time()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    if self.options.rate_per_s is not None:
+                        await self._send_at_rate(workload.measured, started, tasks)
+                    else:
+                        waiting = iter(workload.measured)
+                        for _ in range(min(self.options.concurrency or 1, len(workload.measured))):
+                            tasks.create_task(self._send_in_turn(waiting, started))
+            finally:
+                self.duration_s = time.perf_counter() - started
+                self.cpu_s = time.process_time() - cpu_started_s
+        except asyncio.CancelledError:
+            self.interrupted = True
+
+    async def _send_in_turn(self, waiting: Iterator[BenchPrompt], started: float) -> None:
+        for prompt in waiting:
+            await self._measure(prompt, started)
+
+    async def _send_at_rate(self, prompts: Sequence[BenchPrompt], started: float, tasks: asyncio.TaskGroup) -> None:
+        """Arrivals do not wait for answers: a server that falls behind shows it in its latencies."""
+        for prompt, at_s in zip(prompts, arrival_times_s(len(prompts), self.options), strict=True):
+            await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
+            tasks.create_task(self._measure(prompt, started))
+
+    async def _measure(self, prompt: BenchPrompt, started: float) -> None:
+        self.sent += 1
+        self.records.append(await self._request(prompt, started))
+        self.changed()
+
+    async def _request(self, prompt: BenchPrompt, started: float) -> RequestRecord:
+        expected = prompt.output_len if self.options.ignore_eos else None
+        return await self.client.generate(prompt.body(self.options), started, expected_tokens=expected)
+
+
+def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
+    """Of a Poisson process of `rate_per_s` that begins with a request."""
+    assert options.rate_per_s is not None
+    source = random.Random(f"arrivals {options.seed}")
+    times_s = [0.0]
+    while len(times_s) < count:
+        times_s.append(times_s[-1] + source.expovariate(options.rate_per_s))
+    return times_s
+
+
+async def _ask_server(options: BenchOptions) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    try:
+        async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
+            model_info = (await http.get(f"{options.url}/model_info")).raise_for_status().json()
+            server_info = (await http.get(f"{options.url}/server_info")).raise_for_status().json()
+    except httpx.HTTPStatusError as error:
+        answer = error.response
+        raise StartupError(f"{error.request.url} answered {answer.status_code}: {answer.text}") from None
+    except (httpx.HTTPError, ValueError) as error:
+        raise StartupError(f"{options.url}: no answer from a pdserve server there: {error}") from None
+    if server_info.get("disaggregation_mode") == "prefill":
+        raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
+    return model_info, server_info
+
+
+def _limits(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=model_info["vocab_size"],
+        special_token_ids=frozenset(model_info["eos_token_ids"]),
+        max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
+    )
+
+
+@contextmanager
+def _progress(screen: Console, run: _Run) -> Iterator[None]:
+    """A live line on a terminal, nothing elsewhere."""
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=screen, refresh_per_second=PROGRESS_PER_S, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=run.options.requests, failed=0, tokens=0)
+        failed = 0
+
+        def changed() -> None:
+            nonlocal failed
+            failed += not run.records[-1].ok
+            progress.update(task, completed=len(run.records), failed=failed, tokens=run.client.tokens)
+
+        run.changed = changed
+        yield

@@ -1,0 +1,195 @@
+"""The settings of `pdserve bench`, as flags and as one checked object. Light: every command imports it."""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from ...configs.errors import StartupError
+from ...configs.load import SECRET_VARIABLES, secrets_in
+
+Dataset = Literal["random", "sharegpt"]
+DEFAULT_CONCURRENCY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to send, how fast, and what to do with the result.
+
+    Exactly one of `concurrency` (so many requests in flight, each answer starts the next) and `rate_per_s` (Poisson
+    arrivals, whatever is still in flight; inf sends all at once) is set.
+    """
+
+    url: str = "http://127.0.0.1:8200"
+    requests: int = 64
+    concurrency: int | None = DEFAULT_CONCURRENCY
+    rate_per_s: float | None = None
+    dataset: Dataset = "random"
+    dataset_path: Path | None = None
+    input_len: int = 256
+    output_len: int = 64
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    seed: int = 0
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    warmup: int = 2
+    timeout_s: float = 600.0
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
+    output: Path | None = None
+    plot: Path | None = None
+    api_key: str | None = None
+
+    @property
+    def load(self) -> str:
+        """How requests are sent, in words."""
+        if self.rate_per_s is None:
+            return f"{self.concurrency} at a time"
+        return "all at once" if math.isinf(self.rate_per_s) else f"{self.rate_per_s:g} a second (Poisson)"
+
+    @property
+    def lengths(self) -> str:
+        """Of prompts and answers, in words."""
+        if self.dataset != "random":
+            return f"{self.dataset} prompts, {self.output_len} tokens out"
+        shared = f"{self.prefix_len} shared + " if self.prefix_len else ""
+        spread = f" (each \u00b1{self.range_ratio:.0%})" if self.range_ratio else ""
+        return f"{shared}{self.input_len} tokens in, {self.output_len} out{spread}"
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """All flags. What depends on other flags is checked by `read_bench_options`."""
+    default = BenchOptions()
+    parser.add_argument("--url", default=default.url, metavar="URL", help="decode server (default: %(default)s)")
+    _number(parser, "--requests", default.requests, "requests to measure", least=1)
+    _number(parser, "--warmup", default.warmup, "requests sent before, not measured", least=0)
+
+    load = parser.add_argument_group("load (one of)").add_mutually_exclusive_group()
+    _number(load, "--concurrency", None, f"requests in flight (default: {DEFAULT_CONCURRENCY})", least=1)
+    load.add_argument(
+        "--rate", type=_positive, metavar="R", help="requests a second, arriving at random (Poisson); inf: all at once"
+    )
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="default: %(default)s")
+    data.add_argument("--dataset-path", type=Path, metavar="FILE", help="sharegpt: JSON list of conversations")
+    _number(data, "--input-len", default.input_len, "random: prompt tokens after the prefix", least=1)
+    _number(data, "--output-len", default.output_len, "new tokens asked for", least=1)
+    data.add_argument(
+        "--range-ratio",
+        type=_ratio,
+        default=default.range_ratio,
+        metavar="X",
+        help="random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)",
+    )
+    _number(data, "--prefix-len", default.prefix_len, "random: tokens that all prompts begin with", least=0)
+    _number(data, "--seed", default.seed, "of prompts, lengths and arrivals", least=0)
+    data.add_argument(
+        "--temperature", type=_not_negative, default=default.temperature, metavar="T", help="default: 0, greedy"
+    )
+    data.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="always generate --output-len tokens, and count a shorter answer as failed (default: for random)",
+    )
+
+    judge = parser.add_argument_group("result")
+    judge.add_argument(
+        "--timeout-s", type=_positive, default=default.timeout_s, metavar="S", help="of one request (default: 600)"
+    )
+    judge.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: bound on the time to first token")
+    judge.add_argument(
+        "--slo-itl-ms", type=_positive, metavar="MS", help="goodput: bound on a request's mean time between tokens"
+    )
+    judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
+    judge.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg or .pdf; needs matplotlib)")
+    variable = SECRET_VARIABLES["api_key"]
+    parser.epilog = f"For a server with an API key, set {variable}. Exit code 1 when a request failed, 130 on Ctrl-C."
+
+
+def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) -> BenchOptions:
+    """The flags as one object; raises StartupError for a combination that makes no sense."""
+    parts = urlsplit(given.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartupError(f"--url must be http://HOST:PORT, got {given.url!r}")
+    if given.dataset == "sharegpt":
+        if given.dataset_path is None:
+            raise StartupError("--dataset sharegpt needs --dataset-path FILE")
+        if given.prefix_len:
+            raise StartupError("--prefix-len is for --dataset random: the prompts of sharegpt are text")
+    elif given.dataset_path is not None:
+        raise StartupError("--dataset-path is for --dataset sharegpt")
+    for flag, path in (("--output", given.output), ("--plot", given.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise StartupError(f"{flag} {path}: no such directory: {path.parent}")
+    api_key = secrets_in(environ).get("api_key")
+    return BenchOptions(
+        url=given.url.rstrip("/"),
+        requests=given.requests,
+        concurrency=None if given.rate is not None else given.concurrency or DEFAULT_CONCURRENCY,
+        rate_per_s=given.rate,
+        dataset=given.dataset,
+        dataset_path=given.dataset_path,
+        input_len=given.input_len,
+        output_len=given.output_len,
+        range_ratio=given.range_ratio,
+        prefix_len=given.prefix_len,
+        seed=given.seed,
+        temperature=given.temperature,
+        ignore_eos=given.dataset == "random" if given.ignore_eos is None else given.ignore_eos,
+        warmup=given.warmup,
+        timeout_s=given.timeout_s,
+        slo_ttft_ms=given.slo_ttft_ms,
+        slo_itl_ms=given.slo_itl_ms,
+        output=given.output,
+        plot=given.plot,
+        api_key=None if api_key is None else str(api_key),
+    )
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A type of flags: whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _number(group: argparse._ActionsContainer, flag: str, default: int | None, meaning: str, *, least: int) -> None:
+    shown = "" if default is None else " (default: %(default)s)"
+    group.add_argument(flag, type=whole_number(least), default=default, metavar="N", help=meaning + shown)
+
+
+def _positive(text: str) -> float:
+    value = _float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, at least 0, got {text!r}")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text!r}")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None

@@ -1,0 +1,120 @@
+"""A run as a picture: how latencies are distributed, and which stages they are made of. Needs matplotlib."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...configs.errors import StartupError
+from ...configs.words import counted
+from .client import RequestRecord
+from .report import BenchResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+SLOWEST_SHARE = 0.1
+_COLORS = (
+    "#56b4e9",
+    "#0072b2",
+    "#e69f00",
+    "#d55e00",
+    "#cc79a7",
+    "#f0e442",
+    "#000000",
+    "#009e73",
+    "#999999",
+    "#7f4f24",
+)
+"""Those of Okabe and Ito, which also people who are colour-blind can tell apart, and two more."""
+_MARKED_SHARES = (0.5, 0.95, 0.99)
+
+
+def check_plot(path: Path) -> None:
+    """Raise StartupError, before a long run, when the picture could not be drawn at its end."""
+    if path.suffix.lower() not in FORMATS:
+        raise StartupError(f"--plot {path}: must end in {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StartupError("--plot needs matplotlib: pip install matplotlib")
+
+
+def draw(result: BenchResult, path: Path) -> None:
+    """Write the picture to `path`; the format is that of its suffix."""
+    picture(result).savefig(path, dpi=120)
+
+
+def picture(result: BenchResult) -> "Figure":
+    """Of successful requests only."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ok = [record for record in result.records if record.ok]
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2))[:, 0]
+    cdfs = upper.subplots(1, 3)
+    _draw_cdf(cdfs[0], "time to first token", [record.ttft_s for record in ok if record.ttft_s is not None])
+    _draw_cdf(cdfs[1], "inter-token latency", [gap for record in ok for gap in record.itl_s])
+    _draw_cdf(cdfs[2], "end to end", [record.e2e_s for record in ok])
+    cdfs[0].set_ylabel("share of requests")
+    cdfs[1].set_ylabel("share of tokens")
+    to_first_token, whole = lower.subplots(1, 2)
+    colors = {stage: _COLORS[index % len(_COLORS)] for index, stage in enumerate(result.summary.stages_s)}
+    before = {stage: color for stage, color in colors.items() if stage != "decode"}
+    _draw_stages(to_first_token, "until the first token, mean", before, ok)
+    _draw_stages(whole, "the whole request, mean", colors, ok)
+    handles, labels = whole.get_legend_handles_labels()
+    if handles:
+        lower.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title_of(result))
+    return figure
+
+
+def title_of(result: BenchResult) -> str:
+    """What was measured, and what came of it, in two lines."""
+    summary, options = result.summary, result.options
+    return (
+        f"{result.model_info.get('served_model_name', 'unknown model')}: {options.lengths}, {options.load}\n"
+        f"{counted(summary.ok, 'request')} ok, {summary.failed} failed: "
+        f"{summary.requests_per_s:.2f} requests/s, {summary.output_tokens_per_s:.1f} output tokens/s"
+    )
+
+
+def _draw_cdf(axes: "Axes", title: str, seconds: Sequence[float]) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("ms")
+    axes.grid(alpha=0.3)
+    for share in _MARKED_SHARES:
+        axes.axhline(share, color="#999999", linewidth=0.6, linestyle=":")
+        label = f"p{share * 100:.0f}"
+        axes.annotate(label, (0.005, share), xycoords="axes fraction", fontsize="x-small", ha="left", va="top")
+    if seconds:
+        ordered = [second * 1000 for second in sorted(seconds)]
+        # from (smallest, 0): a step at each value
+        shares = [index / len(ordered) for index in range(len(ordered) + 1)]
+        axes.step([ordered[0], *ordered], shares, where="post", color=_COLORS[1])
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1)
+
+
+def _draw_stages(axes: "Axes", title: str, colors: Mapping[str, str], ok: Sequence[RequestRecord]) -> None:
+    """One bar over all requests, one over the slowest to their first token."""
+    axes.set_title(title)
+    axes.set_xlabel("ms")
+    by_ttft = sorted((record for record in ok if record.ttft_s is not None), key=lambda record: -(record.ttft_s or 0.0))
+    slowest = by_ttft[: max(1, round(SLOWEST_SHARE * len(by_ttft)))]
+    groups = ((f"slowest\n{len(slowest)} by TTFT", slowest), (f"all {len(ok)}", ok))
+    left = [0.0 for _ in groups]
+    for stage, color in colors.items():
+        widths = [_mean_ms(stage, members) for _, members in groups]
+        axes.barh([name for name, _ in groups], widths, left=left, label=stage.replace("_", " "), color=color)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.set_xlim(left=0)
+
+
+def _mean_ms(stage: str, records: Sequence[RequestRecord]) -> float:
+    return 1000 * sum(record.timeline.get(stage, 0.0) for record in records) / len(records) if records else 0.0

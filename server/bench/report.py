@@ -1,0 +1,172 @@
+"""What `pdserve bench` shows and keeps: tables for people, JSON for programs."""
+
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..api.info import package_version
+from ..launch.demo import STAGES
+from .client import RequestRecord
+from .options import BenchOptions
+from .summary import Distribution, Summary
+
+BUSY_CLIENT_SHARE = 0.7
+"""Of one core; a client that is busier may be what limits the result."""
+
+_LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+_STAGE_COLUMNS = ("mean", "p50", "p95")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """One run: what was asked, what came back, the figures. `client_cpu_s` is the CPU time of this process in it."""
+
+    options: BenchOptions
+    command: str
+    started_at: datetime
+    model_info: Mapping[str, object]
+    server_info: Mapping[str, object]
+    records: Sequence[RequestRecord]
+    summary: Summary
+    client_cpu_s: float
+    interrupted: bool
+
+    @property
+    def client_share(self) -> float:
+        return self.client_cpu_s / self.summary.duration_s if self.summary.duration_s > 0 else 0.0
+
+
+def report(result: BenchResult) -> Iterator[RenderableType]:
+    """The tables and remarks, in the order to print them."""
+    yield _overview(result)
+    if result.summary.e2e_s is not None:
+        yield _latencies(result.summary)
+    if result.summary.stages_s:
+        yield _stages(result.summary)
+    if result.client_share > BUSY_CLIENT_SHARE:
+        yield Text(f"This client used {result.client_share:.0%} of a core: it may be what limits the result.", "yellow")
+    for failure, count in result.summary.failures.items():
+        example = next(record.detail for record in result.records if record.failure == failure)
+        yield Text(f"{count} failed: {failure}: {example}", "red")
+    if result.interrupted:
+        missing = result.options.requests - len(result.records)
+        yield Text(f"Interrupted: {missing} of {result.options.requests} requests have no result.", "yellow")
+
+
+def to_json(result: BenchResult) -> bytes:
+    """Everything about the run, readable and re-plottable."""
+    options = asdict(result.options)
+    options["api_key"] = None if result.options.api_key is None else "set"
+    document = {
+        "command": result.command,
+        "date": result.started_at.astimezone(UTC).isoformat(timespec="seconds"),
+        "host": {
+            "name": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "pdserve": package_version(),
+        },
+        "options": options,
+        "interrupted": result.interrupted,
+        "client_cpu_s": result.client_cpu_s,
+        "summary": asdict(result.summary),
+        "model_info": result.model_info,
+        "server_info": result.server_info,
+        "requests": [_request(record) for record in result.records],
+    }
+    return msgspec.json.format(msgspec.json.encode(document, enc_hook=_as_text), indent=1) + b"\n"
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} in a result")
+
+
+def _request(record: RequestRecord) -> dict[str, object]:
+    return {
+        "started_s": round(record.started_s, 6),
+        "ttft_s": record.ttft_s and round(record.ttft_s, 6),
+        "e2e_s": round(record.e2e_s, 6),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "itl_s": [round(gap, 6) for gap in record.itl_s],
+        "timeline": record.timeline,
+        "failure": record.failure,
+        "detail": record.detail,
+    }
+
+
+def _overview(result: BenchResult) -> Table:
+    summary, options = result.summary, result.options
+    table = Table(title=f"{options.dataset} data, {options.load}, {options.url}", show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    failed = Text(str(summary.failed), "red" if summary.failed else "")
+    table.add_row("requests ok", str(summary.ok))
+    table.add_row("requests failed", failed)
+    if summary.unfinished:
+        table.add_row("requests cut off", str(summary.unfinished))
+    table.add_row("duration", f"{summary.duration_s:.2f} s")
+    table.add_row("requests", f"{summary.requests_per_s:.2f} /s")
+    cached = f", {summary.cached_tokens / summary.input_tokens:.0%} cached" if summary.cached_tokens else ""
+    table.add_row(f"input tokens ({summary.input_tokens}{cached})", f"{summary.input_tokens_per_s:.1f} /s")
+    table.add_row(f"output tokens ({summary.output_tokens})", f"{summary.output_tokens_per_s:.1f} /s")
+    if (goodput := summary.goodput) is not None:
+        bounds = (("TTFT", goodput.slo_ttft_s), ("mean ITL", goodput.slo_itl_s))
+        within = ", ".join(f"{name} <= {bound * 1000:g} ms" for name, bound in bounds if bound is not None)
+        table.add_row(f"goodput ({within})", f"{goodput.requests_per_s:.2f} /s ({goodput.share:.0%})")
+    table.add_row("client CPU", f"{result.client_share:.0%} of a core")
+    return table
+
+
+def _latencies(summary: Summary) -> Table:
+    table = _statistics_table("latency, ms", "", _LATENCY_COLUMNS)
+    rows = (
+        ("time to first token", summary.ttft_s),
+        ("inter-token latency", summary.itl_s),
+        ("time per output token", summary.tpot_s),
+        ("end to end", summary.e2e_s),
+    )
+    for name, distribution in rows:
+        if distribution is not None:
+            table.add_row(name, *_milliseconds(distribution, _LATENCY_COLUMNS))
+    return table
+
+
+def _stages(summary: Summary) -> Table:
+    table = _statistics_table("where the time goes, ms", "stage", _STAGE_COLUMNS)
+    table.add_column("share", justify="right")
+    table.add_column("what it is", style="dim")
+    total_s = sum(stage.mean * stage.count for stage in summary.stages_s.values())
+    for name, stage in summary.stages_s.items():
+        share = f"{stage.mean * stage.count / total_s:.1%}" if total_s > 0 else ""
+        table.add_row(name.replace("_", " "), *_milliseconds(stage, _STAGE_COLUMNS), share, STAGES.get(name, ""))
+    if summary.transfer_share_of_ttft is not None:
+        table.caption = f"transfer is {summary.transfer_share_of_ttft:.1%} of the time to first token"
+    return table
+
+
+def _statistics_table(title: str, first: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _milliseconds(distribution: Distribution, columns: Sequence[str]) -> list[str]:
+    """Six characters at most, up to a quarter of an hour: the tables fit a terminal of 80 columns with every digit."""
+    values = [getattr(distribution, column) * 1000 for column in columns]
+    return [f"{value:.1f}" if value < 9999.95 else f"{value:.0f}" for value in values]

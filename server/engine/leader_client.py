@@ -1,0 +1,437 @@
+"""The front's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
+
+Every request opened here ends in exactly one terminal event, also when the leader dies. A caller that goes away early
+closes its `Inbox`; the leader is told with Cancel, and the request id stays taken until the leader has confirmed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+import zmq
+
+from ...configs.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
+from ...configs.sampling import TokenLogprob
+from ...configs.schema import AnyServerConfig, DecodeConfig
+from ...scheduler.messages.frontend import (
+    Cancel,
+    Failed,
+    Finished,
+    FlushCache,
+    Prefilled,
+    Ready,
+    StartupFailed,
+    Status,
+    Stop,
+    Submit,
+    ToFront,
+    ToFrontBatch,
+    Tokens,
+    ToLeader,
+)
+from ..observability.metrics import Metrics
+from ..observability.request_log import end_line, request_name
+
+log = logging.getLogger("pdserve.front")
+
+LeaderState = Literal["starting", "ready", "stopping", "dead"]
+RequestEvent = Tokens | Prefilled | Finished | Failed
+BATCHES_PER_TURN = 64
+RETRY_AFTER_S = 2.0
+OVERDUE_S = 0.5
+"""How long after its deadline a request is answered here: the leader should have done so, and may be hung."""
+LOGGED_STATUSES = (500, 504)
+"""Failures that somebody should look at one by one. 503 comes in crowds, and what is behind it has its own line."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What happened to one request since the last look: new tokens in order, and its end if that has come.
+
+    `logprobs` has one entry per token, or none at all.
+    """
+
+    rid: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prefilled: Prefilled | None = None
+    terminal: Finished | Failed | None = None
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request the leader has not ended yet. `submitted_as` is the first sample's id, whose message brought it in."""
+
+    rid: str
+    submitted_as: str
+    inbox: "Inbox"
+    opened_at: float
+    overdue: asyncio.TimerHandle | None = None
+    last_token_at: float | None = None
+    stopped_early: bool = False
+
+
+class Inbox:
+    """The events of the requests that one HTTP call has open.
+
+    Events that arrive while the caller is busy are merged per request, so a slow client costs memory for its tokens
+    only. Leaving the `with` block cancels what has not ended.
+    """
+
+    def __init__(self, client: "LeaderClient", group: str | None, request_id: str | None) -> None:
+        self.group = group
+        self.request_id = request_id
+        self.open_rids: set[str] = set()
+        self._client = client
+        self._unread: dict[str, Progress] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    async def receive(self) -> list[Progress]:
+        """Wait for events and take all there are, one Progress per request that has any. For one caller at a time."""
+        if not self._unread:
+            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event would make it two coroutines
+            await self._waiter
+        unread, self._unread = self._unread, {}
+        return list(unread.values())
+
+    def stop_early(self, rid: str) -> None:
+        """The front has found a stop string: the request is complete, and what follows is its terminal event."""
+        self._client.stop_early(rid)
+
+    def put(self, message: RequestEvent) -> None:
+        if self._closed:
+            return
+        progress = self._unread.get(message.rid)
+        if progress is None:
+            progress = self._unread[message.rid] = Progress(message.rid)
+        match message:
+            case Tokens():
+                progress.token_ids.extend(message.token_ids)
+                progress.logprobs.extend(message.logprobs)
+            case Prefilled():
+                progress.prefilled = message
+            case Finished() | Failed():
+                progress.terminal = message
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        self._closed = True
+        self._unread.clear()
+        self._client.cancel_all_of(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LeaderClient:
+    """Owns the PAIR socket. All methods run on the event loop that created it."""
+
+    def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
+        self._metrics = metrics
+        self._config = config
+        # in Linux's abstract namespace: there is no file, which a front that is killed would leave behind
+        self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        # The leader bounds the work it accepts (429), so neither direction may block or drop here.
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # such a name can be seen by other users
+        self._socket.bind(self.address)
+        self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._open: dict[str, OpenRequest] = {}
+        self._overdue: set[str] = set()
+        """Requests that were answered here, and of which the leader still owes the end."""
+        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._status: Status | None = None
+        self._status_at = time.monotonic()
+        self._end_reason: str | None = None
+        self._stopping = False
+
+    @property
+    def state(self) -> LeaderState:
+        if self._end_reason is not None:
+            return "dead"
+        if self._stopping:
+            return "stopping"
+        return "starting" if self.ready is None else "ready"
+
+    @property
+    def ready(self) -> Ready | None:
+        """The leader's introduction, once it serves."""
+        if not self._started.done() or self._started.cancelled() or self._started.exception() is not None:
+            return None
+        return self._started.result()
+
+    @property
+    def status(self) -> Status | None:
+        return self._status
+
+    @property
+    def loop_age_s(self) -> float:
+        """How long ago the engine loop is known to have turned: the age it reported plus the age of the report."""
+        reported = 0.0 if self._status is None else self._status.loop_age_s
+        return reported + time.monotonic() - self._status_at
+
+    @property
+    def open_rids(self) -> tuple[str, ...]:
+        return tuple(self._open)
+
+    async def run(self) -> None:
+        """Receive until cancelled. What cannot be decoded or handled is logged and skipped.
+
+        Not through zmq.asyncio, whose futures cost a lone stream as much as all the rest that is done for its token.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._receive_all)
+        try:
+            self._receive_all()
+            await loop.create_future()
+        finally:
+            loop.remove_reader(self._socket.fileno())
+
+    async def wait_ready(self) -> Ready:
+        """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
+        return await asyncio.shield(self._started)
+
+    def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
+        """Hand requests to the leader, all or none of them: it lets the others in where it does the first.
+
+        Raises UnavailableError unless the leader serves and is well, and DuplicateRequestError when a request id is in
+        use.
+        """
+        self.check_healthy()
+        first, *others = messages
+        batch = [first, *(msgspec.structs.replace(message, follows=first.rid) for message in others)]
+        seen: set[str] = set()
+        for rid in (rid for message in batch for rid in _rids(message)):
+            if rid in self._open or rid in self._overdue or rid in seen:
+                where = "twice in this call" if rid in seen else "by a request that has not ended"
+                raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
+            seen.add(rid)
+        inbox = Inbox(self, group, request_id)
+        now = time.monotonic()
+        for message in batch:
+            for rid in _rids(message):
+                self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
+                inbox.open_rids.add(rid)
+            if not self._send(message):
+                for rid in _rids(message):
+                    self._dispatch(_gone(rid, "the engine process is not connected"))
+        return inbox
+
+    def unavailable_reason(self) -> str | None:
+        """Why new work cannot be handed to the leader; None when it can."""
+        match self.state:
+            case "starting":
+                return "starting: the model is being loaded"
+            case "stopping":
+                return "stopping: the server drains and exits"
+            case "dead":
+                return f"leader dead: {self._end_reason}"
+            case "ready":
+                return None
+
+    def check_available(self) -> None:
+        """Raises UnavailableError unless new work can be handed to the leader."""
+        if (reason := self.unavailable_reason()) is not None:
+            raise UnavailableError(reason, retry_after_s=RETRY_AFTER_S)
+
+    def problems(self) -> list[str]:
+        """Why this server is not healthy; empty when it is."""
+        if (unavailable := self.unavailable_reason()) is not None:
+            return [unavailable]
+        reasons = []
+        age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
+        if age_s > limit_s:
+            reasons.append(f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        return reasons + list(self._status.problems if self._status is not None else ())
+
+    def check_healthy(self) -> None:
+        """Raises UnavailableError when /health says that this server is not well: nothing new is accepted then."""
+        if problems := self.problems():
+            raise UnavailableError("; ".join(problems), retry_after_s=RETRY_AFTER_S)
+
+    def stop_early(self, rid: str) -> None:
+        """End a request that is complete; nothing to do when the leader has ended it meanwhile."""
+        if (entry := self._open.get(rid)) is not None:
+            entry.stopped_early = True
+            self._send(Cancel(rid, stopped=True))
+
+    def cancel_matching(self, rid: str) -> list[str]:
+        """Cancel the request of this id: all its samples, and every prompt of the call whose single rid it was."""
+        matching = [
+            entry.rid for entry in self._open.values() if rid in (entry.rid, entry.submitted_as, entry.inbox.group)
+        ]
+        self._cancel(matching)
+        return matching
+
+    def cancel_everything(self) -> list[str]:
+        """Cancel every open request."""
+        rids = list(self._open)
+        self._cancel(rids)
+        return rids
+
+    def cancel_all_of(self, inbox: Inbox) -> None:
+        """Its caller has gone. What was stopped early has been cancelled before."""
+        self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. Raises UnavailableError unless the leader serves."""
+        self.check_available()
+        self._send(FlushCache())
+
+    def request_stop(self, drain_s: float) -> bool:
+        """From now on new work is refused; the leader finishes or fails what runs within `drain_s` and exits.
+
+        False when there is no leader to tell.
+        """
+        self._stopping = True
+        return self._send(Stop(drain_s))
+
+    def fail_all(self, reason: str) -> None:
+        """The leader has gone: end every open request with 503, now and for whoever comes later."""
+        if self._end_reason is None:
+            self._end_reason = reason
+        for rid in list(self._open):
+            self._dispatch(_gone(rid, f"leader dead: {reason}"))
+        self._overdue.clear()
+
+    def close(self) -> None:
+        """Release the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: ToLeader) -> bool:
+        """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
+        # the descriptor tells once that something came, and to send may be to take notice of it
+        asyncio.get_running_loop().call_soon(self._receive_all)
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _cancel(self, rids: Iterable[str]) -> None:
+        for rid in rids:
+            self._send(Cancel(rid))
+
+    def _receive_all(self) -> None:
+        """Take what is there, and leave the loop to others now and then.
+
+        A front that has fallen behind finds several batches: then the tokens of a request leave together, in one event,
+        which is how it catches up.
+        """
+        if self._socket.closed:
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BATCHES_PER_TURN):
+                self._receive(self._socket.recv(zmq.NOBLOCK))
+            asyncio.get_running_loop().call_soon(self._receive_all)
+
+    def _receive(self, payload: bytes) -> None:
+        try:
+            batch = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            log.error("message from the leader cannot be decoded: %s", error)
+            return
+        for message in batch:
+            try:
+                self._dispatch(message)
+            except Exception:
+                log.exception("message from the leader could not be handled: %s", type(message).__name__)
+
+    def _dispatch(self, message: ToFront) -> None:
+        match message:
+            case Tokens() | Prefilled() | Finished() | Failed():
+                self._deliver(message)
+            case Status():
+                self._status, self._status_at = message, time.monotonic()
+            case Ready():
+                self._status_at = time.monotonic()
+                if not self._started.done():
+                    self._started.set_result(message)
+            case StartupFailed():
+                if not self._started.done():
+                    self._set_startup_error(message.message)
+
+    def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
+        """The leader ends a request at its deadline; while it hangs, nobody but this process can."""
+        if not isinstance(self._config, DecodeConfig):
+            return None
+        server_s = self._config.request_timeout_s
+        deadline_s, field = server_s, "request_timeout_s"
+        if message.timeout_s is not None and message.timeout_s < server_s:
+            deadline_s, field = message.timeout_s, "timeout_s"
+        return asyncio.get_running_loop().call_later(
+            deadline_s + OVERDUE_S,
+            self._end_overdue,
+            rid,
+            f"not finished within its deadline of {deadline_s:g} s ({field})",
+        )
+
+    def _end_overdue(self, rid: str, reason: str) -> None:
+        if rid in self._open:
+            self._dispatch(
+                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the engine does not answer")
+            )
+            self._overdue.add(rid)
+            self._send(Cancel(rid))
+
+    def _deliver(self, message: RequestEvent) -> None:
+        entry = self._open.get(message.rid)
+        if entry is None:
+            if isinstance(message, Finished | Failed):
+                self._overdue.discard(message.rid)
+            log.debug("event of an unknown or ended request: %s", message)
+            return
+        now = time.monotonic()
+        match message:
+            case Tokens():
+                self._metrics.tokens_arrived(len(message.token_ids), entry.opened_at, entry.last_token_at, now)
+                entry.last_token_at = now
+            case Prefilled():
+                pass
+            case Finished() | Failed():
+                elapsed_s = now - entry.opened_at
+                if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
+                    name = request_name(message.rid, entry.inbox.request_id)
+                    log.warning("%s failed with %d: %s", name, message.status, message.message)
+                elif self._config.log_requests:
+                    log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
+                del self._open[message.rid]
+                if entry.overdue is not None:
+                    entry.overdue.cancel()
+                entry.inbox.open_rids.discard(message.rid)
+                first_sample = entry.rid == entry.submitted_as
+                self._metrics.request_ended(message, elapsed_s, first_sample=first_sample)
+        entry.inbox.put(message)
+
+    def _set_startup_error(self, message: str) -> None:
+        self._started.set_exception(StartupError(message))
+        with contextlib.suppress(StartupError):
+            self._started.exception()  # marked as seen: the error is also reported when nobody waits any more
+
+
+def _rids(message: Submit) -> tuple[str, ...]:
+    return (message.rid, *message.more_rids)
+
+
+def _gone(rid: str, message: str) -> Failed:
+    return Failed(rid=rid, status=503, code="unavailable", message=message, retry_after_s=RETRY_AFTER_S)

@@ -1,0 +1,150 @@
+"""`pdserve demo`: start the pair, ask it one question, stream the answer, show where the time went."""
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from ...configs.flags import to_flags
+from ...configs.words import counted
+from ...models.loading.catalog import locate_model
+from ..text.tokenizer import load_tokenizer
+from .children import ChildEndedError
+from .pair import PairConfig
+from .up import NotReadyError, RunningPair, banner, curl_command, running_pair
+
+REQUEST_TIMEOUT_S = 120.0
+BAR_WIDTH = 18
+
+STAGES = {
+    "queue": "waiting for memory on decode",
+    "prefill_queue": "behind other prompts",
+    "prefill": "computing the prompt",
+    "transfer": "KV still on its way",
+    "control": "messages between the servers",
+    "admit": "joining the decode batch",
+    "retracted": "out of memory, waiting to go on",
+    "decode": "generating",
+}
+
+
+class Answer(NamedTuple):
+    """What the stream ended with. `first_text_s` and `total_s` are the client's own clock."""
+
+    meta_info: Mapping[str, Any]  # Any: JSON of the server
+    first_text_s: float
+    total_s: float
+
+
+class DemoError(Exception):
+    """The pair came up but did not answer; the message is the server's."""
+
+    exit_code = 1
+
+
+def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bool) -> int:
+    """Exit code 0 when the question was answered. With `keep` the pair then stays up until Ctrl-C."""
+    answered = False
+    try:
+        with running_pair(config, Console(stderr=True, highlight=False)) as pair:
+            prompt = chat_prompt(config.decode.model, question)
+            pair.wait_ready()
+            with pair.children.logs_held():
+                out = Console(highlight=False)
+                out.print(f"\n{question}\n", style="bold", markup=False)
+                answer = ask(pair, prompt, max_new_tokens)
+                out.print("\n", timeline_table(answer))
+            answered = True
+            if keep:
+                print("\n".join(banner(config)), flush=True)
+                pair.watch()
+            else:
+                print(
+                    f"\nTo ask it yourself:\n  {up_command(config)}\n  {curl_command(config, 'The sky is')}", flush=True
+                )
+    except KeyboardInterrupt:
+        return 0 if answered else 130
+    except (ChildEndedError, NotReadyError, DemoError) as error:
+        print(f"pdserve: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def up_command(config: PairConfig) -> str:
+    """How to start the same pair to stay, as this command was typed: `make demo` has it in .venv, not on the path."""
+    program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
+    flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
+    return shlex.join([program, "up", *flags])
+
+
+def chat_prompt(model: str, question: str) -> str:
+    """The question as the model was trained to see it, or as it is where the model has no chat template."""
+    tokenizer = load_tokenizer(locate_model(model))
+    if not tokenizer.has_chat_template:
+        return question
+    return tokenizer.render_chat([{"role": "user", "content": question}])
+
+
+def ask(pair: RunningPair, prompt: str, max_new_tokens: int) -> Answer:
+    """Stream one greedy answer to stdout. Raises DemoError with the server's words when it fails."""
+    body = {
+        "text": prompt,
+        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0},
+        "stream": True,
+    }
+    started = time.monotonic()
+    first_text_s = 0.0
+    shown = ""
+    meta_info: Mapping[str, Any] = {}
+    try:
+        with (
+            pair.client(REQUEST_TIMEOUT_S) as client,
+            client.stream("POST", "/generate", json=body) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                raise DemoError(f"/generate answered {response.status_code}: {response.read().decode()}")
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise DemoError(event["error"]["message"])
+                first_text_s = first_text_s or time.monotonic() - started
+                sys.stdout.write(event["text"][len(shown) :])
+                sys.stdout.flush()
+                shown, meta_info = event["text"], event["meta_info"]
+    except httpx.HTTPError as error:
+        raise DemoError(f"/generate: {type(error).__name__}: {error}") from None
+    if meta_info.get("finish_reason") is None:
+        raise DemoError("/generate: the stream ended before the answer did")
+    return Answer(meta_info, first_text_s, time.monotonic() - started)
+
+
+def timeline_table(answer: Answer) -> Table:
+    """Where the time went, stage by stage, as the server accounts for it."""
+    timeline: Mapping[str, float] = answer.meta_info["timeline"]
+    prompt_tokens, tokens = answer.meta_info["prompt_tokens"], answer.meta_info["completion_tokens"]
+    total_s = sum(timeline.values())
+    decode_s = timeline.get("decode", 0.0)
+    rate = f", {(tokens - 1) / decode_s:.0f} tokens/s" if tokens > 1 and decode_s > 0 else ""
+    total_ms = answer.total_s * 1000
+    table = Table(
+        title=f"{counted(prompt_tokens, 'prompt token')}, {counted(tokens, 'new token')} in {total_ms:.0f} ms",
+        caption=f"first text after {answer.first_text_s * 1000:.0f} ms{rate}",
+    )
+    table.add_column("stage")
+    table.add_column("ms", justify="right")
+    table.add_column("share")
+    table.add_column("what it is", style="dim")
+    for stage, seconds in timeline.items():
+        bar = "\u2588" * round(BAR_WIDTH * seconds / total_s) if total_s > 0 else ""
+        table.add_row(stage.replace("_", " "), f"{seconds * 1000:.1f}", bar, STAGES.get(stage, ""))
+    return table

@@ -1,0 +1,189 @@
+"""uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread.
+
+Two of its defects are mended: the body of a request that offers HTTP/2, as Java's client does, was lost, and clients of
+HTTP/1.0, which know no chunks, got chunks.
+"""
+
+import array
+import asyncio
+import fcntl
+import logging
+import re
+import termios
+from typing import Any, ClassVar
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from ..api.common.errors import error_object
+
+log = logging.getLogger("pdserve.http")
+
+HEADER_LINE_BYTES = 4
+"""What a header line has beside name and value: a colon, a space and the end of the line."""
+
+HANG_UP_S = 1.0
+"""How long a client that was refused may go on sending before its connection is closed."""
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class HeadersTooLargeError(Exception):
+    """A request was answered with 431 while its headers were parsed."""
+
+
+class UnframedSend:
+    """`send` for a client of HTTP/1.0: a body whose length is not known beforehand ends with the connection, which
+    uvicorn closes after every answer to such a client.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._unframed = False
+
+    async def __call__(self, message: Any) -> None:  # Any: ASGI's messages have different types in each library
+        if message["type"] == "http.response.start":
+            self._unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._unframed:
+                self._cycle.chunked_encoding = False
+        elif self._unframed:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+        await self._send(message)
+
+
+class PatientHttpProtocol(HttpToolsProtocol):
+    """Closes a connection whose client does nothing for too long, or sends headers without end.
+
+    - An answer of which nothing is taken for `patience_s`: the client would hold its request, its KV pages and a send
+      buffer for as long as it likes. The application hears of it as of any other disconnect. A slow client is left
+      alone as long as it takes something.
+    - A request whose headers are not there `header_timeout_s` after the connection or the request has begun, or that
+      have more than `max_header_bytes`. Bodies have limits of their own (server/api/generation.py).
+
+    An offer to change to another protocol is ignored, as any server may.
+    """
+
+    patience_s: ClassVar[float] = 30.0
+    header_timeout_s: ClassVar[float] = 60.0
+    max_header_bytes: ClassVar[int] = 64 << 10
+    _waiting: asyncio.TimerHandle | None = None
+    _headers_due: asyncio.TimerHandle | None = None
+    _hanging_up: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+    _in_body = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if self._hanging_up is not None:
+            return
+        super().data_received(data if self._in_body else without_upgrade(data))
+        if self._headers_due is None:
+            return
+        self._header_bytes += len(data)
+        if self._header_bytes > self.max_header_bytes:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._headers_due is None:
+            self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_expecting_headers()
+        size = len(self.url) + sum(len(name) + len(value) + HEADER_LINE_BYTES for name, value in self.headers)
+        if size > self.max_header_bytes:
+            self._refuse_headers()
+            raise HeadersTooLargeError  # so that the parser reads no further
+        self._in_body = True
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[method-assign]  # uvicorn makes the cycle itself
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._hanging_up is None:
+            self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        if self._hanging_up is not None:
+            self._hanging_up.cancel()
+        self._stop_expecting_headers()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._header_bytes = 0
+        self._headers_due = self.loop.call_later(self.header_timeout_s, self._give_up_on_headers)
+
+    def _give_up_on_headers(self) -> None:
+        self._headers_due = None
+        log.debug("client %s has sent no whole request for %g s: connection closed", self.client, self.header_timeout_s)
+        self.transport.abort()
+
+    def _stop_expecting_headers(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def _refuse_headers(self) -> None:
+        message = f"headers are over {self.max_header_bytes} bytes"
+        self._refuse(b"431 Request Header Fields Too Large", 431, "too_large", message)
+
+    def _refuse(self, status_line: bytes, status: int, code: str, message: str) -> None:
+        """Answer what never became a request, in the shape of all other errors, and hang up."""
+        body = msgspec.json.encode({"error": error_object(status, code, message)})
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status_line, len(body)) + body)
+        self.transport.write_eof()
+        # what the client still sends is read, and ignored: a closed socket would reset the connection before it reads
+        self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
+        self._stop_expecting_headers()
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._waiting = self.loop.call_later(self.patience_s, self._check_progress, self._unread_bytes())
+
+    def _check_progress(self, unread_bytes: int) -> None:
+        if self._unread_bytes() < unread_bytes:
+            self._wait()
+            return
+        self._waiting = None
+        log.warning("client %s has read nothing for %g s: connection closed", self.client, self.patience_s)
+        self.transport.abort()
+
+    def _unread_bytes(self) -> int:
+        """What waits in our buffer and in the kernel's, which a slow client empties for long before ours moves."""
+        in_kernel = array.array("i", [0])
+        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+        return self.transport.get_write_buffer_size() + in_kernel[0]
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """The beginning of a request with its `Upgrade` header renamed.
+
+    With that header the parser takes the body for another protocol, and uvicorn then hands on an empty one. A header
+    whose name comes in two pieces is missed; clients write their headers at once.
+    """
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + data[len(head) :] if _UPGRADE.search(head) else data

@@ -1,0 +1,56 @@
+"""A machine that only computes: `--node-rank` above 0. Starts the ranks of this machine and ends with them.
+
+HTTP, decisions and the control protocol are those of machine 0. When it goes, or any rank here fails, all of this ends.
+"""
+
+import logging
+import signal
+import threading
+
+from ...configs.logs import configure_logging
+from ...configs.schema import AnyServerConfig
+from ...models.loading.catalog import locate_model
+from ...scheduler.ranks.process import RankProcess, leader_address, meeting_point
+from .startup_checks import check_startup
+
+log = logging.getLogger("pdserve.node")
+
+END_S = 10.0
+"""How long ranks may take to end: as on the leader's machine (scheduler/ranks/group.py)."""
+
+
+def run_node(config: AnyServerConfig) -> int:
+    """Until the leader ends its ranks (0), or one of them fails or this process gets a signal (1). Raises StartupError
+    for what the user can mend.
+    """
+    configure_logging(config.log_level, f"{config.role} node {config.node_rank}")
+    check_startup(config, locate_model(config.model, config.load_format))
+    meet_at = meeting_point(config)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ranks = [RankProcess(config, rank, leader=leader_address(meet_at), meet_at=meet_at) for rank in config.local_ranks]
+    log.info("ranks %d to %d, leader at %s", ranks[0].rank, ranks[-1].rank, leader_address(meet_at))
+    statuses: dict[int, int | None] = {}
+
+    def watch(rank: RankProcess) -> None:
+        statuses[rank.rank] = rank.wait()
+        ended.set()
+
+    watchers = [threading.Thread(target=watch, args=(rank,), daemon=True) for rank in ranks]
+    for watcher in watchers:
+        watcher.start()
+    ended.wait()
+    by_leader = bool(statuses) and not any(statuses.values())  # then they all end at about the same time
+    for watcher in watchers:
+        watcher.join(END_S if by_leader else 1.0)
+    for rank in ranks:
+        rank.let_go()
+    for rank, watcher in zip(ranks, watchers, strict=True):
+        watcher.join(END_S)
+        if watcher.is_alive():
+            rank.kill()
+    failed = {rank: status for rank, status in sorted(statuses.items()) if status}
+    for failed_rank, status in failed.items():
+        log.error("rank %d ended with status %s", failed_rank, status)
+    return 1 if failed or len(statuses) < len(ranks) else 0

@@ -1,0 +1,90 @@
+"""The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
+
+A setting goes to the servers that have it. Only `port` exists twice: it is decode's, the one that clients use, and
+prefill's is `prefill_port`. Both talk over loopback, so `host` is decode's alone. Unless the environment has a cluster
+key, the pair gets a random one: other users of this machine reach loopback, too.
+"""
+
+import secrets
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from ...configs.errors import StartupError
+from ...configs.load import PRESETS, build_config, read_config_file, secrets_in
+from ...configs.schema import DecodeConfig, PrefillConfig
+from .ports import check_port
+
+LOOPBACK = "127.0.0.1"
+
+_DECIDED_HERE = frozenset({"role", "prefill", "advertise_host", "cluster_key", "nnodes", "node_rank", "dist_init_addr"})
+
+
+class PairConfig(NamedTuple):
+    prefill: PrefillConfig
+    decode: DecodeConfig
+
+
+def _pair_fields() -> dict[str, FieldInfo]:
+    fields = {**PrefillConfig.model_fields, **DecodeConfig.model_fields}
+    prefill_port = copy(PrefillConfig.model_fields["port"])
+    prefill_port.description = "HTTP port of the prefill server"
+    ports = {"port": fields.pop("port"), "prefill_port": prefill_port}
+    return {name: field for name, field in {**ports, **fields}.items() if name not in _DECIDED_HERE}
+
+
+PAIR_FIELDS: Mapping[str, FieldInfo] = _pair_fields()
+"""What `pdserve up` lets one set, as flags and in its file."""
+
+
+def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]) -> PairConfig:
+    """Both configurations, from the preset `local`, then `file`, then the environment, then `flags`."""
+    given = read_config_file(file) if file is not None else {}
+    for name in sorted(_DECIDED_HERE & given.keys()):
+        raise StartupError(f"{name} in {file}: 'pdserve up' sets it itself; remove it")
+    layers = (
+        ("of 'pdserve up'", {"cluster_key": secrets.token_hex(32)}),
+        ("in the preset 'local'", read_config_file(PRESETS / "local.yaml")),
+        (f"in {file}", given),
+        ("from the environment", secrets_in(environ)),
+        ("from the command line", flags),
+    )
+    prefill = build_config(PrefillConfig, [(origin, _prefill_part(layer)) for origin, layer in layers])
+    wiring = {"prefill": (f"{LOOPBACK}:{prefill.bootstrap_port}",), "advertise_host": LOOPBACK}
+    decode = build_config(
+        DecodeConfig, [*((origin, _decode_part(layer)) for origin, layer in layers), ("of 'pdserve up'", wiring)]
+    )
+    return PairConfig(prefill, decode)
+
+
+def check_ports(pair: PairConfig) -> None:
+    """Raise StartupError when a port of the pair is taken, naming the flag that changes it."""
+    wanted = (
+        (pair.decode.host, pair.decode.port, "--port"),
+        (pair.prefill.host, pair.prefill.port, "--prefill-port"),
+        (pair.prefill.host, pair.prefill.bootstrap_port, "--bootstrap-port"),
+    )
+    flag_of_port: dict[int, str] = {}
+    for host, port, flag in wanted:
+        if port in flag_of_port:
+            raise StartupError(f"{flag_of_port[port]} and {flag} are both {port}: choose different ports")
+        flag_of_port[port] = flag
+        check_port(host, port, flag)
+
+
+def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:
+    part = {name: value for name, value in layer.items() if name in PrefillConfig.model_fields}
+    part.pop("host", None)
+    part.pop("port", None)
+    if "prefill_port" in layer:
+        part["port"] = layer["prefill_port"]
+    return part
+
+
+def _decode_part(layer: Mapping[str, object]) -> dict[str, object]:
+    """All but prefill's own settings: a name that nobody knows is refused here."""
+    own = PrefillConfig.model_fields.keys() - DecodeConfig.model_fields.keys()
+    return {name: value for name, value in layer.items() if name not in own and name != "prefill_port"}

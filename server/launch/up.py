@@ -1,0 +1,230 @@
+"""`pdserve up`: one prefill and one decode server on this machine, started, watched and ended together."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+
+import httpx
+from pydantic import SecretStr
+from rich.console import Console
+from rich.status import Status
+
+from ...configs.errors import PdserveError
+from ...configs.flags import to_flags
+from ...configs.load import SECRET_VARIABLES
+from ...configs.schema import AnyServerConfig
+from ...models.loading.catalog import locate_model
+from .children import ChildEndedError, Children
+from .pair import PairConfig, check_ports
+from .startup_checks import check_startup
+
+READY_TIMEOUT_S = 600.0
+"""A large model on a cold disk takes minutes; a pair that needs longer than this is broken."""
+
+POLL_S = 0.2
+PROGRESS_LINE_S = 5.0
+RETRIED_STATUSES = frozenset({429, 503, 504})
+KILL_MARGIN_S = 15.0
+"""Beyond its own shutdown_timeout_s, how long a server may take to end before it is killed."""
+
+
+class NotReadyError(PdserveError):
+    """The pair did not come up; the message says what was missing."""
+
+    exit_code = 1
+
+
+class RunningPair:
+    """Both servers, running. Made by `running_pair`, which also ends them."""
+
+    def __init__(self, config: PairConfig, children: Children, console: Console) -> None:
+        self.config = config
+        self.children = children
+        self.console = console
+        self.url = base_url(config.decode)
+
+    def client(self, timeout_s: float | None) -> httpx.Client:
+        """An HTTP client of the decode server; proxies of the environment are not for loopback."""
+        key = self.config.decode.api_key
+        headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key is not None else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Return when both are healthy and a token has gone through both.
+
+        Raises ChildEndedError when one of them ends, NotReadyError when it takes longer than `timeout_s`.
+        """
+        started = time.monotonic()
+        steps = [
+            ("prefill", f"{base_url(self.config.prefill)}/health"),
+            ("decode", f"{self.url}/health"),
+            ("a first token through both", f"{self.url}/health_generate"),
+        ]
+        with self._progress() as progress, self.client(POLL_S * 25) as client:
+            while steps:
+                self.children.check()
+                name, url = steps[0]
+                reason = probe(client, url)
+                if reason is None:
+                    steps.pop(0)
+                    continue
+                waited_s = time.monotonic() - started
+                if waited_s > timeout_s:
+                    raise NotReadyError(f"gave up after {waited_s:.0f} s: waiting for {name}, {reason}")
+                progress.show(f"waiting for {name} ({reason})", waited_s)
+                time.sleep(POLL_S)
+        self.console.print(f"ready after {time.monotonic() - started:.1f} s")
+
+    def watch(self) -> None:
+        """Run until a signal raises KeyboardInterrupt, or a child ends (ChildEndedError)."""
+        while True:
+            self.children.check()
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def _progress(self) -> Iterator["_Progress"]:
+        with self.console.status("starting") if self.console.is_terminal else nullcontext() as status:
+            yield _Progress(self.console, status)
+
+
+class _Progress:
+    """What is being waited for: a live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, status: Status | None) -> None:
+        self._console = console
+        self._status = status
+        self._printed_at_s = 0.0
+
+    def show(self, text: str, waited_s: float) -> None:
+        line = f"{text}, {waited_s:.0f} s"
+        if self._status is not None:
+            self._status.update(line)
+        elif waited_s - self._printed_at_s >= PROGRESS_LINE_S:
+            self._printed_at_s = waited_s
+            self._console.print(line)
+
+
+@contextmanager
+def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
+    """Start both servers and, however the block ends, end them in bounded time.
+
+    SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one stops waiting and kills. Main thread only.
+    """
+    check_ports(config)
+    for server in config:
+        check_startup(server, locate_model(server.model, server.load_format))
+    children = Children(console)
+    hurry = threading.Event()
+    signalled = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if signalled.is_set():
+            hurry.set()
+            return
+        signalled.set()
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for server in config:
+            children.start(server.role, server_command(server), server_environ(server))
+        yield RunningPair(config, children, console)
+    finally:
+        signalled.set()
+        grace_s = max(config.prefill.shutdown_timeout_s, config.decode.shutdown_timeout_s) + KILL_MARGIN_S
+        children.stop(grace_s, hurry=hurry)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def run_up(config: PairConfig) -> int:
+    """Serve until Ctrl-C (0) or until one of the two ends (1; 2 when its settings were wrong)."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        with running_pair(config, console) as pair:
+            pair.wait_ready()
+            print("\n".join(banner(config)), flush=True)
+            pair.watch()
+    except (ChildEndedError, NotReadyError) as error:
+        print(f"pdserve: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def banner(config: PairConfig) -> Sequence[str]:
+    """What a newcomer needs next."""
+    url = base_url(config.decode)
+    return (
+        "",
+        f"  decode   {url}  (clients talk to this one)",
+        f"  prefill  {base_url(config.prefill)}  (control port {config.prefill.bootstrap_port})",
+        "",
+        f"  {curl_command(config, 'The capital of France is')}",
+        f"  curl {url}/metrics",
+        "",
+        "  Ctrl-C stops both.",
+        "",
+    )
+
+
+def curl_command(config: PairConfig, text: str) -> str:
+    """A command line that generates; the API key stays in the environment."""
+    key = "" if config.decode.api_key is None else '-H "Authorization: Bearer $PDSERVE_API_KEY" '
+    body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}, ensure_ascii=False)
+    return f"curl {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
+
+
+def base_url(config: AnyServerConfig) -> str:
+    """Where this machine reaches the server's HTTP port: a wildcard address is not one to connect to."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+
+
+def server_command(config: AnyServerConfig) -> list[str]:
+    # -P: a working directory that happens to hold `kernels/` or `models/` must not shadow installed packages
+    server = [sys.executable, "-P", "-m", "pdserve.server", config.role]
+    return [*server, f"--parent-pid={os.getpid()}", *to_flags(config)]
+
+
+def server_environ(config: AnyServerConfig) -> dict[str, str]:
+    """Our environment plus the secrets, which must not show up in the process list."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    for field, variable in SECRET_VARIABLES.items():
+        secret = getattr(config, field)
+        if isinstance(secret, SecretStr):
+            environ[variable] = secret.get_secret_value()
+    return environ
+
+
+def probe(client: httpx.Client, url: str) -> str | None:
+    """None when `url` answers 200, else what it does instead, in a few words."""
+    try:
+        response = client.get(url)
+    except httpx.ConnectError:
+        return "not listening yet"
+    except httpx.HTTPError as error:
+        return type(error).__name__
+    if response.status_code == httpx.codes.OK:
+        return None
+    if response.status_code not in RETRIED_STATUSES:
+        raise NotReadyError(f"{url} answered {response.status_code}: {response.text[:200]}")
+    return _reason(response)
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own words: the first of its `reasons`, else its `status`."""
+    try:
+        body = response.json()
+        reasons = body.get("reasons") or [body["status"]]
+        return str(reasons[0])
+    except (ValueError, AttributeError, LookupError, TypeError):
+        return f"status {response.status_code}"

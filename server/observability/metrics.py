@@ -1,0 +1,183 @@
+"""Prometheus metrics of one server: what the front measures itself, and what the leader reports in its Status.
+
+What the leader calls `kv_pages_free` is exported as `pdserve_kv_pages_free`; counters end in `_total`.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from ...scheduler.messages.frontend import Failed, Finished, Status
+
+PREFIX = "pdserve_"
+METRIC_NAME = re.compile(r"^[a-zA-Z_][a-zA-Z0-9_]*$")
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Metrics:
+    """Owns the registry. `status` and `loop_age_s` are asked at every scrape once `watch_leader` was called."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped there; *_created doubles the series
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "pdserve_requests", "Requests that have ended, by outcome.", ["outcome"], registry=self.registry
+        )
+        self._refused = Counter(
+            "pdserve_requests_refused",
+            "HTTP requests answered with an error before the engine saw them, by error code.",
+            ["code"],
+            registry=self.registry,
+        )
+        self._first_token = Histogram(
+            "pdserve_time_to_first_token_seconds",
+            "From acceptance to the first output token.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._tokens = _TokenCollector()
+        self.registry.register(self._tokens)
+        self._end_to_end = Histogram(
+            "pdserve_e2e_request_latency_seconds",
+            "From acceptance to the end of a request that finished.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "pdserve_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
+        )
+
+    def watch_leader(self, status: Callable[[], Status | None], loop_age_s: Callable[[], float]) -> None:
+        """Export the leader's latest Status from now on."""
+        self.registry.register(_LeaderCollector(status, loop_age_s, frozenset(self._own_names())))
+
+    def tokens_arrived(self, count: int, opened_at: float, last_token_at: float | None, now: float) -> None:
+        """`count` output tokens came at once; their latency is shared evenly."""
+        if last_token_at is not None:
+            self._tokens.add(count, now - last_token_at)
+        elif count:
+            self._first_token.observe(now - opened_at)
+            self._tokens.add(1)
+            self._tokens.add(count - 1, 0.0)
+
+    def request_ended(self, end: Finished | Failed, elapsed_s: float, *, first_sample: bool) -> None:
+        """Further samples of a prompt share it: its tokens count once."""
+        if isinstance(end, Failed):
+            self._requests.labels(end.code).inc()
+            return
+        self._requests.labels(end.reason.type).inc()
+        self._end_to_end.observe(elapsed_s)
+        if first_sample:
+            self._prompt_tokens.inc(end.prompt_tokens)
+
+    def request_refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its content type, in the format the scraper prefers."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(_WithSamples(self.registry)), content_type
+
+    def _own_names(self) -> Iterator[str]:
+        for family in self.registry.collect():
+            yield family.name
+
+
+class _WithSamples(CollectorRegistry):
+    """The families of another registry that have samples. sglang-router adds up the metrics of all servers, and fails
+    altogether when a family has labels on one of them and, because it is empty, none on another.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        return (family for family in self._registry.collect() if family.samples)
+
+
+class _TokenCollector(Collector):
+    """What is counted with every output token. prometheus_client's own counters take a lock each time, and their
+    histograms look at every bucket: as much time as all the rest that the front does with a token.
+
+    For one thread: tokens come, and scrapers are answered, on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._latencies = [0] * (len(INTER_TOKEN_BUCKETS_S) + 1)
+        """How many were up to each bound, and how many over the last."""
+        self._latency_sum_s = 0.0
+
+    def add(self, count: int, after_s: float | None = None) -> None:
+        """So many tokens came together, so long after the one before; None if there was none before."""
+        self._count += count
+        if after_s is not None and count:
+            self._latencies[bisect_left(INTER_TOKEN_BUCKETS_S, after_s / count)] += count
+            self._latency_sum_s += after_s
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(floatToGoString, INTER_TOKEN_BUCKETS_S), "+Inf"]
+        yield HistogramMetricFamily(
+            "pdserve_inter_token_latency_seconds",
+            "Between two output tokens of a request.",
+            buckets=list(zip(bounds, accumulate(self._latencies), strict=True)),
+            sum_value=self._latency_sum_s,
+        )
+        yield CounterMetricFamily("pdserve_generation_tokens", "Output tokens.", self._count)
+
+
+class _LeaderCollector(Collector):
+    """Turns the leader's Status into metric families at scrape time. Names the front uses itself are left out."""
+
+    def __init__(
+        self, status: Callable[[], Status | None], loop_age_s: Callable[[], float], taken: frozenset[str]
+    ) -> None:
+        self._status = status
+        self._loop_age_s = loop_age_s
+        self._taken = taken
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        if status is None:
+            return
+        age = GaugeMetricFamily("pdserve_loop_age_seconds", "How long ago the engine loop last turned.")
+        age.add_metric([], self._loop_age_s())
+        yield age
+        seen = {*self._taken, age.name}
+        for name, value in status.gauges.items():
+            if (full_name := self._full_name(name)) not in seen and METRIC_NAME.match(name):
+                seen.add(full_name)
+                yield GaugeMetricFamily(full_name, f"Reported by the engine: {name}.", value)
+        for name, value in status.counters.items():
+            if (full_name := self._full_name(name).removesuffix("_total")) not in seen and METRIC_NAME.match(name):
+                seen.add(full_name)
+                yield CounterMetricFamily(full_name, f"Reported by the engine: {name}.", value)
+        states = GaugeMetricFamily("pdserve_requests_in_state", "Live requests by state.", labels=["state"])
+        for state, count in status.states.items():
+            states.add_metric([state], count)
+        yield states
+        labels = ["endpoint", "instance_id"]  # prefill sees the address only, which several decode servers may share
+        paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=labels)
+        round_trip = GaugeMetricFamily(
+            "pdserve_peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=labels
+        )
+        for names, peer in {(peer.endpoint, peer.instance or ""): peer for peer in status.peers}.items():
+            paired.add_metric(names, float(peer.state == "paired"))
+            if peer.round_trip_ms is not None:
+                round_trip.add_metric(names, peer.round_trip_ms / 1000)
+        yield paired
+        yield round_trip
+
+    @staticmethod
+    def _full_name(name: str) -> str:
+        return name if name.startswith(PREFIX) else PREFIX + name

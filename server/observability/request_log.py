@@ -1,0 +1,48 @@
+"""Lines of `--log-requests`: how each request ended and where its time went. Never what was said in it.
+
+Messages of refusals are left out: they quote the field that was wrong, which may hold a part of a prompt.
+"""
+
+from starlette.requests import Request
+
+from ...configs.words import counted, shortened, shown
+from ...scheduler.messages.frontend import Failed, Finished
+from .request_ids import client_request_id
+
+SHORTEST_SHOWN_S = 0.0005
+"""Stages that would be shown as 0.000 are not."""
+
+
+def request_name(rid: str, request_id: str | None) -> str:
+    """What the log calls a request: its `rid` and, where the client has sent one, its `X-Request-Id`."""
+    return f"request {rid}" if request_id is None else f"request {rid} (X-Request-Id {request_id})"
+
+
+def end_line(end: Finished | Failed, elapsed_s: float, request_id: str | None = None) -> str:
+    """Of a request that the engine has seen."""
+    name = request_name(end.rid, request_id)
+    if isinstance(end, Failed):
+        return f"{name}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
+    stages = [f"{stage} {seconds:.3f}" for stage, seconds in end.timeline.items() if seconds >= SHORTEST_SHOWN_S]
+    return (
+        f"{name}: {end.reason.type}, {counted(end.prompt_tokens, 'prompt token')} ({end.cached_tokens} cached), "
+        f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)})"
+    )
+
+
+def leg_line(rid: str, prompt_tokens: int, room: int | None, request_id: str | None) -> str:
+    """Of a body that a router has sent to a prefill server, too."""
+    return (
+        f"{request_name(rid, request_id)}: {counted(prompt_tokens, 'prompt token')} in room {room}, for a decode server"
+    )
+
+
+def refusal_line(request: Request, status: int, code: str, param: str | None = None) -> str:
+    """Of a request that never reached the engine; `param` is the field that was wrong."""
+    client = "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
+    # both are the client's words: the path as it came, percent-encoded, the field as JSON; a line stays a line
+    path = request.scope["raw_path"].decode("ascii")
+    field = "" if param is None else f" for {shown(param)}"
+    request_id = client_request_id(request.scope)
+    named = "" if request_id is None else f" (X-Request-Id {request_id})"
+    return f"{request.method} {shortened(path)} from {client}{named}: {status} {code}{field}"

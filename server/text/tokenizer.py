@@ -1,0 +1,310 @@
+"""Text to token ids and back, chat templates, and text that streams. No torch, no transformers.
+
+Hugging Face directories bring a tokenizer.json, which is used as it is. For GGUF files the same pipeline is built from
+their metadata (models/formats/gguf_tokenizer.py).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from ...configs.errors import ClientError, StartupError
+from ...models.formats.gguf_file import GgufFile
+from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
+from ...models.formats.json_fields import read_json
+from ...models.loading.catalog import ModelSource
+from .byte_level import BYTE_LEVEL
+from .token_floor import TokenFloor
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_WINDOW = 64
+_SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+# Message content is whatever the client sent: text, or the parts of a multimodal message, as its template expects.
+ChatMessage = Mapping[str, Any]
+
+
+def load_tokenizer(source: ModelSource) -> "Tokenizer":
+    """The tokenizer of a located model; raises StartupError when it cannot be built."""
+    if source.format == "gguf":
+        file = GgufFile(source.path)
+        template = file.metadata.get("tokenizer.chat_template")
+        return Tokenizer(
+            gguf_tokenizer(file),
+            eos_token_ids=source.config.eos_token_ids,
+            special_tokens=gguf_special_tokens(file),
+            chat_template=template if isinstance(template, str) else None,
+        )
+    path = source.path / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for everything
+        raise StartupError(f"{path}: cannot be read: {error}") from error
+    settings = _read_settings(source.path)
+    special_tokens = {role: text for role in _SPECIAL_ROLES if (text := _token_text(settings.get(role))) is not None}
+    eos_ids = set(source.config.eos_token_ids)
+    if (eos_id := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
+        eos_ids.add(eos_id)
+    return Tokenizer(
+        backend,
+        eos_token_ids=tuple(sorted(eos_ids)),
+        special_tokens=special_tokens,
+        chat_template=_hf_chat_template(source.path, settings),
+    )
+
+
+class Tokenizer:
+    """Safe to share between threads: after construction it only remembers what it has found out, at most once per id.
+
+    `eos_token_ids` joins what the model's configuration names and the tokenizer's own end token.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...],
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.special_tokens = dict(special_tokens)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._template = None if chat_template is None else _compile_template(chat_template)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._decoder_kinds = _decoder_kinds(backend)
+        self.floor = TokenFloor(backend, self._find_bytes)
+        self._lengths_alone: dict[int, int] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the BOS its post-processor adds. Rendered chats bring their own: pass False.
+
+        A batch of one, because only the batch call lets other threads run meanwhile.
+        """
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids outside the vocabulary have none."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` leaves this id out, whatever stands next to it: outside the vocabulary, or skipped."""
+        return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
+
+    def length_alone(self, token_id: int) -> int:
+        """Characters of a token that is decoded on its own. Remembered: it is asked for after every token."""
+        length = self._lengths_alone.get(token_id)
+        if length is None:
+            length = self._lengths_alone[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
+        return length
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text, also where they are a part of a character; none for an unknown id.
+
+        Remembered: with log-probabilities it is asked for several times with every token.
+        """
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._find_bytes(token_id)
+        return data
+
+    def token_text(self, token_id: int) -> str:
+        """A single token as text; a part of a character shows as a replacement character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt the model's template makes of `messages`; raises ClientError where the template refuses them.
+
+        `variables` are the template's own (Qwen3 has `enable_thinking`); they may not be named as what is given here.
+        """
+        if self._template is None:
+            raise ClientError("messages: this model has no chat template; send a text prompt instead")
+        try:
+            return self._template.render(
+                {
+                    **self.special_tokens,
+                    **(variables or {}),
+                    # as transformers has it: templates ask `tools is not none`, which holds for a name never given
+                    "tools": None,
+                    "documents": None,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:  # foreign code over the client's values: it can fail in any way
+            raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoder_kinds:
+            return b"".join(BYTE_LEVEL.get(character) or character.encode() for character in piece)
+        if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
+            return bytes([int(piece[3:-1], 16)])
+        if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
+            return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+class TextStream:
+    """Turns tokens into text deltas whose concatenation is the decoded whole.
+
+    Text that later tokens may still change is held back: a character whose bytes have not all arrived. A push decodes
+    a bounded number of tokens, whatever the model produces.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # [context) is emitted, kept because a decoder treats the first token differently
+        self._context = 0
+        self._emitted = 0  # characters of the window's text that are out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens, possibly none."""
+        for token in token_ids:
+            if not self._tokenizer.is_silent(token, self._skip_special_tokens):
+                self._window.append(token)
+        text = self._decode(self._window)
+        # an unfinished character decodes to one replacement, or to one per byte with byte fallback: at most 3
+        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), 3)
+        delta = text[self._emitted : len(text) - unfinished]
+        self._emitted += len(delta)
+        if not unfinished and delta:
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            alone = self._context == 1
+            self._emitted = self._tokenizer.length_alone(self._window[0]) if alone else len(self._decode(self._window))
+        elif len(self._window) >= _LONGEST_WINDOW:
+            self._shorten_window(text)
+        return delta
+
+    def finish(self) -> str:
+        """What was held back, as it stands."""
+        delta = self._decode(self._window)[self._emitted :]
+        self._emitted += len(delta)
+        return delta
+
+    def _shorten_window(self, text: str) -> None:
+        """Forget the older half of a window in which no character has become whole: a run of broken bytes.
+
+        Cut where both parts decode to what they are together, which is never inside of what decodes as one.
+        """
+        for cut in range(len(self._window) // 2, 0, -1):
+            before = self._decode(self._window[:cut])
+            if len(before) <= self._emitted and before + self._decode(self._window[cut:]) == text:
+                self._window = self._window[cut:]
+                self._context = 0
+                self._emitted -= len(before)
+                return
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; when serving it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a plain set
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
+    """The types of the decoder's steps; only its pickled state, which is JSON, names them."""
+    if backend.decoder is None:
+        return frozenset()
+    state = json.loads(backend.decoder.__getstate__())
+    return frozenset(step["type"] for step in (state, *state.get("decoders", ())))
+
+
+def _compile_template(text: str) -> jinja2.Template:
+    """The environment Hugging Face templates are written for; sandboxed, as they come with the weights."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise StartupError(f"the model's chat template cannot be compiled: {error}") from error
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json over special_tokens_map.json; both are optional."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if path.is_file():
+            settings.update(read_json(path))
+    return settings
+
+
+def _token_text(value: object) -> str | None:
+    """Special tokens are strings, or objects that describe one."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _hf_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja goes first; in tokenizer_config.json it is one template, or a list with one named default."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise StartupError(f"{path}: cannot be read: {error}") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,104 @@
+"""What the launchers of csrc/ pass is what their kernels take; see cuda_sources.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
+from pdserve.kernels.backends.streams import use_own_stream
+from pdserve.kernels.hisparse import write_back
+from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables
+from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
+from pdserve.kernels.hisparse.swap_plan import SwapPlan
+from pdserve.kernels.mla import sparse_mla_cuda
+from pdserve.kernels.sampling.keep_top_p import keep_top_p
+from tests.kernels import cuda_sources
+from tests.kernels.interpreter import INTERPRETED
+from tests.models.pretend_gpu import DEVICE, PretendGpu
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
+
+BATCH, TOP_K, HOT_ROWS, PAGE_SIZE, PAGES, LAYERS = 3, 8, 16, 4, 6, 2
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("row_bytes", [32, 40, 2064])
+def test_of_hot_buffers(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16n bytes, of others, and large ones: whether the first are fetched early is one of the numbers."""
+    sizes = {"groups": 1, "requests": BATCH, "hot_rows": HOT_ROWS, "max_context": 64, "page_size": PAGE_SIZE}
+    launched = counted(monkeypatch)
+    with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
+        host = gpu.pin(torch.zeros(PAGES, LAYERS, PAGE_SIZE, row_bytes, dtype=torch.uint8))
+        hot = torch.zeros(PAGES, LAYERS, PAGE_SIZE, row_bytes, dtype=torch.uint8, device=DEVICE)
+        tables, plan = SlotTables.allocate(**sizes, device=DEVICE).group(0), SwapPlan.allocate(BATCH, TOP_K, DEVICE)
+        step = integers(BATCH, TOP_K), integers(BATCH), integers(BATCH), tables, integers(BATCH, PAGES)
+        swap_in(plan, *step, host[:, 0], hot[:, 0])
+        copy_misses(plan, host[:, 0], hot[:, 0])
+        write_back.write_back(hot, HotRows(integers(LAYERS, BATCH)), host, KvRows(integers(BATCH)))
+    assert launched == ["swap_in", "copy_misses", "write_back"]
+
+
+def test_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.kernels.mla.index_topk_triton import launch_select_top
+
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(sparse_mla_cuda, "load_kernel", cuda_sources.load_kernel)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        query = torch.zeros(BATCH, 64, 576, dtype=torch.bfloat16, device=DEVICE)
+        rows, out = torch.zeros(PAGES, PAGE_SIZE, 576, dtype=torch.bfloat16, device=DEVICE), query[..., :512].clone()
+        sparse_mla_cuda.launch_sparse_mla_cuda(query, rows, integers(BATCH, TOP_K), out, scale=0.1)
+        launch_select_top(torch.zeros(BATCH, 128, device=DEVICE), integers(BATCH), integers(BATCH, TOP_K))
+    assert launched == ["sparse_mla", "select_top"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda args: args[:-1], "takes 5 arguments, not 4"),
+        (lambda args: (*args[:3], True, args[4]), "only an int has the width of a parameter"),
+        (lambda args: (args[1], args[0], *args[2:]), r"argument 0 of select_top, float\*, is 128"),
+    ],
+)
+def test_other_arguments_are_noticed(spoil: Callable[[Any], Any], message: str) -> None:
+    address = torch.zeros(1).data_ptr()
+    args = (address, 128, address, TOP_K, address)
+    cuda_sources.check_launch("select_top.cu", "select_top", args)
+    with pytest.raises(AssertionError, match=message):
+        cuda_sources.check_launch("select_top.cu", "select_top", spoil(args))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels whose launches are checked from now on."""
+    launched: list[str] = []
+    check = cuda_sources.check_launch
+
+    def check_and_count(source: str, name: str, args: tuple[Any, ...]) -> None:
+        check(source, name, args)
+        launched.append(name)
+
+    monkeypatch.setattr(cuda_sources, "check_launch", check_and_count)
+    return launched
+
+
+def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
+    kernels = {"copy_misses", "keep_top_p", "select_top", "sparse_mla", "swap_in", "write_back"}
+    assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == kernels
+    for name in kernels:
+        kinds = cuda_sources.parameters(f"{name}.cu", name)
+        assert all(kind.endswith("*") or kind == "long long" for kind in kinds), name
+
+
+def test_of_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        logits = torch.zeros(BATCH, 64, device=DEVICE)
+        keep_top_p(logits, torch.ones_like(logits, dtype=torch.int64), integers(BATCH, 1).long() + 7)
+    assert launched == ["keep_top_p"]

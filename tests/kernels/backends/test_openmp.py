@@ -1,0 +1,142 @@
+"""Compiled CPU kernels: how they are run, kept and done without; what they compute is tested beside each operation."""
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.kernels.attention.paged_attention import paged_attention, plan_attention
+from pdserve.kernels.linear.linear import gated_linear, linear
+from pdserve.kernels.linear.rms_norm import rms_norm
+from pdserve.kernels.linear.swiglu import swiglu
+from tests.kernels.poison import poisoned
+
+numba = pytest.importorskip("numba", reason="needs Numba: it is not installed")
+openmp = importlib.import_module("pdserve.kernels.backends.openmp")
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attend(query: torch.Tensor) -> torch.Tensor:
+    pool = torch.randn(100, 2, 3, 16, 64, generator=torch.Generator().manual_seed(1))
+    pages = [list(range(60)), list(range(60, 63)), [70]]
+    plan = plan_attention(
+        [1, 1, 1], [950, 40, 2], pages, page_size=16, num_kv_heads=3, device=torch.device("cpu"), impl="numba"
+    )
+    return paged_attention(query.view(3, 9, 64), pool[:, 0], pool[:, 1], plan, scale=0.125)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: rms_norm(x, x[0].contiguous(), 1e-5, impl="numba"),
+        lambda x: swiglu(x, impl="numba"),
+        lambda x: linear(x, x.repeat(70, 1), impl="numba"),
+        lambda x: gated_linear(x, x.repeat(70, 1), impl="numba"),
+        attend,
+    ],
+    ids=["rms_norm", "swiglu", "linear", "gated_linear", "attention"],
+)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_number_of_threads_does_not_matter(
+    operation: Callable[[torch.Tensor], torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every element is computed, by whatever thread; only attention adds up in another order."""
+    monkeypatch.setattr(openmp, "_THREAD_ELEMENTS", 1)
+    teams: list[int] = []
+    run = openmp.Kernel.__call__
+
+    def record(self: Any, *arguments: float, threads: int) -> None:
+        teams.append(threads)
+        run(self, *arguments, threads=threads)
+
+    monkeypatch.setattr(openmp.Kernel, "__call__", record)
+    x = torch.randn(3, 576, generator=torch.Generator().manual_seed(0))
+    torch.set_num_threads(1)
+    alone = operation(x)
+    torch.set_num_threads(threads)
+    with poisoned("numba"):
+        together = operation(x)
+    assert teams == [1, threads]
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6 if operation is attend else 0)
+
+
+def test_exp_is_good_to_one_unit_in_the_last_place() -> None:
+    x = np.linspace(-87, 88, 200_001, dtype=np.float32)
+    found = np.array([openmp.exp(value) for value in x[::50]], dtype=np.float64)
+    exact = np.exp(x[::50].astype(np.float64))
+    assert (np.abs(found - exact) / np.spacing(exact.astype(np.float32))).max() <= 1.1
+    assert np.isnan(openmp.exp(np.float32("nan")))
+    assert openmp.exp(np.float32("inf")) == np.inf
+    assert openmp.exp(np.float32(-1e30)) < 2e-38
+
+
+def run_python(source: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / '.dev'}", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_may_compile_at_once(tmp_path: Path) -> None:
+    """All compute the right thing whoever wrote what, and what they leave serves those that come later."""
+    source = (
+        "import torch; from pdserve.kernels.linear import swiglu_numba as kernels;"
+        "from pdserve.kernels.linear.swiglu import *;"
+        "x = torch.linspace(-9, 9, 512).view(4, 128);"
+        "torch.testing.assert_close(swiglu(x, impl='numba'), swiglu_reference(x));"
+        "print(kernels._swiglu._code.cache_hits)"
+    )
+    first = [run_python(source, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] in ("0\n", "1\n") for process in first] == [True] * 2
+    assert list(tmp_path.rglob("*.nbi"))
+    assert run_python(source, NUMBA_CACHE_DIR=str(tmp_path)).communicate(timeout=120)[0] == "1\n"
+
+
+def test_without_numba_torch_computes() -> None:
+    source = (
+        "import sys; sys.modules['numba'] = None; import torch;"
+        "from pdserve.kernels.backends.dispatch import numba_works, prepare_kernels;"
+        "from pdserve.kernels.linear.rms_norm import rms_norm, rms_norm_reference;"
+        "prepare_kernels(torch.device('cpu'), torch.float32); x = torch.randn(3, 64);"
+        "print(numba_works(), rms_norm(x, x[0], 1e-5).equal(rms_norm_reference(x, x[0], 1e-5)))"
+    )
+    assert run_python(source).communicate(timeout=120)[0] == "False True\n"
+
+
+def test_a_kernel_that_cannot_be_kept_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object, cache: bool = False, **options: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.cfunc(*arguments, **options)
+
+    def body(arguments):  # type: ignore[no-untyped-def]
+        a = openmp.fields(arguments)
+        openmp.floats(a.out, 1)[0] = a.value
+
+    monkeypatch.setattr(openmp, "cfunc", refuse)
+    out = torch.zeros(1)
+    with caplog.at_level(logging.WARNING):
+        openmp.kernel("out", "value")(body)(out.data_ptr(), 2.5, threads=1)
+    assert out.item() == 2.5
+    assert "compiling body at every start" in caplog.text

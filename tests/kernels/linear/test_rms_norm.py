@@ -1,0 +1,60 @@
+"""rms_norm and add_rms_norm against float64."""
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.linear.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.poison import poisoned
+
+# a 16-bit result is off by two roundings at most: of the quotient and of the product
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (3, 64), (5, 576), (7, 1), (130, 96)])
+def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, anywhere: tuple[Impl, torch.device]) -> None:
+    impl, device = anywhere
+    generator = torch.Generator().manual_seed(rows * size)
+    x, y = (3 * torch.randn(2, rows, size, generator=generator)).to(device, dtype)
+    weight = torch.randn(size, generator=generator).to(device, dtype)
+    tolerance = TOLERANCES[dtype]
+    with poisoned(impl):
+        alone = rms_norm(x, weight, 1e-2, impl=impl)
+        total, normed = add_rms_norm(x, y, weight, 1e-2, impl=impl)
+    torch.testing.assert_close(alone.double(), exact(x, weight, 1e-2), rtol=tolerance, atol=1e-6)
+    assert total.equal(x + y)
+    torch.testing.assert_close(normed.double(), exact(total, weight, 1e-2), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_triton_rounds_as_the_reference_does(dtype: torch.dtype) -> None:
+    """Equal but for the last bit, where the order of a float32 sum may matter."""
+    x, y = torch.randn(2, 64, 4096, device="cuda").to(dtype)
+    weight = torch.randn(4096, device="cuda").to(dtype)
+    expected = rms_norm(x, weight, 1e-6, impl="reference")
+    found = rms_norm(x, weight, 1e-6, impl="triton")
+    assert (found != expected).double().mean() < (1e-3 if dtype.itemsize == 2 else 0.5)
+    assert add_rms_norm(x, y, weight, 1e-6, impl="triton")[0].equal(x + y)
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight = torch.zeros(2, 8, device="cuda"), torch.zeros(8, device="cuda")
+    with pytest.raises(ValueError, match="must be contiguous rows"):
+        rms_norm(x.t(), weight, 1e-6)
+    with pytest.raises(ValueError, match="must be contiguous rows"):
+        rms_norm(x, weight.half(), 1e-6)
+    with pytest.raises(ValueError, match="cannot add"):
+        add_rms_norm(x, x[:1], weight, 1e-6)
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="impl must be"):
+        rms_norm(torch.zeros(1, 8), torch.zeros(8), 1e-6, impl="fast")  # type: ignore[arg-type]

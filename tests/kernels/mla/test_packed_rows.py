@@ -1,0 +1,157 @@
+"""Packed rows against a loop over their bytes; what is read from them against what was packed."""
+
+import struct
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.mla.latent_write import latent_write
+from pdserve.kernels.mla.packed_rows import (
+    pack_rows_reference,
+    packed_bytes,
+    sparse_mla_packed,
+    unpack_rows,
+    unpack_rows_reference,
+)
+from pdserve.kernels.mla.sparse_mla import sparse_mla
+from tests.kernels.places import each_of
+
+GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
+PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
+Where = tuple[Impl, torch.device, torch.dtype]
+
+# Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+where = each_of(
+    ("auto", "cpu", torch.float32),
+    ("triton", "cpu", torch.float32),
+    ("triton", "cuda", torch.float32),
+    ("triton", "cuda", torch.bfloat16),
+)
+
+
+def e4m3(byte: int) -> float:
+    """One sign bit, four of the exponent (bias 7), three of the mantissa; no infinities."""
+    sign, exponent, mantissa = (-1.0 if byte & 0x80 else 1.0), byte >> 3 & 0xF, byte & 7
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def unpack_bytes(packed: bytes, kv_rank: int) -> list[float]:
+    """A row byte by byte."""
+    groups = -(-kv_rank // 128)
+    scales = struct.unpack(f"<{groups}f", packed[kv_rank : kv_rank + 4 * groups])
+    latent = [e4m3(packed[i]) * scales[i // 128] for i in range(kv_rank)]
+    halves = struct.unpack(f"<{(len(packed) - kv_rank - 4 * groups) // 2}H", packed[kv_rank + 4 * groups :])
+    return latent + [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+
+
+def random_rows(count: int, kv_rank: int, rope_dim: int) -> torch.Tensor:
+    """Groups of very different size, and one of zeros."""
+    rows = torch.randn(count, kv_rank + rope_dim, generator=torch.Generator().manual_seed(kv_rank))
+    rows[:, : min(128, kv_rank // 2)] *= 1000
+    rows[1, :kv_rank] = 0
+    return rows
+
+
+def check_packed(packed: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> None:
+    """uint8 [N, bytes] are what rows [N, R + P] are in fp8 with scales, and in bf16."""
+    for found, row in zip(packed.cpu(), rows.double().cpu(), strict=True):
+        values = torch.tensor(unpack_bytes(bytes(found.tolist()), kv_rank), dtype=torch.float64)
+        for first in range(0, kv_rank, 128):
+            group = slice(first, min(first + 128, kv_rank))
+            # half a unit of 3 bits of the mantissa, or of the smallest number, which is 2^-9 of 448 parts
+            largest = row[group].abs().max()
+            bound = torch.maximum(row[group].abs() * 2**-4, largest / 448 * 2**-10) * 1.001
+            assert ((values[group] - row[group]).abs() <= bound).all()
+        torch.testing.assert_close(values[kv_rank:], row[kv_rank:], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
+def test_rows_are_packed_byte_by_byte(kv_rank: int, rope_dim: int) -> None:
+    rows = random_rows(5, kv_rank, rope_dim)
+    packed = pack_rows_reference(rows, kv_rank)
+    assert packed.shape == (5, packed_bytes(kv_rank, rope_dim))
+    check_packed(packed, rows, kv_rank)
+    expected = torch.tensor([unpack_bytes(bytes(row.tolist()), kv_rank) for row in packed])
+    assert unpack_rows_reference(packed, kv_rank, torch.float32).equal(expected)
+
+
+def test_deepseeks_row_has_656_bytes() -> None:
+    assert packed_bytes(512, 64) == 656
+    with pytest.raises(ValueError, match="multiple of 4"):
+        packed_bytes(510, 64)
+
+
+@pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
+def test_rows_are_unpacked_where_they_are_asked_for(kv_rank: int, rope_dim: int, where: Where) -> None:
+    impl, device, dtype = where
+    size = packed_bytes(kv_rank, rope_dim)
+    pool = torch.full((PAGES, LAYERS, PAGE_SIZE, size), 0x7F, dtype=torch.uint8)  # NaN, in fp8 and in float32
+    rows = torch.tensor([[5, -1, 22, 5], [-1, -1, -1, -1], [0, 9, -1, 23]], dtype=torch.int32)
+    chosen = rows[rows >= 0].unique(sorted=True).long()  # type: ignore[no-untyped-call]
+    packed = pack_rows_reference(random_rows(len(chosen), kv_rank, rope_dim), kv_rank)
+    pool[chosen // PAGE_SIZE, LAYER, chosen % PAGE_SIZE] = packed
+
+    unpacked, places = unpack_rows(pool.to(device)[:, LAYER], rows.to(device), kv_rank=kv_rank, dtype=dtype, impl=impl)
+
+    assert unpacked.shape == (rows.numel(), 1, kv_rank + rope_dim)
+    assert (places < 0).cpu().equal(rows < 0)
+    for at in (rows >= 0).nonzero().tolist():
+        row, place = int(rows[*at]), int(places[*at])
+        expected = unpack_rows_reference(pool[row // PAGE_SIZE, LAYER, row % PAGE_SIZE][None], kv_rank, dtype)
+        assert unpacked[place].cpu().equal(expected)
+    real = places[places >= 0]
+    assert len(set(real.tolist())) == len(real)
+
+
+@pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
+def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> None:
+    """What latent_write packs is what it would write otherwise, to the precision of a packed row; padding stays."""
+    impl, device, dtype = where
+    generator, tokens, q_rank = torch.Generator().manual_seed(rope_dim), 4, 16
+    x = torch.randn(tokens, q_rank + kv_rank + rope_dim, generator=generator).to(device, dtype)
+    x[2, q_rank : q_rank + kv_rank] = 0
+    q_norm, kv_norm = torch.ones(q_rank, device=device, dtype=dtype), torch.ones(kv_rank, device=device, dtype=dtype)
+    cos, signed_sin = torch.randn(2, tokens, rope_dim, generator=generator).to(device, dtype).unbind()
+    rows = torch.tensor([7, 23, 1, -1], dtype=torch.int32, device=device)
+    plain = torch.zeros(PAGES, LAYERS, PAGE_SIZE, kv_rank + rope_dim, dtype=dtype, device=device)
+    packed = torch.full((PAGES, LAYERS, PAGE_SIZE, packed_bytes(kv_rank, rope_dim)), 0x7F, dtype=torch.uint8)
+    packed = packed.to(device)
+    before = packed.clone()
+    for pages in (plain, packed):
+        latent_write(x, q_norm, kv_norm, cos, signed_sin, pages[:, LAYER], rows, eps=1e-6, impl=impl)
+    real = rows[:3].long()
+    written = packed[real // PAGE_SIZE, LAYER, real % PAGE_SIZE]
+    if impl == "auto" or device.type == "cuda":  # the interpreter of Triton 3.6 cannot round to fp8 nor to bf16
+        check_packed(written, plain[real // PAGE_SIZE, LAYER, real % PAGE_SIZE], kv_rank)
+    before[real // PAGE_SIZE, LAYER, real % PAGE_SIZE] = written
+    assert packed.equal(before)
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 1 << 20])
+def test_attention_over_packed_rows(where: Where, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts and at once, it is attention over what the rows are worth."""
+    monkeypatch.setattr("pdserve.kernels.mla.packed_rows._WORKSPACE_BYTES", workspace_bytes)
+    impl, device, dtype = where
+    generator = torch.Generator().manual_seed(2)
+    packed = pack_rows_reference(torch.randn(24, 48 + 16, generator=generator), 48)
+    worth = unpack_rows_reference(packed, 48, dtype).view(PAGES, PAGE_SIZE, -1).to(device)
+    query = torch.randn(3, 5, 64, generator=generator).to(device, dtype)
+    rows = torch.randint(-1, 24, (3, 10), dtype=torch.int32, generator=generator).to(device)
+    expected = sparse_mla(query, worth, rows, scale=0.3, value_dim=48, impl="reference")
+    pages = packed.view(PAGES, PAGE_SIZE, -1).to(device)
+    found = sparse_mla_packed(query, pages, rows, scale=0.3, value_dim=48, impl=impl)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_not_packed_is_refused() -> None:
+    rows = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="do not hold packed rows"):
+        unpack_rows(torch.zeros(2, 4, 50, dtype=torch.uint8), rows, kv_rank=48, dtype=torch.float32)
+    with pytest.raises(ValueError, match="do not hold packed rows"):
+        unpack_rows(torch.zeros(2, 4, 84), rows, kv_rank=48, dtype=torch.float32)
+    with pytest.raises(ValueError, match="not \\[tokens, k\\] of int32"):
+        unpack_rows(torch.zeros(2, 4, 84, dtype=torch.uint8), rows.long(), kv_rank=48, dtype=torch.float32)

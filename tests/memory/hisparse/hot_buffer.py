@@ -1,0 +1,20 @@
+"""A hot buffer as it is when its request runs."""
+
+from collections.abc import Sequence
+
+from pdserve.memory.hisparse.cache import HiSparseCache
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+
+
+def open_loaded(
+    cache: HiSparseCache,
+    slot: RequestSlot,
+    hot_pages: Sequence[HotPage],
+    pages: Sequence[KvPage],
+    tokens: int,
+    capacity: int,
+) -> None:
+    """Open it and, where the request is resident, bring its rows."""
+    cache.open(slot, hot_pages, tokens, capacity)
+    if tokens <= capacity:
+        cache.load_rows(hot_pages, pages, tokens)

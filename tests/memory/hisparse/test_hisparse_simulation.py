@@ -1,0 +1,180 @@
+"""The scheduler's decisions carried out on a real HiSparse cache, through random lives: every row that a step selects
+and every key of its sequence is the right one, in memory where keys and hot rows lie over each other.
+"""
+
+import collections
+import random
+
+import torch
+
+from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows
+from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
+from pdserve.kernels.hisparse.write_back import write_back
+from pdserve.memory.hisparse.cache import HiSparseCache
+from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.kv_pool import KvPool, zeroed
+from pdserve.scheduler.decode.run_queue import DecodeRow
+from pdserve.scheduler.messages.effects import OpenHot, ResizeHot
+from tests.scheduler.decode.test_scheduler_traces import Mode
+from tests.scheduler.simulation.random_workloads import ACTIONS, live
+from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES, LOST, PAGE_SIZE, Prefix, Row, World
+
+LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
+CPU = torch.device("cpu")
+
+
+class CacheWorld(World):
+    """A world whose ranks are one HiSparse cache. A row, and its key, is a number that stands for the whole prefix."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__(**mode._asdict())
+        hot_pages = mode.hot_pages
+        assert hot_pages is not None, "a world without hot buffers"
+        host, keys = self._pool(self.pages, "latent"), self._pool(self.pages, "indexer")
+        hot = self._pool(hot_pages, "latent")
+        if mode.lends:
+            lots = Lots.of(self.pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=hot.page_bytes)
+            memory = zeroed((lots.covered + hot_pages) * hot.page_bytes, CPU)
+            keys = self._pool(self.pages, "indexer", memory)
+            hot = self._pool(lots.covered + hot_pages, "latent", memory)
+        self.cache = HiSparseCache(
+            host,
+            keys,
+            hot,
+            slots=SLOTS,
+            hot_rows=HOT_ROWS,
+            max_context=MAX_CONTEXT,
+            top_k=TOP_K,
+            groups=GROUPS,
+        )
+        self.keys = keys
+        for pool in (host, keys, hot):
+            pool.data.fill_(torch.nan)
+        self._numbers: dict[Prefix, int] = {(): 0, LOST: 1}
+        self._draw = random.Random(hot_pages)
+        self.rows_seen = 0
+        """Selected rows that were looked at."""
+
+    def _pool(self, num_pages: int, plane: str, memory: torch.Tensor | None = None) -> KvPool:
+        return KvPool(
+            num_pages=num_pages,
+            num_layers=LAYERS,
+            num_heads=1,
+            page_size=PAGE_SIZE,
+            head_dim=HOT_BYTES if plane == "latent" else KEY_BYTES,
+            dtype=torch.float32,
+            device=CPU,
+            planes=(plane,),
+            memory=memory,
+        )
+
+    def _number(self, prefix: Prefix) -> int:
+        return self._numbers.setdefault(prefix, len(self._numbers))
+
+    def _rows(self, prefix: Prefix) -> torch.Tensor:
+        """[layers, row]: the row of a token in each layer."""
+        numbers = self._number(prefix) + torch.arange(LAYERS) / LAYERS
+        return numbers[:, None].expand(-1, HOT_BYTES)
+
+    def _write(self, row: Row, prefix: Prefix) -> None:
+        """From outside: a prefill server, or a page that is copied."""
+        super()._write(row, prefix)
+        page, offset = row
+        self.cache.host.data[page, :, 0, 0, offset] = self._rows(prefix)
+        self.keys.data[page, :, 0, 0, offset] = self._number(prefix)
+
+    def _open_hot(self, opened: OpenHot) -> None:
+        super()._open_hot(opened)
+        self.cache.open(opened.slot, opened.hot_pages, opened.tokens, opened.capacity)
+
+    def _load_hot(self, opened: OpenHot) -> None:
+        super()._load_hot(opened)
+        self.cache.load_rows(opened.hot_pages, opened.pages, opened.tokens)
+
+    def _resize_hot(self, buffer: ResizeHot) -> None:
+        super()._resize_hot(buffer)
+        self.cache.resize(buffer.slot, buffer.hot_pages, buffer.capacity)
+
+    def _use_hot(self, row: DecodeRow, tokens: Prefix, *, alive: bool) -> None:
+        """Place the new row, select, look at what was selected, write back. Of one that has ended nobody looks."""
+        super()._use_hot(row, tokens, alive=alive)
+        if not row.pages:
+            return
+        cache, length = self.cache, len(tokens)
+        requests, seq_lens = torch.tensor([row.hot_slot], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        newest = cache.tables.newest_rows(requests, seq_lens)  # [groups, 1]
+        for layer, group in enumerate(GROUPS):
+            page, offset = divmod(int(newest[group, 0]), PAGE_SIZE)
+            cache.hot.data[page, layer, 0, 0, offset] = self._rows(tokens)[layer]
+        host_pages, plan = torch.tensor([row.pages], dtype=torch.int32), cache.swaps(1)
+        for layer, group in enumerate(GROUPS):
+            host, hot = cache.host_bytes[:, layer], cache.hot_bytes[:, layer]
+            if layer and group == GROUPS[layer - 1]:
+                copy_misses(plan, host, hot)
+            else:
+                selected = [self._draw.randrange(-1, length) for _ in range(TOP_K)]
+                top_k = torch.tensor([selected], dtype=torch.int32)
+                swap_in(plan, top_k, requests, seq_lens, cache.group_tables[group], host_pages, host, hot)
+            if alive:
+                self._look(layer, selected, plan.rows[0].tolist(), tokens)
+        target = row.pages[row.position // PAGE_SIZE] * PAGE_SIZE + row.position % PAGE_SIZE
+        hot_rows = HotRows(newest[cache.layer_groups])
+        write_back(cache.hot_bytes, hot_rows, cache.host_bytes, KvRows(torch.tensor([target], dtype=torch.int32)))
+        if alive:
+            self._look_at_pages(row, tokens)
+
+    def _look(self, layer: int, selected: list[int], rows: list[int], tokens: Prefix) -> None:
+        for token, row in zip(selected, rows, strict=True):
+            if token < 0:
+                assert row < 0
+                continue
+            found = self.cache.hot.data[row // PAGE_SIZE, layer, 0, 0, row % PAGE_SIZE]
+            assert found.equal(self._rows(tokens[: token + 1])[layer]), f"layer {layer} reads a wrong row of {token}"
+            self.rows_seen += 1
+
+    def _look_at_pages(self, row: DecodeRow, tokens: Prefix) -> None:
+        """All rows are in host memory, and all keys but the newest, which the step is about to write, on the device."""
+        for position in range(len(tokens)):
+            page, offset = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            prefix = tokens[: position + 1]
+            assert self.cache.host.data[page, :, 0, 0, offset].equal(self._rows(prefix)), f"host row {position}"
+            if position < len(tokens) - 1:
+                assert (self.keys.data[page, :, 0, 0, offset] == self._number(prefix)).all(), f"key {position}"
+
+
+MODES = (
+    Mode(look_ahead=True, hot_pages=7, lends=True, prefix_cache=False),
+    Mode(stages=2, hot_pages=9, lends=True, prefix_cache=False),
+    Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
+    Mode(hot_pages=3, lends=True),
+    Mode(look_ahead=True, hot_pages=7),
+    Mode(stages=2, hot_pages=9),
+)
+BUSY = {**ACTIONS, "submit": 20, "decode_turn": 40, "rank_turn": 60, "prefill_turn": 40, "end_write": 40, "deliver": 90}
+
+
+def test_every_row_that_is_read_is_the_right_one() -> None:
+    """And all that can become of a hot buffer has happened on the way."""
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(12):
+        world = CacheWorld(MODES[seed % len(MODES)])
+        live(world, BUSY, seed, steps=600)
+        world.cache.check_integrity()
+        seen.update(world.hot_seen)
+        seen.update(world.cache.counters())
+        seen["rows"] += world.rows_seen
+    for event in (
+        "opened resident",
+        "opened cold",
+        "grown",
+        "shrunk",
+        "cycled",
+        "lent",
+        "called in",
+        "parked",
+        "reopened",
+        "hits",
+        "misses",
+    ):
+        assert seen[event] > 0, f"{event} never happened"
+    assert seen["rows"] > 10_000

@@ -1,0 +1,95 @@
+"""Sizes of a HiSparse cache: what the host holds, what its index leaves of the device, and clear refusals."""
+
+import pytest
+import torch
+
+from pdserve.configs.errors import StartupError
+from pdserve.configs.schema import DecodeConfig
+from pdserve.kernels.hisparse.slot_tables import table_bytes
+from pdserve.memory.auto_settings import auto_kv_share
+from pdserve.memory.hisparse.hot_buffer_size import resolve_hot_rows
+from pdserve.memory.hisparse.sizing import HiSparseSize, hisparse_size
+from pdserve.memory.sizing import GIB
+
+LATENT, INDEXER = 61 * 1152, 61 * 256
+
+
+def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> HiSparseSize:
+    config = DecodeConfig(page_size=64, enable_hisparse=True, **settings)
+    return hisparse_size(
+        config,
+        latent_token_bytes=LATENT,
+        indexer_token_bytes=INDEXER,
+        hot_rows=4096,
+        index_groups=61,
+        context_length=131072,
+        slots=config.max_running_requests or 32,
+        share=auto_kv_share(config, torch.device("cpu"), 0),
+        host_bytes=int(host_gib * GIB),
+        device_bytes=int(device_gib * GIB),
+    )
+
+
+def test_the_host_decides_and_the_index_is_taken_from_the_device_budget() -> None:
+    found = size(kv_memory_gib=30, host_memory_gib=50, max_running_requests=8)
+    assert found.num_pages == 50 * GIB // (64 * LATENT)
+    assert found.hot_pages == 30 * GIB // (64 * LATENT) - index_pages(found)
+
+
+def index_pages(found: HiSparseSize) -> int:
+    """Hot pages that the index reaches into."""
+    return -(-found.num_pages * INDEXER // LATENT)
+
+
+def test_the_index_leaves_half_of_the_budget_to_hot_pages() -> None:
+    found = size(host_gib=1000, kv_memory_gib=10, host_memory_gib=900, max_running_requests=128)
+    assert abs(found.num_pages * 64 * INDEXER - 5 * GIB) < 64 * LATENT
+    assert found.hot_pages == 10 * GIB // (64 * LATENT) - index_pages(found)
+
+
+@pytest.mark.parametrize("budget_gib", [9.5, 10, 10.001, 10.002])
+def test_the_index_leaves_every_request_its_buffer(budget_gib: float) -> None:
+    """To the page: the index takes whole hot pages."""
+    found = size(host_gib=1000, kv_memory_gib=budget_gib, host_memory_gib=900, max_running_requests=13)
+    assert found.hot_pages == 13 * 65
+
+
+def test_no_more_pages_than_those_that_run_and_two_that_arrive_can_have() -> None:
+    found = size(host_gib=1000, device_gib=60, kv_memory_gib=50, host_memory_gib=900, max_running_requests=3)
+    assert found.num_pages == 5 * 131072 // 64
+    assert found.hot_pages == 50 * GIB // (64 * LATENT) - index_pages(found)
+
+
+def test_no_more_hot_pages_than_could_be_of_use() -> None:
+    found = size(kv_tokens=6400, kv_memory_gib=20, max_running_requests=2)
+    assert found == HiSparseSize(100, 100 + 2 * 65)
+
+
+def test_tables_count() -> None:
+    tables = table_bytes(groups=61, requests=32, hot_rows=4096, max_context=131072, page_size=64)
+    with pytest.raises(StartupError, match=r"kv_memory_gib = 40\.0 asks for 40\.00 GiB"):
+        size(kv_memory_gib=40)
+    assert size(device_gib=40.01 + tables / GIB, kv_memory_gib=40).hot_pages > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"host_memory_gib": 200}, r"host_memory_gib = 200\.0 asks for more than the 100\.00 GiB"),
+        ({"host_memory_gib": 1, "kv_tokens": 1_000_000}, r"kv_tokens = 1000000 takes 65\.4\d GiB of host memory"),
+        ({"kv_memory_gib": 0.1}, r"does not hold the index of \d+ pages .* and one hot buffer of hot_rows = 4096"),
+        ({"host_memory_gib": 0.001}, r"host_memory_gib = 0\.001 is less than one page of 4497408 bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, float], sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        size(**settings)
+
+
+def test_a_hot_buffer_holds_what_a_step_reads() -> None:
+    assert resolve_hot_rows(DecodeConfig(page_size=64), 2048) == 3072
+    assert resolve_hot_rows(DecodeConfig(page_size=48), 20) == 48
+    with pytest.raises(StartupError, match="hot_rows = 64 is below the model's index_topk = 2048"):
+        resolve_hot_rows(DecodeConfig(page_size=64, hot_rows=64), 2048)
+    with pytest.raises(StartupError, match="hot_rows = 2100 must be a multiple of page_size = 64"):
+        resolve_hot_rows(DecodeConfig(page_size=64, hot_rows=2100), 2048)

@@ -1,0 +1,91 @@
+"""Lots: where the pages of two pools that lie over each other begin and end together."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.memory.hisparse.shared_pool import LEAST_USE, MOST_LOT_PAGES, Lots
+from pdserve.memory.index_spaces import HotPage, KvPage
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "lot"),
+    [
+        (64 * 256, 64 * 1152, (9, 2)),  # DeepSeek-V3.2 in bfloat16
+        (64 * 256, 64 * 656, (41, 16)),  # its rows packed
+        (64 * 256 * 21, 64 * 1152 * 78, (117, 7)),  # GLM-5: 21 of 78 layers have an indexer
+        (128, 256, (2, 1)),
+        (256, 128, (1, 2)),
+        (7, 7, (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("num_pages", [1, 40, 41, 123])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_lot_is_whole_pages_of_both(keys: int, rows: int, lot: tuple[int, int], num_pages: int, layers: int) -> None:
+    """On a rank with any number of layers the same."""
+    lots = Lots.of(num_pages, kv_page_bytes=keys * layers, hot_page_bytes=rows * layers)
+    assert (lots.kv_pages, lots.hot_pages) == lot
+    assert lots.kv_pages * keys == lots.hot_pages * rows
+    assert lots.count * lots.kv_pages <= num_pages < (lots.count + 1) * lots.kv_pages
+    assert (lots.covered - 1) * rows < num_pages * keys <= lots.covered * rows
+    for number in range(lots.count):
+        pages = [KvPage(page) for page in range(number * lots.kv_pages, (number + 1) * lots.kv_pages)]
+        hot_pages = lots.hot_pages_under(pages)
+        assert hot_pages[0] * rows == pages[0] * keys
+        assert (hot_pages[-1] + 1) * rows == (pages[-1] + 1) * keys
+        assert hot_pages == list(range(hot_pages[0], hot_pages[-1] + 1))
+        assert hot_pages[-1] < lots.covered
+    assert Lots.agreed([lots, lots]) == lots
+    everything = [HotPage(page) for page in range(lots.covered + 9)]
+    assert [int(place) for place in lots.places(everything, lots)] == everything
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lot"),
+    [
+        # GLM-5 in two stages: 11 of 38 layers, then 10 of 40 have an indexer
+        ([(11 * 256, 38 * 1152), (10 * 256, 40 * 1152)], (126, 7)),
+        ([(11 * 256, 38 * 656), (10 * 256, 40 * 656)], (82, 8)),
+        ([(21 * 256, 78 * 656)], (86, 8)),  # packed, in one: 533 pages are exactly 56 hot ones
+        ([(1, 6), (1, 2)], (6, 1)),
+        ([(256, 128), (256, 64)], (1, 2)),
+    ],
+)
+def test_ranks_that_differ_agree_on_short_lots(ranks: list[tuple[int, int]], lot: tuple[int, int]) -> None:
+    agreed = Lots.agreed([Lots.of(1000, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks])
+    assert (agreed.kv_pages, agreed.hot_pages) == lot
+
+
+@given(
+    ranks=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 200)), min_size=1, max_size=4),
+    num_pages=st.integers(1, 3000),
+    own=st.integers(1, 20),
+)
+def test_on_every_rank_a_lot_lies_in_its_pages_of_keys(ranks: list[tuple[int, int]], num_pages: int, own: int) -> None:
+    """No byte is of two hot pages, none of a lot's is of another lot's keys, and those behind the keys are no keys."""
+    of_ranks = [Lots.of(num_pages, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks]
+    agreed = Lots.agreed(of_ranks)
+    dearest = max(Fraction(rows, keys) for keys, rows in ranks)
+    assert agreed.hot_pages * dearest >= agreed.kv_pages * LEAST_USE
+    assert agreed.kv_pages <= max(Fraction(MOST_LOT_PAGES), 16 * dearest + 1)
+    assert agreed.count * agreed.hot_pages <= agreed.covered
+    for (keys, rows), lots in zip(ranks, of_ranks, strict=True):
+        for number in range(agreed.count):
+            pages = [KvPage(page) for page in range(number * agreed.kv_pages, (number + 1) * agreed.kv_pages)]
+            places = lots.places(agreed.hot_pages_under(pages), agreed)
+            assert list(places) == list(range(places[0], places[0] + agreed.hot_pages))
+            assert pages[0] * keys <= places[0] * rows
+            assert (places[-1] + 1) * rows <= (pages[-1] + 1) * keys
+        behind = [HotPage(agreed.covered + page) for page in range(own)]
+        assert list(lots.places(behind, agreed)) == list(range(lots.covered, lots.covered + own))
+        assert num_pages * keys <= lots.covered * rows
+
+
+def test_parts_of_a_lot_are_refused() -> None:
+    lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
+    with pytest.raises(AssertionError, match="4 pages are no lots of 3"):
+        lots.hot_pages_under([KvPage(page) for page in (0, 1, 2, 3)])
+    with pytest.raises(AssertionError, match="3 pages are no lots of 3"):
+        lots.hot_pages_under([KvPage(page) for page in (1, 2, 4)])

@@ -1,0 +1,78 @@
+"""Benchmarks that need a GPU, as far as they come without one: they use what nobody else calls in quite that way."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import dsa_engine, engine
+from pdserve.kernels.backends.streams import use_own_stream
+from pdserve.models.config.model import ModelConfig
+from pdserve.scheduler.ranks.executor import Executor
+from tests.kernels.interpreter import INTERPRETED
+from tests.models.pretend_gpu import DEVICE, PretendGpu
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dsa_engine, engine):
+        monkeypatch.setattr(module, "DEVICE", CPU)
+
+
+def sparse_config() -> ModelConfig:
+    config = dsa_engine.deepseek_v32(2, 1, mlp=64, max_context=96)
+    assert config.dsa is not None
+    moe = replace(config.dsa.moe, num_experts=16, expert_size=16, shared_size=16)
+    sizes: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+    sizes |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
+    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, dsa=replace(config.dsa, moe=moe, **sizes))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("hot_rows", [None, 32])
+def test_sparse_steps_follow_each_other(hot_rows: int | None) -> None:
+    bench = dsa_engine.Engine(sparse_config(), sequences=2, page_size=8, hot_rows=hot_rows)
+    slices = bench.sequences(2, 96, steps=3)
+    for _ in range(3):
+        assert bench.eager(slices).isfinite().all()
+        slices = dsa_engine.following(slices)
+    assert [piece.start for piece in slices] == [96, 96]
+    hits, misses = bench.lookups()
+    assert (hits + misses > 0) == (hot_rows is not None)
+    assert bench.floor_bytes(2, 96) > bench.floor_bytes(1, 96)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_dense_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(
+        engine.QWEN3_8B, vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
+    )
+    bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
+    monkeypatch.setattr(engine, "gpu_ms", lambda _call, _repeats: 2.0)
+    executor, graphs = Executor(bench.runner, bench.cache, (), look_ahead=True), Any
+    result = engine.time_decode(bench, executor, graphs, batch=2, context=40, rate=1e6)  # type: ignore[arg-type]
+    assert result.step_ms > 0
+    assert result.ratio == pytest.approx(2.0 / (1e3 * (bench.weight_bytes + 80 * bench.kv_token_bytes) / 1e6))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
+def test_swapped_in_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import swap_in
+
+    for name, value in {"TOP_K": 8, "HOT_ROWS": 16, "CONTEXT": 256, "PAGE_SIZE": 4, "DEVICE": DEVICE}.items():
+        monkeypatch.setattr(swap_in, name, value)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        pools = swap_in.Pools.allocate(3, 32)
+        swap_in.verify(pools)
+        pools.host.add_(1)
+        trace = swap_in.Trace(pools, 1, 25)
+        trace.select()
+        trace.swap_in()
+        trace.check()
+        pools.hot.add_(1)
+        with pytest.raises(AssertionError):
+            trace.check()

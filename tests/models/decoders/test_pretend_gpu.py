@@ -1,0 +1,266 @@
+"""Decode steps as a GPU runs them (Triton, CUDA graphs, pinned buffers, a step ahead), on a GPU that is pretended.
+
+The tests marked `gpu` have the real one. These notice what would break there where there is none: see pretend_gpu.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.kernels.backends.streams import use_own_stream
+from pdserve.kernels.hisparse.slot_tables import buffer_pages
+from pdserve.memory.hisparse.cache import HiSparseCache
+from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
+from pdserve.memory.kv_pool import KvCache
+from pdserve.models.graphs.inputs import InputBuffer
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.layers.host_copies import ReadBack, upload
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.runner import ModelRunner
+from pdserve.models.sampling.sampler import Sampler
+from pdserve.scheduler.messages.step import Draw, StepRow
+from pdserve.scheduler.ranks.executor import Executor, PendingStep
+from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
+from tests.kernels.interpreter import INTERPRETED
+from tests.memory.hisparse.hot_buffer import open_loaded
+from tests.models.pretend_gpu import CPU, DEVICE, PretendGpu
+from tests.models.sampling.test_sampling import batch_of_everything, choose
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU"),
+    # rows that pad a batch are computed from whatever there is
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    # Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+
+PAGE_SIZE, NUM_PAGES, MAX_CONTEXT = 8, 32, 64
+TOP_K = HOT_ROWS = 16
+PROMPTS = ([5, 3, 200, 7, 7], [(11 * at * at + at) % 256 for at in range(44)])
+PAGES = ([KvPage(page) for page in (9, 30, 2)], [KvPage(page) for page in (4, 21, 3, 17, 0, 28, 13)])
+SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(top_k=9, seed=34))
+"""With this seed, logits that are off by 0.01 (as 16 bits are on another processor) lead to the same tokens."""
+STEPS = 7
+
+
+class Model(NamedTuple):
+    """What prefill leaves of the prompts in a cache of the CPU, their first tokens, and those that come after."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    cache: KvCache
+    first: list[int]
+    expected: list[list[int]]
+
+
+def prefilled(directory: Path, dtype: torch.dtype) -> Model:
+    source = locate_model(str(directory))
+    runner = ModelRunner.load(source, device=CPU, dtype=dtype)
+    cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
+    prompts = [SequenceSlice(prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
+    logits = runner.forward(cache, prompts)
+    assert logits is not None
+    first = logits.argmax(-1).tolist()
+    saved = [pool.data.clone() for pool in cache.pools]
+    expected = decode(Executor(runner, cache, [], look_ahead=True), first)
+    for pool, content in zip(cache.pools, saved, strict=True):
+        pool.data.copy_(content)
+    return Model(source, dtype, cache, first, expected)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """In 16 bits, which have kernels of their own; of bfloat16 Triton's interpreter makes nonsense."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return prefilled(make_checkpoint(tmp_path_factory.mktemp("dense"), "qwen3", **sizes), torch.float16)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Its two layers share a selection. Without experts, whose products torch computes with waits in float32."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"index_topk": TOP_K, "index_topk_pattern": "FS", "first_k_dense_replace": 2}
+    directory = make_dsa_checkpoint(tmp_path_factory.mktemp("sparse"), "glm_moe_dsa", **sizes)
+    return prefilled(directory, torch.float32)
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendGpu]:
+    with PretendGpu() as pretended:
+        use_own_stream(DEVICE)
+        yield pretended
+
+
+def decode(executor: Executor, first: Sequence[int], between: Any = lambda _step: None) -> list[list[int]]:
+    """The tokens of all sequences, each step started before that before it is finished. `between` is called before
+    each. Half-way the sequences change places in the batch.
+    """
+    tokens: list[list[int]] = [[] for _ in first]
+    batches = [[0, 1] if 2 * step < STEPS else [1, 0] for step in range(STEPS)]
+    under_way: list[PendingStep] = []
+
+    def finish() -> None:
+        results = under_way.pop(0).finish()
+        assert results is not None
+        for sequence, result in zip(batches.pop(0), results, strict=True):
+            tokens[sequence].append(result.drawn[0].token)
+
+    before: list[int] = []
+    for step, batch in enumerate(batches[:]):
+        between(step)
+        rows = [
+            StepRow(
+                token_ids=() if step else (first[sequence],),
+                start=len(PROMPTS[sequence]) + step,
+                pages=PAGES[sequence],
+                draws=(Draw(SAMPLING[sequence], step + 1),),
+                follows=before.index(sequence) if step else None,
+                hot_slot=RequestSlot(sequence) if isinstance(executor.cache, HiSparseCache) else None,
+            )
+            for sequence in batch
+        ]
+        under_way.append(executor.start(rows))
+        before = batch
+        if step:
+            finish()
+    finish()
+    return tokens
+
+
+def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
+    """With what prefill has left in `cache`, and steps captured."""
+    for source, target in zip(model.cache.pools, cache.pools, strict=True):
+        target.data.copy_(source.data)
+    graphs = runner.capture_graphs(cache, max_batch=len(PROMPTS), max_context=MAX_CONTEXT)
+    assert graphs is not None
+    return Executor(runner, cache, [], look_ahead=True)
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_steps_in_graphs_say_what_the_cpu_says_and_wait_for_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    model: Model = request.getfixturevalue(name)
+    with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
+        runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)
+        executor = on_gpu(model, runner.make_cache(NUM_PAGES, PAGE_SIZE), runner)
+        with gpu.no_waits():
+            assert decode(executor, model.first) == model.expected
+
+
+def test_hot_buffers_change_between_steps_that_are_under_way(gpu: PretendGpu, sparse: Model) -> None:
+    """The long sequence cycles at first, then has all its rows again. The short one has to give its pages up: neither
+    step nor order waits for another.
+    """
+    runner = ModelRunner.load(sparse.source, device=DEVICE, dtype=sparse.dtype)
+    cache = runner.make_hisparse_cache(
+        NUM_PAGES, PAGE_SIZE, hot_pages=16, slots=2, hot_rows=HOT_ROWS, max_context=MAX_CONTEXT
+    )
+    gpu.pin(cache.host.data)
+    short, long = RequestSlot(0), RequestSlot(1)
+    hot_pages = [HotPage(page) for page in cache.own_hot_pages]
+    first = buffer_pages(HOT_ROWS, PAGE_SIZE)
+    of_short, of_long = hot_pages[:first], hot_pages[first:]
+    executor = on_gpu(sparse, cache, runner)
+    open_loaded(cache, short, [*of_short, of_long[-1]], PAGES[0], len(PROMPTS[0]), 4 * PAGE_SIZE)
+    open_loaded(cache, long, of_long[:first], PAGES[1], len(PROMPTS[1]), HOT_ROWS)
+    misses = []
+
+    def between(step: int) -> None:
+        if step == 2:
+            cache.resize(short, of_short, HOT_ROWS)
+        if step == 4:
+            misses.append(cache.tables.lookups.as_subclass(torch.Tensor)[0, 1].clone())
+            tokens = len(PROMPTS[1]) + step
+            open_loaded(cache, long, of_long[:8], PAGES[1], tokens, 8 * PAGE_SIZE)
+
+    with gpu.no_waits():
+        assert decode(executor, sparse.first, between) == sparse.expected
+    misses.append(cache.tables.lookups.as_subclass(torch.Tensor)[0, 1])
+    assert misses[0] > 0, "it had to fetch rows"
+    assert misses[1] == misses[0], "and then it had them all"
+    cache.check_integrity()
+
+
+def test_every_way_to_choose_a_token_waits_for_nothing(gpu: PretendGpu) -> None:
+    logits, choices = batch_of_everything()
+    expected = choose(logits, choices, [4])
+    on_device, sampler = logits.to(DEVICE), Sampler([4])
+    with gpu.no_waits():
+        tokens = sampler.sample(on_device, choices)
+        values = ReadBack([tokens])
+    assert values() == [expected]
+
+
+class TestThePretendedGpu:
+    """Notices what it is there for."""
+
+    def test_tensors_of_two_places(self, gpu: PretendGpu) -> None:
+        values = torch.arange(3, device=DEVICE)
+        assert (values.device, (values + 1).device, values.cpu().device) == (DEVICE, DEVICE, CPU)
+        assert gpu.waits == ["copy_"]
+        with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+            values + torch.arange(3)
+        with pytest.raises(TypeError, match="to numpy"):
+            values.numpy()
+
+    @pytest.mark.parametrize(
+        "wait",
+        [
+            lambda values: values.tolist(),
+            lambda values: bool(values[0] > 0),
+            lambda values: values[values > 0],
+            lambda values: values.cpu(),
+            lambda values: values.copy_(torch.arange(3)),
+            lambda values: values.new_tensor([1, 2]),
+            lambda values: torch.tensor([1], device=values.device),
+            lambda values: values.__setitem__(values + 0, 7),
+        ],
+    )
+    def test_waits(self, gpu: PretendGpu, wait: Any) -> None:
+        values = torch.arange(3, device=DEVICE)
+        wait(values)
+        assert len(gpu.waits) == 1
+        with gpu.no_waits(), pytest.raises(AssertionError, match="waits for the device"):
+            wait(values)
+
+    def test_buffers_that_are_filled_again_too_early(self, gpu: PretendGpu) -> None:
+        inputs = InputBuffer({"values": 4}, DEVICE)
+        inputs.host["values"][:] = 1
+        inputs.upload(4)
+        inputs.host["values"][:] = 2
+        with pytest.raises(AssertionError, match="changed before a copy to the device had read it"):
+            gpu.settle()
+
+    def test_results_that_have_not_arrived(self, gpu: PretendGpu) -> None:
+        values = ReadBack([upload([1, 2], torch.long, DEVICE)])
+        assert values._values.isnan().all()
+        assert values() == [[1.0, 2.0]]
+        assert not gpu.waits
+
+    def test_work_on_the_legacy_default_stream(self) -> None:
+        with PretendGpu():
+            memory = torch.empty(3, device=DEVICE)
+            for work in (memory.zero_, lambda: memory + 1, lambda: memory.copy_(torch.ones(3)), memory.cpu):
+                with pytest.raises(AssertionError, match="on the legacy default stream"):
+                    work()
+            with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # type: ignore[no-untyped-call]
+                assert memory.fill_(2).view(3, 1).tolist() == [[2.0]] * 3
+            with pytest.raises(AssertionError, match="on the legacy default stream"):
+                memory.zero_()
+
+    def test_what_a_graph_keeps_and_what_it_computes_anew(self, gpu: PretendGpu) -> None:
+        values, factor = torch.ones(3, device=DEVICE), 2
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            doubled = (values * factor).view(3, 1)
+        values.fill_(5)
+        factor = 3
+        graph.replay()
+        assert doubled.flatten().tolist() == [10.0, 10.0, 10.0]
+        with pytest.raises(AssertionError, match="waits for the device"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            values.sum().item()
+        assert gpu.waits == ["tolist"]

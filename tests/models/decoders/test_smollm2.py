@@ -1,0 +1,61 @@
+"""The embedded model against transformers holding the same dequantised weights, and what it says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.runner import ModelRunner
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
+from tests.checkpoints import load_smollm2_reference, reference_greedy, reference_logits
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return locate_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def runner(source: ModelSource) -> ModelRunner:
+    return ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source: ModelSource) -> Tokenizer:
+    return load_tokenizer(source)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return load_smollm2_reference()
+
+
+def greedy(runner: ModelRunner, prompt_ids: list[int], new_tokens: int, chunk: int = 16) -> list[int]:
+    cache = runner.make_cache(16, 16)
+    pages = list(range(15, -1, -1))
+    for start in range(0, len(prompt_ids), chunk):
+        logits = runner.forward(cache, [SequenceSlice(prompt_ids[start : start + chunk], start, pages)])
+    assert logits is not None
+    out = [int(logits[0].argmax())]
+    while len(out) < new_tokens:
+        logits = runner.forward(cache, [SequenceSlice(out[-1:], len(prompt_ids) + len(out) - 1, pages)])
+        assert logits is not None
+        out.append(int(logits[0].argmax()))
+    return out
+
+
+def test_greedy_tokens_and_logits_equal_transformers(runner: ModelRunner, tokenizer: Tokenizer, reference: Any) -> None:
+    prompt_ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Name three primary colors."}]))
+    assert greedy(runner, prompt_ids, 20) == reference_greedy(reference, prompt_ids, 20)
+    logits = runner.forward(runner.make_cache(4, 16), [SequenceSlice(prompt_ids, 0, range(4))])
+    assert logits is not None
+    torch.testing.assert_close(logits[0], reference_logits(reference, prompt_ids)[-1], rtol=0, atol=3e-4)
+
+
+def test_it_knows_the_capital_of_france_and_stops(runner: ModelRunner, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    out = greedy(runner, tokenizer.encode(tokenizer.render_chat(messages)), 8)
+    assert tokenizer.decode(out, skip_special_tokens=False) == "The capital of France is Paris.<|im_end|>"
+    assert out[-1] in tokenizer.eos_token_ids

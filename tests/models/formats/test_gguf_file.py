@@ -1,0 +1,206 @@
+"""GGUF files: what the `gguf` library's own reader says, llama.cpp's q/k permutation, and damaged files."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+
+from pdserve.configs.errors import StartupError
+from pdserve.models.config.sharding import Shard
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.formats.gguf_file import GgufFile
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.weights import load_weights
+from pdserve.models.runner import ModelRunner
+from tests.checkpoints import load_reference, make_checkpoint, reference_logits
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def permute(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py."""
+    shape = weights.shape
+    return weights.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def convert(directory: Path, path: Path, kind: gguf.GGMLQuantizationType, **rope: Any) -> Any:
+    """Write a checkpoint as llama.cpp's converter would; returns the transformers model with the rounded weights."""
+    model = load_reference(directory)
+    config = model.config
+    architecture = config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if (factors := rope.get("factors")) is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+    if (scaling := rope.get("linear")) is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling)
+    writer.add_eos_token_id(config.eos_token_id)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        if architecture == "llama" and ".q_proj." in name:
+            values = permute(values, config.num_attention_heads)
+        if architecture == "llama" and ".k_proj." in name:
+            values = permute(values, config.num_key_value_heads)
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        data = quantize(values, stored)
+        rounded = dequantize(data, stored).reshape(values.shape)
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            # undone row by row: row 2i of a head was row i of its first half, row 2i + 1 of its second
+            order = permute(np.arange(len(rounded)), len(rounded) // head_dim)
+            unpermuted = np.empty_like(rounded)
+            unpermuted[order] = rounded
+            rounded = unpermuted
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(np.array(rounded)))
+        module, _, suffix = name.rpartition(".")
+        block = ""
+        if module.startswith("model.layers."):
+            _, _, number, module = module.split(".", 3)
+            block = f"blk.{number}."
+        writer.add_tensor(f"{block}{GGUF_NAMES[module]}.{suffix}", data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("llama", {"attention_bias": True}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})],
+    ids=["llama-biases", "llama-tied", "qwen2", "qwen3"],
+)
+def test_logits_equal_transformers_with_the_same_weights(
+    architecture: Any, overrides: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "hf"
+    make_checkpoint(directory, architecture, **overrides)
+    reference = convert(directory, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    source = locate_model(str(tmp_path / "model.gguf"))
+    assert source.config.tied_embeddings == overrides.get("tie_word_embeddings", False)
+    assert source.config.dtype == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
+    runner = ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32)
+    token_ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] * 4
+    logits = runner.forward(runner.make_cache(8, 16), [SequenceSlice(token_ids, 0, [3, 1, 0, 7])])
+    assert logits is not None
+    torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
+
+
+def test_rope_scaling_of_a_gguf_file(tmp_path: Path) -> None:
+    """llama3 scaling is stored as one factor per frequency; linear as metadata."""
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    token_ids = list(range(200))
+    for name, rope in (("llama3", llama3), ("linear", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})):
+        directory, path = tmp_path / name, tmp_path / f"{name}.gguf"
+        make_checkpoint(directory, "llama", rope_parameters=rope)
+        model = load_reference(directory)
+        plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+        factors = (plain / model.model.rotary_emb.inv_freq).tolist()
+        options = {"factors": factors} if name == "llama3" else {"linear": 4.0}
+        reference = convert(directory, path, gguf.GGMLQuantizationType.F32, **options)
+        runner = ModelRunner.load(locate_model(str(path)), device=torch.device("cpu"), dtype=torch.float32)
+        logits = runner.forward(runner.make_cache(13, 16), [SequenceSlice(token_ids, 0, range(13))])
+        assert logits is not None
+        torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
+
+
+def test_metadata_and_tensors_are_what_the_library_reads() -> None:
+    path = locate_model("smollm2").path
+    file, reader = GgufFile(path), gguf.GGUFReader(path)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF."):
+            assert file.metadata[key] == field.contents(), key
+    assert len(file.tensors) == len(reader.tensors) == 272
+    for tensor in reader.tensors[:12]:
+        ours = file.tensors[tensor.name]
+        assert ours.shape == tuple(reversed(tensor.shape.tolist()))
+        rows = np.concatenate([piece for _, piece in file.read_rows(ours, 64)])
+        expected = dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(rows.reshape(expected.shape), expected), tensor.name
+
+
+@pytest.fixture
+def tiny_file(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "hf", "llama")
+    convert(tmp_path / "hf", tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
+    shutil.rmtree(tmp_path / "hf")
+    return tmp_path / "tiny.gguf"
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(0, "cannot be read"), (2, "not a GGUF file"), (300, "damaged or cut off"), (-100, "is cut off")],
+)
+def test_a_file_that_is_cut_off_is_refused(size: int, message: str, tiny_file: Path) -> None:
+    tiny_file.write_bytes(tiny_file.read_bytes()[:size])
+    with pytest.raises(StartupError, match=message):
+        locate_model(str(tiny_file))
+
+
+def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(StartupError, match="architecture mamba is not supported; supported are LlamaForCausalLM"):
+        locate_model(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_ranks_read_their_rows_and_columns(kind: str, tmp_path: Path) -> None:
+    """Of Llama's permuted q and k, their biases, and matrices whose columns are shared."""
+    make_checkpoint(tmp_path / "hf", "llama", attention_bias=True, vocab_size=321)
+    reference = convert(tmp_path / "hf", tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    source = locate_model(str(tmp_path / "model.gguf"))
+    expected = {name: value.detach() for name, value in reference.named_parameters()}
+    for rank in range(4):
+        shard = Shard.of(rank, tp_size=2, stages=2)
+        parameters = DecoderParameters.allocate(source.config, shard, device=torch.device("cpu"), dtype=torch.float32)
+        slots = parameters.slots()
+        for slot in slots.values():
+            slot.target.fill_(torch.nan)
+        load_weights(source, slots, DecoderParameters.names(source.config))
+        for name, slot in slots.items():
+            part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
+            assert slot.target.equal(expected[name][part]), name

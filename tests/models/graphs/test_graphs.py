@@ -1,0 +1,145 @@
+"""Decode in CUDA graphs against transformers and against the same decoder without graphs."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.models.decoders.dense import Decoder
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.graphs.capture import DecodeGraphs, graph_batch_sizes
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.weights import load_weights
+from pdserve.models.runner import ModelRunner
+from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
+
+PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 20, 200
+TOLERANCE = 3e-5  # as in test_decoder.py
+
+
+def test_batch_sizes_are_dense_where_steps_are_short() -> None:
+    assert graph_batch_sizes(1) == [1]
+    assert graph_batch_sizes(3) == [1, 2, 3]
+    assert graph_batch_sizes(8) == [1, 2, 4, 8]
+    assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_batch_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert graph_batch_sizes(72) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72]
+    assert graph_batch_sizes(256)[-9:] == [64, 80, 96, 112, 128, 160, 192, 224, 256]
+
+
+class Setup:
+    """A tiny model on the GPU, its pool and graphs, and transformers' version on the CPU."""
+
+    def __init__(self, directory: Path) -> None:
+        device = torch.device("cuda")
+        make_checkpoint(directory, "qwen3")
+        source = locate_model(str(directory))
+        parameters = DecoderParameters.allocate(source.config, device=device, dtype=torch.float32)
+        load_weights(source, parameters.slots())
+        self.reference: Any = load_reference(directory)
+        self.decoder = Decoder(parameters)
+        self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
+        (self.pool,) = self.cache.pools
+        self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
+        self._without_graphs = ModelRunner(self.decoder, device=device, dtype=torch.float32)
+
+    def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        logits = self._without_graphs.forward(self.cache, slices)
+        assert logits is not None
+        return logits
+
+    def prefill(self, lengths: list[int], room: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Random prompts, their KV in scattered pages with room for more; everything else in the pool is poison."""
+        self.pool.data.fill_(50.0)
+        free = random.Random(5).sample(range(NUM_PAGES), NUM_PAGES)
+        prompts = [random.Random(index).choices(range(256), k=length) for index, length in enumerate(lengths)]
+        pages = [[free.pop() for _ in range(-(-(length + room) // PAGE_SIZE))] for length in lengths]
+        self.eager([SequenceSlice(ids, 0, where) for ids, where in zip(prompts, pages, strict=True)])
+        return prompts, pages
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("tiny-qwen3"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 13, 20])
+def test_greedy_tokens_equal_transformers_at_every_batch_size(setup: Setup, batch: int) -> None:
+    """Contexts grow over page borders, and are longer than any at capture; a padded batch runs in a larger graph."""
+    steps = 12
+    lengths = [1 + 7 * index for index in range(batch)]
+    prompts, pages = setup.prefill(lengths, steps + 1)
+    expected = [reference_greedy(setup.reference, ids, steps + 1) for ids in prompts]
+    for step in range(steps):
+        slices = [
+            SequenceSlice([tokens[step]], length + step, where)
+            for tokens, length, where in zip(expected, lengths, pages, strict=True)
+        ]
+        assert setup.graphs.fits(slices)
+        logits = setup.graphs.run(slices)
+        assert logits.shape == (batch, setup.decoder.config.vocab_size)
+        assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
+    full = [ids + tokens[:steps] for ids, tokens in zip(prompts, expected, strict=True)]
+    last = torch.stack([reference_logits(setup.reference, ids)[-1] for ids in full])
+    torch.testing.assert_close(logits.cpu(), last, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(setup: Setup) -> None:
+    _, pages = setup.prefill([9, 30, 4, 17, 1], 4)
+    slices = [
+        SequenceSlice([7 + index], length, where)
+        for index, (length, where) in enumerate(zip([9, 30, 4, 17, 1], pages, strict=True))
+    ]
+    before = setup.pool.data.clone()
+    expected = setup.eager(slices)
+    by_eager = setup.pool.data.clone()
+    setup.pool.data.copy_(before)
+    found = setup.graphs.run(slices)  # 5 rows in the graph of 8
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(setup.pool.data, by_eager, rtol=0, atol=1e-5)
+    written = (setup.pool.data != before).flatten(5).any(-1).any(3).any(2).any(1)  # [page, token]
+    slots = {
+        (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
+    }
+    assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+
+
+@pytest.mark.gpu
+def test_steps_of_other_batches_in_between_leave_no_trace(setup: Setup) -> None:
+    lengths = [40, 3, 77]
+    _, pages = setup.prefill(lengths, 4)
+    slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
+    first = setup.graphs.run(slices).clone()
+    setup.graphs.run([slices[2]] * 20)
+    setup.graphs.run(slices[1:2])
+    assert setup.graphs.run(slices).equal(first)
+
+
+@pytest.mark.gpu
+def test_tokens_may_stay_on_the_device(setup: Setup) -> None:
+    lengths = [12, 50]
+    _, pages = setup.prefill(lengths, 4)
+    known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
+    unknown = [SequenceSlice([0], length, pages[index]) for index, length in enumerate(lengths)]
+    expected = setup.graphs.run(known).clone()
+    assert not setup.graphs.run(unknown).equal(expected)
+    assert setup.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
+
+
+@pytest.mark.gpu
+def test_what_fits(setup: Setup) -> None:
+    pages = list(range(100))
+    one = SequenceSlice([1], 10, pages)
+    assert setup.graphs.fits([one] * MAX_BATCH)
+    assert setup.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)])
+    assert not setup.graphs.fits([])
+    assert not setup.graphs.fits([one] * (MAX_BATCH + 1))
+    assert not setup.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
+    assert not setup.graphs.fits([one, SequenceSlice([1, 2], 10, pages)])
+    with pytest.raises(ValueError, match="have 2 pages"):
+        setup.graphs.run([SequenceSlice([1], 10, [3, 4])])

@@ -1,0 +1,144 @@
+"""The router and the experts against transformers' modules."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Experts, DeepseekV32TopkRouter
+
+from pdserve.models.config.dsa import MoeConfig
+from pdserve.models.layers.moe import MlpParameters, MoeParameters, apply_experts, mixture, route
+
+HIDDEN, SIZE = 48, 24
+
+
+def configs(
+    experts: int, groups: int, groups_per_token: int, experts_per_token: int, normalised: bool
+) -> tuple[MoeConfig, Any]:
+    ours = MoeConfig(
+        num_experts=experts,
+        experts_per_token=experts_per_token,
+        expert_size=SIZE,
+        shared_size=SIZE,
+        num_groups=groups,
+        groups_per_token=groups_per_token,
+        normalised=normalised,
+        scale=1.75,
+    )
+    theirs = DeepseekV32Config(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=SIZE,
+        n_routed_experts=experts,
+        n_group=groups,
+        topk_group=groups_per_token,
+        num_experts_per_tok=experts_per_token,
+        norm_topk_prob=normalised,
+        routed_scaling_factor=1.75,
+        num_hidden_layers=1,
+    )
+    return ours, theirs
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("experts", "groups", "groups_per_token"), [(32, 8, 4), (32, 8, 1), (12, 1, 1), (8, 2, 2)])
+def test_the_router_chooses_and_weighs_as_transformers(
+    experts: int, groups: int, groups_per_token: int, normalised: bool
+) -> None:
+    ours, theirs = configs(experts, groups, groups_per_token, 3, normalised)
+    generator = torch.Generator().manual_seed(experts + groups)
+    router = DeepseekV32TopkRouter(theirs)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(experts, HIDDEN, generator=generator) / HIDDEN**0.5)
+        router.e_score_correction_bias.copy_(torch.randn(experts, generator=generator) * 0.2)
+        x = torch.randn(200, HIDDEN, generator=generator)
+        _, expected_weights, expected = router(x)
+        weights, chosen = route(x, router.weight, router.e_score_correction_bias, ours)
+        _, unbiased = route(x, router.weight, torch.zeros(experts), ours)
+    order, expected_order = chosen.argsort(-1), expected.argsort(-1)
+    assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), expected_weights.gather(1, expected_order), rtol=1e-6, atol=1e-7
+    )
+    changed = (unbiased.sort(-1).values != chosen.sort(-1).values).any(dim=1)
+    assert changed.float().mean() > 0.3  # the bias matters here
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+def test_experts_compute_as_transformers(tokens: int) -> None:
+    _, theirs = configs(8, 1, 1, 3, True)
+    generator = torch.Generator().manual_seed(tokens)
+    experts = DeepseekV32Experts(theirs)
+    with torch.no_grad():
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5)
+        x = torch.randn(tokens, HIDDEN, generator=generator)
+        chosen = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(tokens)])  # the last is idle
+        weights = torch.rand(tokens, 3, generator=generator)
+        expected = experts(x, chosen, weights)
+        found = apply_experts(x, weights, chosen, experts.gate_up_proj, experts.down_proj)
+        parts = [
+            apply_experts(x, weights, chosen, experts.gate_up_proj[own], experts.down_proj[own], first=own.start)
+            for own in (slice(0, 2), slice(2, 7), slice(7, 8))  # the last has nothing to do
+        ]
+    assert float(expected.std()) > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.stack(parts).sum(dim=0), expected, rtol=0, atol=4e-6)
+    assert not parts[-1].any()
+
+
+def test_a_token_gets_the_same_result_whoever_is_in_the_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate_up, down = torch.randn(8, 2 * SIZE, HIDDEN, generator=generator), torch.randn(8, HIDDEN, SIZE)
+    x, weights = torch.randn(40, HIDDEN, generator=generator), torch.rand(40, 3, generator=generator)
+    chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(40)])
+    order = torch.randperm(40, generator=generator)
+    whole = apply_experts(x, weights, chosen, gate_up, down)
+    shuffled = apply_experts(x[order], weights[order], chosen[order], gate_up, down)
+    torch.testing.assert_close(shuffled, whole[order], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts_here", [range(32), range(8, 24)])
+def test_a_mixture_in_a_cuda_graph_takes_whatever_tokens_come(experts_here: range) -> None:
+    """Nothing waits for the device, and experts may get other tokens, or none, in every replay."""
+    ours, _ = configs(32, 8, 4, 6, True)
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device="cuda").mul_(shape[-1] ** -0.5)
+        return values.to(dtype)
+
+    parameters = MoeParameters(
+        router=draw(32, HIDDEN, dtype=torch.float32),
+        router_bias=draw(32, dtype=torch.float32),
+        experts=experts_here,
+        gate_up=draw(len(experts_here), 2 * SIZE, HIDDEN),
+        down=draw(len(experts_here), HIDDEN, SIZE),
+        shared=MlpParameters(draw(2 * SIZE, HIDDEN), draw(HIDDEN, SIZE)),
+    )
+    x = draw(5, HIDDEN)
+    mixture(x, parameters, ours)  # compiles what the capture may not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture(x, parameters, ours)
+    for _ in range(4):
+        x.copy_(draw(5, HIDDEN) * 7)
+        graph.replay()
+        weights, experts = route(x, parameters.router, parameters.router_bias, ours)
+        expected = _mlp(x, parameters.shared.gate_up, parameters.shared.down)
+        for row, column in itertools.product(range(5), range(6)):
+            expert = int(experts[row, column]) - experts_here.start
+            if not 0 <= expert < len(experts_here):
+                continue
+            part = _mlp(x[row], parameters.gate_up[expert], parameters.down[expert])
+            expected[row] += weights[row, column] * part
+        assert float(expected.std()) > 0.05
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up) @ down.float().T

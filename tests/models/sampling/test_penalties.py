@@ -1,0 +1,106 @@
+"""Penalties, biases and the end mask against a plain Python reference."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.models.sampling.penalties import Choice, Penalties
+from pdserve.models.sampling.sampler import Sampler
+
+VOCAB_SIZE = 64
+EOS = (5, 9)
+
+
+def reference(logits: list[float], choice: Choice) -> list[float]:
+    """The rule of transformers' RepetitionPenaltyLogitsProcessor, OpenAI's formula for the other two, bias, mask."""
+    params, out = choice.params, list(logits)
+    for token in {*choice.prompt_ids, *choice.output_ids}:
+        factor = params.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in range(VOCAB_SIZE):
+        count = choice.output_ids.count(token)
+        out[token] -= count * params.frequency_penalty + (1 if count else 0) * params.presence_penalty
+    for token, bias in params.logit_bias:
+        out[token] += bias
+    if choice.output_index < params.min_new_tokens:
+        for token in (*EOS, *params.stop_token_ids):
+            out[token] = -math.inf
+    return out
+
+
+def random_choices(count: int) -> list[Choice]:
+    numbers = random.Random(1)
+    return [
+        Choice(
+            row,
+            SamplingParams(
+                repetition_penalty=numbers.choice([1.0, 1.3, 0.7]),
+                presence_penalty=numbers.choice([0.0, 0.6, -0.4]),
+                frequency_penalty=numbers.choice([0.0, 0.25, -0.1]),
+                logit_bias=numbers.choice([(), ((3, 2.5), (40, -100.0))]),
+                min_new_tokens=numbers.choice([0, 6]),
+                stop_token_ids=numbers.choice([(), (11,), (5, 11)]),
+            ),
+            numbers.randrange(12),
+            prompt_ids=tuple(numbers.choices(range(VOCAB_SIZE), k=20)),
+            output_ids=numbers.choices(range(VOCAB_SIZE), k=numbers.randrange(30)),
+        )
+        for row in range(count)
+    ]
+
+
+def test_every_change_equals_the_reference() -> None:
+    logits = torch.randn(100, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
+    before = logits.clone()
+    choices = random_choices(100)
+    penalties = Penalties(EOS)
+    for _ in range(2):  # the second time, with prompts it remembers
+        changed = penalties.apply(logits, choices)
+        expected = [reference(row, choice) for row, choice in zip(logits.tolist(), choices, strict=True)]
+        torch.testing.assert_close(changed, torch.tensor(expected), rtol=0, atol=1e-5)
+    assert logits.equal(before)
+
+
+def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
+    logits = torch.randn(2, VOCAB_SIZE)
+    plain = SamplingParams(min_new_tokens=3, presence_penalty=1.0)  # enough tokens are out, and none is there to count
+    assert Penalties(EOS).apply(logits, [Choice(0, SamplingParams(), 0), Choice(1, plain, 3)]) is logits
+
+
+def test_remembered_prompts_are_not_mistaken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.models.sampling.penalties._REMEMBERED_PROMPTS", 2)
+    penalties, params = Penalties(()), SamplingParams(repetition_penalty=2.0)
+    logits = torch.ones(1, VOCAB_SIZE)
+    growing = [1]
+    for round_ in range(50):
+        prompts = (tuple(range(round_, round_ + 3)), growing)
+        for prompt in prompts:
+            changed = penalties.apply(logits, [Choice(0, params, 0, prompt_ids=prompt)])
+            assert set((changed[0] != 1).nonzero().flatten().tolist()) == set(prompt)
+        growing.append(round_ + 2)
+
+
+def test_greedy_and_sampled_rows_both_heed_them() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, EOS[0]] = 50.0
+    logits[0, 11] = 40.0
+    logits[0, 20] = 30.0
+    sampler = Sampler(EOS)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, min_new_tokens=2, stop_token_ids=(11,), seed=4)
+        drawn = [int(sampler.sample(logits, [Choice(0, params, index)])[0]) for index in range(3)]
+        assert drawn == [20, 20, EOS[0]]
+        biased = SamplingParams(temperature=temperature, logit_bias=((33, 100.0),), seed=4)
+        assert int(sampler.sample(logits, [Choice(0, biased, 0)])[0]) == 33
+        repeated = SamplingParams(temperature=temperature, repetition_penalty=5.0, seed=4)
+        assert int(sampler.sample(logits, [Choice(0, repeated, 0, (EOS[0],), (20,))])[0]) == 11
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, -1])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    params = SamplingParams(logit_bias=((token, 1.0),))
+    with pytest.raises(ValueError, match="outside the 64 known"):
+        Penalties(EOS).apply(torch.zeros(1, VOCAB_SIZE), [Choice(0, params, 0)])

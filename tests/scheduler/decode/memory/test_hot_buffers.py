@@ -1,0 +1,178 @@
+"""Hot buffers: what is reserved, who is resident, who shrinks, over random lives and in the cases that matter."""
+
+import dataclasses
+import random
+
+import pytest
+
+from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode.memory.command_log import Orders
+from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers, HotLimits
+from pdserve.scheduler.decode.memory.page_lending import Loans
+
+PAGE = 4
+LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
+
+
+def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
+    """A buffer whose rows are there; nobody had to shrink for it."""
+    buffer, shrunk = hot.open(rid, tokens)
+    assert not shrunk
+    buffer.loading = False
+    return buffer
+
+
+def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer, shrunk = hot.open("a", 3)
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles, shrunk) == (1, 8, False, [])
+    assert hot.pages.available == 12 - LIMITS.buffer_pages
+    assert hot.grow("a", 4) is None
+    assert hot.grow("a", 5) is buffer
+    assert (len(buffer.pages), buffer.capacity) == (2, 8)
+
+
+def test_a_sequence_beyond_the_buffer_stays_resident_while_there_is_room() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer, _ = hot.open("a", 20)
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (5, 20, False)
+    assert hot.grow("a", 21) is buffer
+    assert (len(buffer.pages), buffer.capacity) == (6, 24)
+
+
+def test_residents_shrink_for_newcomers_the_largest_first() -> None:
+    hot = HotBuffers(LIMITS)
+    large, small = open_loaded(hot, "large", 24), open_loaded(hot, "small", 16)
+    assert hot.pages.available == 2
+    kept = large.pages[:3]
+    newcomer, shrunk = hot.open("new", 30)
+    assert shrunk == [large]
+    assert (large.pages, large.capacity, large.cycles) == (kept, 8, True)
+    assert (len(small.pages), small.cycles) == (4, False)
+    assert (len(newcomer.pages), newcomer.capacity, newcomer.cycles) == (3, 8, True)
+    assert hot.grow("large", 25) is None
+
+
+def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
+    hot = HotBuffers(LIMITS)
+    buffer = open_loaded(hot, "a", 48)
+    assert hot.grow("a", 49) is buffer
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (3, 8, True)
+    assert hot.pages.available == 9
+
+
+def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_can_want_the_room() -> None:
+    """A step fetches 128 rows, so a copy of 300 costs as much as three steps."""
+    hot = HotBuffers(HotLimits(num_pages=82, page_size=PAGE, hot_rows=8, slots=3))
+    buffer = open_loaded(hot, "a", 300)
+    assert not buffer.cycles
+    hot.shrink(buffer)
+    for tokens in (301, 302):
+        assert hot.grow("a", tokens) is None
+        assert not hot.worth_reopening("a", tokens + 1, hot.room_to_spare(0)), "too early"
+    hot.grow("a", 303)
+    open_loaded(hot, "large", 24)
+    assert not hot.worth_reopening("a", 304, hot.room_to_spare(1)), "of 73 free pages three are another buffer's"
+    assert hot.pages.available == 73
+    hot.close("large")
+    assert hot.worth_reopening("a", 304, hot.room_to_spare(2))
+    hot.close("a")
+    buffer = open_loaded(hot, "a", 304)
+    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (76, 304, False)
+    assert not hot.worth_reopening("a", 304, hot.room_to_spare(0))
+    for newcomer in ("b", "c"):
+        assert hot.can_open()
+        assert hot.open(newcomer, 3)[1] == [], "it would have to shrink again"
+    hot.check_integrity(idle=False)
+
+
+def test_no_slot_or_no_room_means_waiting() -> None:
+    hot = HotBuffers(HotLimits(num_pages=7, page_size=PAGE, hot_rows=8, slots=3))
+    open_loaded(hot, "a", 3)
+    open_loaded(hot, "b", 3)
+    assert not hot.can_open()  # 6 of 7 pages are reserved
+    hot.close("a")
+    assert hot.can_open()
+    hot.close("nobody")
+    hot.check_integrity(idle=False)
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends: bool) -> None:
+    """Slots or pages are too few for four. With loans, prompts come and go in the same memory, and take back what is
+    lent.
+    """
+    draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
+    hot = HotBuffers(limits)
+    pages = PageAllocator[KvPage](30)
+    orders = Orders(pages)
+    prompts: list[PageGrant[KvPage]] = []
+    if lends:
+        lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
+        hot = HotBuffers(dataclasses.replace(limits, lots=lots), Loans(pages, lots, orders))
+    tokens: dict[str, int] = {}
+    opening: str | None = None
+    detached: HotBuffer | None = None
+    for step in range(300):
+        if draw.random() < 0.3:
+            orders.done(orders.next())
+        if draw.random() < 0.2:
+            wanted = draw.randint(1, 20)
+            while pages.available < wanted and (buffer := hot.largest_borrower()) is not None:
+                hot.shrink(buffer)
+            prompt = pages.grant("prompt", wanted)
+            prompts += [prompt] if prompt is not None else []
+        if prompts and draw.random() < 0.2:
+            pages.release(prompts.pop())
+        if draw.random() < 0.5:
+            orders.next()
+        if draw.random() < 0.2 and opening is None and hot.can_open():
+            tokens[f"r{step}"] = draw.randint(1, 40)
+            hot.open(f"r{step}", tokens[f"r{step}"])
+            opening = f"r{step}"
+        if opening is not None and draw.random() < 0.5:
+            hot.of(opening).loading = False
+            opening = None
+        if detached is not None and draw.random() < 0.5:
+            hot.free(detached)
+            detached = None
+        if tokens and detached is None and draw.random() < 0.15:
+            gone = tokens.popitem()[0]
+            if gone == opening:
+                detached, opening = hot.detach(gone), None
+            else:
+                hot.close(gone)
+        for rid in tokens:
+            if rid == opening:
+                continue
+            if draw.random() < 0.1 and opening is None:
+                room = hot.room_to_spare(draw.randint(0, 2))
+                if hot.worth_reopening(rid, tokens[rid] + 1, room):
+                    hot.close(rid)
+                    buffer, shrunk = hot.open(rid, tokens[rid] + 1)
+                    buffer.loading = False
+                    assert not buffer.cycles, "there was room to spare"
+                    assert shrunk == []
+            tokens[rid] += 1
+            hot.grow(rid, tokens[rid])
+        for rid, length in tokens.items():
+            buffer = hot.of(rid)
+            needed = length if length <= buffer.capacity else LIMITS.hot_rows + 1
+            assert len(buffer.pages) * PAGE >= needed
+            assert buffer.capacity >= LIMITS.hot_rows
+            assert buffer.cycles == (length > buffer.capacity)
+        used = [page for rid in tokens for page in hot.of(rid).pages]
+        assert len(used) == len(set(used))
+        hot.check_integrity(idle=False)
+        pages.check_integrity()
+    if detached is not None:
+        hot.free(detached)
+    for rid in tokens:
+        hot.of(rid).loading = False
+        hot.close(rid)
+    hot.check_integrity(idle=True)
+    orders.done(orders.next())
+    assert pages.available == 30 - sum(len(prompt.pages) for prompt in prompts)

@@ -1,0 +1,184 @@
+"""How the decode scheduler gives steps: the one door, batches of a pipeline, steps ahead, memory that runs out."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.scheduler.decode import scheduler as decode_module
+from pdserve.scheduler.decode.requests.request import Request
+from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.lifecycle import REQUEST, State
+from tests.scheduler.simulation.simulator import ENDPOINTS, World, is_parked
+
+
+def edges_into(state: str) -> list[str]:
+    """The functions of the scheduler's source that move a request into this state."""
+    found = []
+    for path in Path(decode_module.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                found += [
+                    function.name
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Attribute)
+                    and node.attr == state
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "State"
+                    and any(
+                        isinstance(call, ast.Call)
+                        and isinstance(call.func, ast.Attribute)
+                        and call.func.attr == "to"
+                        and node in call.args
+                        for call in ast.walk(function)
+                    )
+                ]
+    return found
+
+
+def test_admit_is_the_only_edge_into_the_run_queue() -> None:
+    assert edges_into("READY") == ["admit"]
+    assert edges_into("RUNNING") == ["next_step"]
+    into_running = [state for state, targets in REQUEST.items() if State.RUNNING in targets]
+    assert into_running == [State.READY]
+
+
+def way_in(request: Request, now: float) -> str:
+    """Where a request comes from that is let in."""
+    if request.prompt.attempts > 1:
+        return "sent again"
+    if request.prompt.output_tokens:
+        return "computed anew"
+    if is_parked(request):
+        return "saved" if request.life.spent(State.RETRACTED, now) else "parked"
+    return "fresh"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh transfer, one sent again, and a return after every kind of retraction; with and without a pipeline."""
+    admitted: list[str] = []
+    ways: set[str] = set()
+    door = DecodeScheduler.admit
+
+    def watched(scheduler: DecodeScheduler, request: Request, now: float) -> None:
+        admitted.append(request.rid)
+        ways.add(way_in(request, now))
+        door(scheduler, request, now)
+
+    monkeypatch.setattr(DecodeScheduler, "admit", watched)
+    world = World(stages=stages, hot_pages=7)
+    kill_at = 50
+    for turn in range(400):
+        if turn % 5 == 0:
+            world.submit(6, turn % 2, 14, 1, None, turn // 5 % 2)
+        if turn >= kill_at and world.decode.state_counts()["prefilling"]:
+            kill_at += 90
+            for endpoint in ENDPOINTS:
+                world.kill(0)
+                world.start(endpoint)
+        for which in range(2):
+            world.deliver(which, up=False)
+            world.prefill_turn(which)
+            world.end_write(which, ok=True, late=False)
+            world.deliver(which, up=True)
+        world.decode_turn()
+        world.work_ranks()
+        world.pass_time(0.05)
+        for request in world.decode.runs.running:
+            assert request.rid in admitted
+    assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
+    world.finish()
+    assert world.hot_seen["opened resident"] + world.hot_seen["opened cold"] == len(admitted)
+
+
+def run_to_the_end(world: World, turns: int) -> None:
+    """Nothing but work: no new request, no failure."""
+    for _ in range(turns):
+        for which in range(2):
+            world.deliver(which, up=False)
+            world.prefill_turn(which)
+            world.end_write(which, ok=True, late=False)
+            world.deliver(which, up=True)
+        world.decode_turn()
+        world.rank_turn(eos=False)
+        world.copy_turn()
+        world.pass_time(0.01)
+
+
+@pytest.mark.parametrize(("stages", "look_ahead"), [(1, False), (1, True), (2, False)])
+def test_a_dry_pool_makes_progress(stages: int, look_ahead: bool) -> None:
+    """What a retracted request gives up goes to the one that lacks it, and not back to itself."""
+    world = World(stages=stages, look_ahead=look_ahead)
+    for _ in range(3):
+        world.submit(12, 0, 20, 1, None, 0)
+        world.flush()
+    run_to_the_end(world, 400)
+    assert world.decode.counters["retractions"] > 0
+    assert world.decode.counters["requests_finished"] == 3
+
+
+def running_steps(world: World, requests: int, **sampling: float) -> list[DecodeStep]:
+    """The steps that are given at once when so many requests run."""
+    for index in range(requests):
+        params = SamplingParams(max_new_tokens=9, **sampling)  # type: ignore[arg-type]
+        world.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), world.now)
+        world.submitted.add(f"x{index}")
+    world.act()
+    for _ in range(30):
+        for which in range(2):
+            world.deliver(which, up=False)
+            world.prefill_turn(which)
+            world.end_write(which, ok=True, late=False)
+            world.deliver(which, up=True)
+        world.decode.advance(world.now)
+        world.act()
+    steps = []
+    while (step := world.decode.next_step(world.now)) is not None:
+        world.act()
+        world.orders.append(step)
+        steps.append(step)
+    return steps
+
+
+def test_stages_get_even_batches_of_different_requests() -> None:
+    steps = running_steps(World(stages=2), 3)
+    assert [len(step.rows) for step in steps] == [2, 1]
+    assert len({row.request.rid for step in steps for row in step.rows}) == 3
+
+
+def test_a_step_ahead_feeds_what_the_last_one_draws() -> None:
+    first, second = running_steps(World(look_ahead=True), 3)
+    assert [row.token for row in first.rows] == [50, 50, 50]
+    assert [(row.token, row.follows) for row in second.rows] == [(None, 0), (None, 1), (None, 2)]
+    assert [row.position for row in second.rows] == [row.position + 1 for row in first.rows]
+
+
+def test_penalties_need_to_know_the_tokens_before() -> None:
+    assert len(running_steps(World(look_ahead=True), 3, frequency_penalty=0.5)) == 1
+
+
+def test_no_step_is_given_beyond_the_last_token() -> None:
+    world = World(look_ahead=True)
+    steps = running_steps(world, 1)
+    while world.orders:
+        world.rank_turn(eos=False)
+        if (step := world.decode.next_step(world.now)) is not None:
+            world.orders.append(step)
+            steps.append(step)
+    assert [step.rows[0].output_index for step in steps] == list(range(1, 9))
+    assert world.decode.counters["requests_finished"] == 1
+
+
+def test_a_token_of_a_request_that_has_ended_is_dropped_and_its_pages_rest() -> None:
+    world = World(look_ahead=True)
+    first, second = running_steps(world, 1)
+    world.decode.step_done(first.order, [TokenLogprob(7, None)], world.now)  # the end of its text
+    assert world.decode.counters["requests_finished"] == 1
+    assert world.decode.orders.resting == 1
+    world.decode.step_done(second.order, [TokenLogprob(50, None)], world.now)
+    assert world.decode.orders.resting == 0
+    assert world.decode.counters["generation_tokens"] == 2

@@ -1,0 +1,165 @@
+"""Random lives in the simulated world: short ones that hypothesis can shrink, and long ones that get everywhere."""
+
+import collections
+from typing import NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.scheduler.simulation.random_workloads import ACTIONS, live
+from tests.scheduler.simulation.simulator import ENDPOINTS, World
+
+WHICH = st.integers(0, 7)
+
+
+class Mode(NamedTuple):
+    """A kind of decode server: what `World` takes."""
+
+    stages: int = 1
+    look_ahead: bool = False
+    hot_pages: int | None = None
+    lends: bool = False
+    prefix_cache: bool = True
+    verifies: bool = False
+
+    def world(self) -> World:
+        return World(**self._asdict())
+
+
+MODES = (
+    Mode(),
+    Mode(look_ahead=True),
+    Mode(verifies=True),
+    Mode(stages=2),
+    Mode(stages=3),
+    Mode(look_ahead=True, hot_pages=7),
+    Mode(stages=2, hot_pages=9, verifies=True),
+    Mode(hot_pages=3),
+    Mode(look_ahead=True, hot_pages=9, lends=True, prefix_cache=False),
+    Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
+    Mode(hot_pages=3, lends=True),
+)
+"""Hot pages are too few for three residents: enough for two buffers, for exactly three, for exactly one."""
+RARELY = st.sampled_from([False, False, False, True])
+
+
+class PairMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @initialize(mode=st.sampled_from(MODES))
+    def begin(self, mode: Mode) -> None:
+        self.world = mode.world()
+
+    @rule(
+        length=st.integers(1, 22),
+        family=st.integers(0, 2),
+        new=st.integers(1, 20),
+        samples=st.sampled_from([1, 1, 1, 2, 3]),
+        pinned=st.sampled_from([None, None, None, *ENDPOINTS]),
+        priority=st.integers(0, 1),
+    )
+    def submit(self, length: int, family: int, new: int, samples: int, pinned: str | None, priority: int) -> None:
+        self.world.submit(length, family, new, samples, pinned, priority)
+
+    @rule(which=WHICH, stopped=st.booleans())
+    def cancel(self, which: int, stopped: bool) -> None:
+        self.world.cancel(which, stopped)
+
+    @rule()
+    def decode_turn(self) -> None:
+        self.world.decode_turn()
+
+    @rule(eos=RARELY, fail=st.sampled_from([False] * 9 + [True]))
+    def rank_turn(self, eos: bool, fail: bool) -> None:
+        self.world.rank_turn(eos, fail=fail)
+
+    @rule()
+    def copy_turn(self) -> None:
+        self.world.copy_turn()
+
+    @rule(which=WHICH)
+    def prefill_turn(self, which: int) -> None:
+        self.world.prefill_turn(which)
+
+    @rule(which=WHICH, failed=RARELY, late=st.booleans())
+    def end_write(self, which: int, failed: bool, late: bool) -> None:
+        self.world.end_write(which, not failed, late)
+
+    @rule(which=WHICH, up=st.booleans())
+    def deliver(self, which: int, up: bool) -> None:
+        self.world.deliver(which, up)
+
+    @rule(which=WHICH, really=RARELY)
+    def kill(self, which: int, really: bool) -> None:
+        if really:
+            self.world.kill(which)
+
+    @rule(endpoint=st.sampled_from(ENDPOINTS))
+    def start(self, endpoint: str) -> None:
+        self.world.start(endpoint)
+
+    @rule(which=WHICH, really=RARELY)
+    def hang(self, which: int, really: bool) -> None:
+        if really:
+            self.world.hang(which)
+
+    @rule(which=WHICH, lost_us=st.booleans())
+    def wake(self, which: int, lost_us: bool) -> None:
+        self.world.wake(which, lost_us)
+
+    @rule(which=WHICH, really=RARELY)
+    def prefill_alone_loses_decode(self, which: int, really: bool) -> None:
+        if really:
+            self.world.prefill_alone_loses_decode(which)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        self.world.finish()
+
+
+TestPair = PairMachine.TestCase
+TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+def test_long_lives_go_everywhere() -> None:
+    """Every kind of event happens often, so that the checks on the way mean something."""
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(120):
+        world = MODES[seed % len(MODES)].world()
+        live(world, ACTIONS, seed, steps=400)
+        seen.update(world.decode.counters)
+        seen.update(world.hot_seen)
+    for event in (
+        "requests_finished",
+        "requests_failed",
+        "requests_aborted",
+        "requests_refused",
+        "redispatches",
+        "retractions",
+        "retractions_recomputed",
+        "overtakes",
+        "transfers_failed",
+        "prefix_tokens_reused",
+        "stale_messages",
+        "opened resident",
+        "opened cold",
+        "grown",
+        "shrunk",
+        "reopened",
+        "cycled",
+        "waited",
+        "parked",
+        "lent",
+        "called in",
+    ):
+        assert seen[event] >= 10, f"{event} happened {seen[event]} times"

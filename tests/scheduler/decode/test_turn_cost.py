@@ -1,0 +1,195 @@
+"""What a turn of the engine loop costs does not depend on how many requests merely wait."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
+from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.effects import OpenHot, SendToPeer
+from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+
+FEW, MANY = 20, 400
+PEER = InstanceId("peer")
+PAGE_SIZE, PROMPT, RUNNING = 4, 8, 4
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """Python instructions that this takes: the same every time, unlike seconds."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:  # itself, for which there is no type
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeScheduler:
+    """A server where four requests run, and no more may."""
+    limits = DecodeLimits(
+        page_size=PAGE_SIZE,
+        max_running_requests=RUNNING,
+        max_queued_requests=10 * MANY,
+        growth_tokens=4,
+        retract_pages=0,
+        queue_timeout_s=60,
+        prefill_wait_s=30,
+        prefill_timeout_s=60,
+        request_timeout_s=600,
+        quarantine_s=6,
+    )
+    scheduler = DecodeScheduler(limits, PageAllocator[KvPage](pages), [], hot_limits)
+    scheduler.peer_up(PEER, "here:1")
+    submit(scheduler, RUNNING, PROMPT)
+    arrive(scheduler)
+    load(scheduler)
+    turn(scheduler)
+    assert scheduler.running == RUNNING
+    return scheduler
+
+
+def submit(scheduler: DecodeScheduler, count: int, tokens: int, endpoint: str | None = None) -> None:
+    for _ in range(count):
+        rid = f"r{scheduler.counters['requests']}"
+        scheduler.submit(Submit(rid, tuple(range(tokens)), SamplingParams(max_new_tokens=5), endpoint), now=0.0)
+    scheduler.advance(0.0)
+
+
+def arrive(scheduler: DecodeScheduler) -> None:
+    """Prefill delivers all it was asked for."""
+    for effect in scheduler.take_effects():
+        if isinstance(effect, SendToPeer) and isinstance(effect.message, KvDestination):
+            key, tokens = effect.message.key, len(effect.arrays[0])
+            scheduler.chunk_arrived(ChunkArrived(key, effect.message.prefix_tokens, tokens, ()))
+            done = PrefillDone(
+                key=key,
+                first_tokens=(TokenLogprob(1, None),),
+                prompt_tokens=tokens,
+                chunks=1,
+                writes=1,
+                bytes_written=1,
+                queue_s=0,
+                compute_s=0.1,
+                transfer_tail_s=0,
+                cached_tokens=0,
+            )
+            scheduler.prefill_done(done, 0.0)
+
+
+def load(scheduler: DecodeScheduler) -> None:
+    """Ranks copy the rows of those that are let in to their hot buffers."""
+    for effect in scheduler.take_effects():
+        if isinstance(effect, OpenHot) and effect.copy is not None:
+            scheduler.copy_done(effect.copy, 0.0)
+
+
+def turn(scheduler: DecodeScheduler) -> None:
+    """What the loop does, with a step given and none ended."""
+    scheduler.advance(0.1)
+    scheduler.next_step(0.1)
+    scheduler.load()
+    scheduler.take_effects()
+
+
+def with_queued(count: int) -> DecodeScheduler:
+    """For memory: each is as large as the pool."""
+    scheduler = decode_server(64)
+    submit(scheduler, count, 64 * PAGE_SIZE - 4)
+    return scheduler
+
+
+def with_pinned(count: int) -> DecodeScheduler:
+    """For a prefill server that is not there."""
+    scheduler = decode_server(64)
+    submit(scheduler, count, PROMPT, "elsewhere:1")
+    return scheduler
+
+
+def with_prefilling(count: int) -> DecodeScheduler:
+    scheduler = decode_server(10 * MANY)
+    submit(scheduler, count, PROMPT)
+    return scheduler
+
+
+def with_ready(count: int) -> DecodeScheduler:
+    """For a place in the batch."""
+    scheduler = with_prefilling(count)
+    arrive(scheduler)
+    return scheduler
+
+
+def with_arrived(count: int) -> DecodeScheduler:
+    """For a hot buffer."""
+    scheduler = decode_server(10 * MANY, HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING))
+    submit(scheduler, count, PROMPT)
+    arrive(scheduler)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("world", "state"),
+    [
+        (with_queued, "queued"),
+        (with_pinned, "queued"),
+        (with_prefilling, "prefilling"),
+        (with_ready, "ready"),
+        (with_arrived, "arrived"),
+    ],
+)
+def test_decode_does_not_look_at_all_who_wait(world: Callable[[int], DecodeScheduler], state: str) -> None:
+    costs = []
+    for count in (FEW, MANY):
+        scheduler = world(count)
+        assert scheduler.state_counts()[state] == count
+        costs.append(instructions(partial(turn, scheduler)))
+        assert scheduler.state_counts()[state] == count
+    assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs
+
+
+def test_prefill_does_not_look_at_all_who_wait() -> None:
+    limits = PrefillLimits(
+        page_size=PAGE_SIZE,
+        chunk_size=8,
+        max_queued_requests=MANY,
+        context_length=64,
+        vocab_size=100,
+    )
+    costs = []
+    for count in (FEW, MANY):
+        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](4))
+        scheduler.peer_up(PEER, PageSpace(100, PAGE_SIZE))
+        for number in range(count):
+            wanted = KvDestination(
+                key=TransferKey(number, 1),
+                rid=f"r{number}",
+                sampling=SamplingParams(max_new_tokens=4),
+                timeout_s=60,
+                prefix_tokens=0,
+                room=number,
+            )
+            scheduler.receive(PEER, wanted, range(12), [0, 1, 2], 0.0)
+        scheduler.advance(0.0)
+        assert sum(transfer.grant is None for transfer in scheduler.transfers.values()) == count - 1
+        costs.append(instructions(partial(scheduler.advance, 0.1)))
+    assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs

@@ -1,0 +1,246 @@
+"""A HiSparse leader with a real rank: what it makes and announces, and that when idle it finds what is broken in it."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+import zmq
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.schema import DecodeConfig
+from pdserve.kernels.hisparse.slot_tables import buffer_pages
+from pdserve.memory.hisparse.cache import HiSparseCache
+from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.sizing import GIB
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.engine import frontend_link as front_link
+from pdserve.scheduler.engine import leader as leader_module
+from pdserve.scheduler.engine.frontend_link import FrontLink
+from pdserve.scheduler.engine.leader import Leader
+from pdserve.scheduler.engine.loop import IDLE_WAIT_S
+from pdserve.scheduler.messages.frontend import Cancel, Ready, Status, Stop, Submit, ToFrontBatch
+from pdserve.transfer.control.events import LoadReported
+from pdserve.transfer.protocol.messages import InstanceId, Load, Rank
+from tests.checkpoints import make_dsa_checkpoint
+from tests.scheduler.decode.memory.test_hot_buffers import open_loaded
+
+PAGE_SIZE, HOT_ROWS, HOST_PAGES, SLOTS = 8, 16, 8, 3
+LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
+"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATENT_BYTES
+"""For the index, which is as large as four hot pages, and for ten."""
+
+
+def receive(front: "zmq.Socket[bytes]") -> ToFrontBatch:
+    assert front.poll(20_000), "the leader is silent"
+    batch: ToFrontBatch = msgspec.msgpack.decode(front.recv(), type=ToFrontBatch)
+    return batch
+
+
+class Engine(NamedTuple):
+    """A serving leader, and the socket that its front would have."""
+
+    scheduler: DecodeScheduler
+    cache: HiSparseCache
+    place: Rank
+    inbox: "queue.SimpleQueue[object]"
+    front: "zmq.Socket[bytes]"
+
+    def status(self, wanted: Callable[[Status], bool]) -> Status:
+        """The first report that is as wanted."""
+        ends_at = time.monotonic() + 10
+        while time.monotonic() < ends_at:
+            for message in receive(self.front):
+                if isinstance(message, Status) and wanted(message):
+                    return message
+        raise AssertionError("the status never was as wanted")
+
+    def be_busy_and_idle(self) -> None:
+        """A request comes, finds no prefill server, and is aborted."""
+        self.inbox.put(Submit("r", (1, 2, 3), SamplingParams(max_new_tokens=4)))
+        self.status(lambda status: status.states["queued"] == 1)
+        self.inbox.put(Cancel("r"))
+        self.status(lambda status: status.states["queued"] == 0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = make_dsa_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v32", index_topk=16, index_head_dim=32)
+    config = DecodeConfig(
+        model=str(model),
+        device="cpu",
+        page_size=PAGE_SIZE,
+        enable_hisparse=True,
+        hot_rows=HOT_ROWS,
+        kv_tokens=HOST_PAGES * PAGE_SIZE,
+        kv_memory_gib=DEVICE_BYTES / GIB,
+        host_memory_gib=0.01,
+        max_running_requests=SLOTS,
+        threads=1,
+    )
+    schedulers: list[DecodeScheduler] = []
+
+    def remembered(*arguments: object) -> DecodeScheduler:
+        schedulers.append(DecodeScheduler(*arguments))  # type: ignore[arg-type]  # whatever the leader gives
+        return schedulers[0]
+
+    address = f"ipc://{tmp_path_factory.mktemp('socket')}/front"
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as front, pytest.MonkeyPatch.context() as patch:
+        front.bind(address)
+        patch.setattr(leader_module, "DecodeScheduler", remembered)
+        patch.setattr(front_link, "STATUS_INTERVAL_S", 0.02)
+        link = FrontLink(address, inbox.put)
+        leader = Leader(config, link, inbox)
+        thread = threading.Thread(target=leader.serve)
+        thread.start()
+        try:
+            while not any(isinstance(message, Ready) for message in receive(front)):
+                pass
+            assert leader._ranks._engine is not None
+            cache = leader._ranks._engine._executor.cache
+            assert isinstance(cache, HiSparseCache)
+            close = Mock(wraps=cache.close)
+            patch.setattr(cache, "close", close)
+            (place,) = leader._places
+            yield Engine(schedulers[0], cache, place, inbox, front)
+        finally:
+            inbox.put(Stop(drain_s=0))
+            thread.join(20)
+            link.close()
+        close.assert_called_once_with()  # or the driver has to, slowly, when the process has ended
+
+
+def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
+    hot, cache = engine.scheduler.hot, engine.cache
+    assert hot is not None
+    assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
+    assert hot.limits.lots == Lots(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
+    assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
+    assert (hot.limits.slots, cache.tables.requests) == (SLOTS, SLOTS)
+    assert (hot.limits.hot_rows, cache.tables.hot_rows) == (HOT_ROWS, HOT_ROWS)
+    assert hot.limits.buffer_pages == buffer_pages(HOT_ROWS, PAGE_SIZE)
+
+
+def test_what_is_on_the_device_is_what_was_planned(engine: Engine) -> None:
+    latent, indexer = engine.cache.pools
+    assert latent.size_bytes == HOST_PAGES * PAGE_SIZE * LATENT_BYTES
+    on_device = engine.cache.hot.size_bytes
+    assert on_device == indexer.size_bytes + 10 * PAGE_SIZE * LATENT_BYTES
+    assert engine.cache.device_bytes == on_device + engine.cache.tables.size_bytes
+    assert on_device <= DEVICE_BYTES < on_device + PAGE_SIZE * LATENT_BYTES, "one more hot page would have fitted"
+
+
+def test_prefill_hears_which_pool_is_in_host_memory(engine: Engine) -> None:
+    pools = {pool.layout.planes[0].name: (pool.memory, pool.base_address) for pool in engine.place.pools}
+    latent, indexer = engine.cache.pools
+    assert pools == {"latent": ("host", latent.base_address), "indexer": ("device", indexer.base_address)}
+
+
+def lose_page(engine: Engine) -> Callable[[], None]:
+    """A page of the sequences: of host memory, and of its index on the device."""
+    page = engine.scheduler.pages._free.pop()
+    return lambda: engine.scheduler.pages._free.add(page)
+
+
+def hold_page(engine: Engine) -> Callable[[], None]:
+    grant = engine.scheduler.pages.grant("nobody", 1)
+    assert grant is not None
+    return lambda: engine.scheduler.pages.release(grant)
+
+
+def lose_hot_page(engine: Engine) -> Callable[[], None]:
+    assert engine.scheduler.hot is not None
+    pages = engine.scheduler.hot.pages
+    page = pages._free.pop()
+    return lambda: pages._free.add(page)
+
+
+def keep_loan(engine: Engine) -> Callable[[], None]:
+    """Pages of keys that no hot buffer has, nor anybody else."""
+    loan = engine.scheduler.pages.lend("hot buffer of nobody", 1)
+    return lambda: engine.scheduler.pages.release(loan)
+
+
+def lose_request_slot(engine: Engine) -> Callable[[], None]:
+    assert engine.scheduler.hot is not None
+    slots = engine.scheduler.hot._free_slots
+    slot = slots.pop()
+    return lambda: slots.append(slot)
+
+
+def keep_hot_buffer(engine: Engine) -> Callable[[], None]:
+    hot = engine.scheduler.hot
+    assert hot is not None
+    open_loaded(hot, "somebody", 3)
+    return lambda: hot.close("somebody")
+
+
+def break_table(engine: Engine) -> Callable[[], None]:
+    """On the rank: which slot is evicted next."""
+    order = engine.cache.tables.eviction_order
+    before = order.clone()
+    order[1, 2, 0] = 5
+
+    def mend() -> None:
+        order.copy_(before)
+
+    return mend
+
+
+@pytest.mark.parametrize(
+    ("break_it", "problem"),
+    [
+        (lose_page, "7 free + 0 idle + 0 held pages are not the 8 of the pool"),
+        (hold_page, "idle, but pages are held by nobody"),
+        (lose_hot_page, "free + 0 idle + 0 held pages are not the"),
+        (keep_loan, "idle, but pages are held by hot buffer of nobody"),
+        (lose_request_slot, "request slots are [1, 2]"),
+        (keep_hot_buffer, "idle, but pages are held by somebody"),
+        (break_table, "rank 0: index group 1, request slot 2: the eviction order is not all slots"),
+    ],
+)
+def test_a_broken_pool_is_logged_counted_and_makes_the_server_unhealthy(
+    engine: Engine, break_it: Callable[[Engine], Callable[[], None]], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine = engine.status(lambda status: "integrity_errors" in status.counters and not status.problems)
+    mend = break_it(engine)
+    with caplog.at_level(logging.ERROR):
+        engine.be_busy_and_idle()
+        status = engine.status(lambda status: bool(status.problems))
+    assert len(status.problems) == 1
+    assert status.problems[0].startswith("integrity check: ")
+    assert problem in status.problems[0]
+    assert status.counters["integrity_errors"] == fine.counters["integrity_errors"] + 1
+    assert [record.message for record in caplog.records] == list(status.problems)
+    mend()
+    engine.be_busy_and_idle()
+    engine.status(lambda status: not status.problems)
+
+
+def test_heartbeats_of_many_peers_do_not_keep_it_from_looking(engine: Engine) -> None:
+    """Idle is who has no request, not who hears nothing."""
+    mend = hold_page(engine)
+    looked = threading.Event()
+
+    def beat() -> None:
+        while not looked.wait(IDLE_WAIT_S / 10):
+            engine.inbox.put(LoadReported(InstanceId("somebody"), Load()))
+
+    peers = threading.Thread(target=beat)
+    peers.start()
+    try:
+        engine.be_busy_and_idle()
+        engine.status(lambda status: bool(status.problems))
+        mend()
+        engine.be_busy_and_idle()
+        engine.status(lambda status: not status.problems)
+    finally:
+        looked.set()
+        peers.join()

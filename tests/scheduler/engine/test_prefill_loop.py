@@ -1,0 +1,212 @@
+"""The engine loop of prefill between real sockets: bursts of events, answers too large to send, peers that go."""
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from unittest.mock import Mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.engine.prefill_loop import PrefillLoop
+from pdserve.scheduler.messages.effects import CancelChunks, SendToPeer
+from pdserve.scheduler.messages.frontend import Stop
+from pdserve.scheduler.messages.ranks import ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.messages.step import StepResult
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.scheduler.shutdown import LAST_WRITES_S
+from pdserve.transfer.control.decode import DecodeControl
+from pdserve.transfer.control.events import Event, MessageReceived, PeerClosed, PeerLost, PeerUp
+from pdserve.transfer.control.prefill import PrefillControl
+from pdserve.transfer.data.chunks import ChunkWritten
+from pdserve.transfer.protocol.layout import KvLayout, Plane
+from pdserve.transfer.protocol.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    InstanceId,
+    KvDestination,
+    Pool,
+    PrefillDone,
+    Rank,
+    TransferFailed,
+    TransferKey,
+    Welcome,
+)
+
+DECODE = InstanceId("decode")
+KEY = TransferKey(1, 1)
+LAYOUT = KvLayout((Plane("k", 128), Plane("v", 128)), 0, 4, 0, 2, 16, 1 << 16, "float32")
+PLACES = (Rank(0, "127.0.0.1:1", (Pool(LAYOUT, 1 << 20, LAYOUT.size_bytes),)),)
+HELLO = Hello(PROTOCOL_VERSION, DECODE, "model", "model", PLACES)
+WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "model", "model", PLACES)
+
+
+class Engine:
+    """A prefill loop with everything but ranks and a front, turned by the test, and the control thread of a decode."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        limits = PrefillLimits(
+            page_size=16,
+            chunk_size=512,
+            max_queued_requests=1000,
+            context_length=1 << 20,
+            vocab_size=1 << 20,
+        )
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.ranks = Mock()
+        self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](1 << 16))
+        control = PrefillControl("127.0.0.1", 0, WELCOME, check=lambda _: None, on_event=self.inbox.put)
+        self.control = control
+        decode = DecodeControl(HELLO, check=lambda _: None, on_event=self.heard.put)
+        for side in (control, decode):
+            stack.callback(side.close)
+            side.start()
+        decode.connect(f"127.0.0.1:{control.port}")
+        self.loop = PrefillLoop(
+            self.scheduler,
+            Mock(),
+            self.inbox,
+            ranks=self.ranks,
+            world_size=1,
+            control=control,
+            welcome=WELCOME,
+        )
+        assert isinstance(self.heard.get(timeout=10), PeerUp)
+        paired = self.inbox.get(timeout=10)
+        assert isinstance(paired, PeerUp)
+        self.inbox.put(paired)
+        self.turn()
+        assert self.ranks.tell.call_args.args == (OpenPeer(HELLO, WELCOME),)
+
+    def turn(self) -> None:
+        self.loop._handle_events(1.0)
+
+    def answer(self) -> object:
+        while not isinstance(event := self.heard.get(timeout=10), MessageReceived):
+            pass
+        return event.message
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with ExitStack() as stack:
+        yield Engine(stack)
+
+
+def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine) -> None:
+    prompt, indices = np.zeros(100_000, dtype=np.int32), np.zeros(6250, dtype=np.int32)
+    for number in range(100):
+        wanted = KvDestination(TransferKey(number, 1), f"r{number}", SamplingParams(), timeout_s=60.0)
+        engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
+    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
+    engine.turn()
+    assert DECODE in engine.loop.routes, "what ranks report comes first"
+    turns = 1
+    while len(engine.scheduler.transfers) < 100:
+        engine.turn()
+        turns += 1
+    assert turns > 3, "between two turns the ranks get their next step"
+    assert [key.transfer_id for _, key in engine.scheduler.transfers] == list(range(100))
+
+
+def test_pages_of_another_size_are_warned_of_with_their_cost(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.inbox.put(PeerUp(DECODE, None, HELLO))
+    engine.turn()
+    assert not caplog.records
+    layout = msgspec.structs.replace(LAYOUT, page_size=64)
+    places = (msgspec.structs.replace(PLACES[0], pools=(Pool(layout, 1 << 20, layout.size_bytes),)),)
+    engine.inbox.put(PeerUp(DECODE, None, msgspec.structs.replace(HELLO, ranks=places)))
+    engine.turn()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "A chunk of 512 tokens takes 512 writes instead of at most 32" in record.message
+    assert "same --page-size" in record.message
+
+
+def done_with_logprobs() -> PrefillDone:
+    scored = (TokenLogprob(5, -1.0),) * 500
+    return PrefillDone(KEY, (TokenLogprob(1, None),), 500, 1, 1, 8, 0.0, 0.0, 0.0, input_logprobs=scored)
+
+
+def test_an_answer_that_is_too_large_fails_its_transfer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of a long prompt with their alternatives are megabytes. The server goes on."""
+    monkeypatch.setattr("pdserve.transfer.protocol.wire.MAX_FRAME_BYTES", 2000)
+    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._carry_out()
+    failed = engine.answer()
+    assert isinstance(failed, TransferFailed)
+    assert (failed.key, failed.retryable, failed.late_writes) == (KEY, False, False)
+    assert "log-probabilities of 500 prompt tokens is too large" in failed.reason
+    assert "limit 2000 B" in failed.reason
+
+
+def test_an_answer_that_finds_the_link_full_fails_its_transfer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decode would wait for it until its deadline."""
+    (route,) = engine.control._sessions()
+    monkeypatch.setattr(route.link, "limit_bytes", 2000)
+    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._carry_out()
+    while "dropped" not in caplog.text:
+        time.sleep(0.01)
+    engine.turn()
+    failed = engine.answer()
+    assert isinstance(failed, TransferFailed)
+    assert (failed.key, failed.retryable) == (KEY, True)
+    assert "the limits are 65536 messages and 2000 B" in failed.reason
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["hang", "end"])
+def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: Engine, ends: bool) -> None:
+    """Decode would otherwise hear that a connection was closed, and keep the pages back for a while. Writes that do not
+    end are not waited for.
+    """
+    engine.ranks.busy_seconds.return_value = {}
+    wanted = KvDestination(KEY, "r", SamplingParams(), timeout_s=60.0)
+    prompt, indices = np.zeros(512, dtype=np.int32), np.zeros(32, dtype=np.int32)
+    engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
+    engine.turn()
+    engine.loop._turn()
+    engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
+    engine.turn()
+    ((order,), _) = engine.ranks.tell.call_args
+    assert isinstance(order, WriteChunk)
+
+    def rank(command: object) -> None:
+        """Writes that are cancelled end, or they do not."""
+        if command == CancelChunks(DECODE, KEY) and ends:
+            chunk = order.chunk
+            ended = ChunkWritten(DECODE, KEY, chunk.token_start, chunk.token_end, ok=False, reason="cancelled")
+            engine.inbox.put(ChunkReport(0, ended))
+
+    engine.ranks.tell.side_effect = rank
+    engine.inbox.put(Stop(drain_s=0.0))
+    began = time.monotonic()
+    engine.loop.run()
+    waited_s = time.monotonic() - began
+    engine.control.close()
+    heard: list[object] = []
+    while not isinstance(event := engine.heard.get(timeout=10), PeerLost):
+        heard += [event.message] if isinstance(event, MessageReceived) else []
+    reason = "the server was shut down before the request was done"
+    assert heard == ([TransferFailed(KEY, reason, retryable=True, leaving=True)] if ends else [])
+    assert ends or waited_s >= LAST_WRITES_S
+    engine.ranks.tell.assert_any_call(CancelChunks(DECODE, KEY))
+
+
+def test_what_a_rank_says_of_a_peer_that_is_gone_is_not_kept(engine: Engine) -> None:
+    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
+    engine.turn()
+    assert engine.loop.routes == {DECODE: ({"k+v": "tcp"}, {})}
+    engine.inbox.put(PeerClosed(DECODE))
+    engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}, {}))
+    engine.turn()
+    assert engine.loop.routes == {}

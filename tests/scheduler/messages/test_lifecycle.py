@@ -1,0 +1,63 @@
+"""The tables: every state can be reached and left, what is not listed raises, and time adds up."""
+
+import enum
+from collections.abc import Mapping
+
+import pytest
+
+from pdserve.scheduler.messages.lifecycle import (
+    REQUEST,
+    TRANSFER,
+    IllegalTransitionError,
+    Lifecycle,
+    State,
+    TransferState,
+)
+
+
+@pytest.mark.parametrize(
+    ("table", "first", "last"),
+    [(REQUEST, State.QUEUED, State.FREED), (TRANSFER, TransferState.WAITING, TransferState.CLOSED)],
+)
+def test_every_state_is_reachable_and_leads_to_the_end(
+    table: Mapping[enum.Enum, frozenset[enum.Enum]], first: enum.Enum, last: enum.Enum
+) -> None:
+    def reach(start: enum.Enum) -> set[enum.Enum]:
+        seen, todo = {start}, [start]
+        while todo:
+            for following in table[todo.pop()] - seen:
+                seen.add(following)
+                todo.append(following)
+        return seen
+
+    assert set(table) == set(type(first)) == reach(first)
+    assert all(last in reach(state) for state in table)
+    assert table[last] == frozenset()
+
+
+def test_only_admission_leads_to_ready() -> None:
+    assert [state for state, following in REQUEST.items() if State.READY in following] == [State.ARRIVED]
+
+
+def test_unlisted_transition_raises_and_changes_nothing() -> None:
+    life = Lifecycle(REQUEST, State.QUEUED, now=1.0)
+    with pytest.raises(IllegalTransitionError, match="QUEUED -> RUNNING"):
+        life.to(State.RUNNING, now=2.0)
+    assert life.state is State.QUEUED
+    assert life.since == 1.0
+
+
+def test_time_in_states_adds_up_over_repeated_visits() -> None:
+    life = Lifecycle(REQUEST, State.QUEUED, now=0.0)
+    for state, at in [
+        (State.RESERVED, 1.0),
+        (State.PREFILLING, 1.5),
+        (State.QUEUED, 4.0),
+        (State.RESERVED, 4.25),
+        (State.PREFILLING, 4.25),
+    ]:
+        life.to(state, at)
+    assert life.spent(State.QUEUED, now=10.0) == 1.25
+    assert life.spent(State.RESERVED, now=10.0) == 0.5
+    assert life.spent(State.PREFILLING, now=10.0) == 2.5 + 5.75
+    assert sum(life.spent(state, now=10.0) for state in State) == 10.0

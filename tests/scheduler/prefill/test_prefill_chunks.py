@@ -1,0 +1,167 @@
+"""What prefill orders its ranks to compute and write of a long prompt: every page and every token id goes out once."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.engine.prefill_loop import step_row
+from pdserve.scheduler.messages.ranks import RunStep, WriteChunk
+from pdserve.scheduler.messages.step import StepRow
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.scheduler.ranks.page_tables import SentTables
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
+from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, TransferKey
+
+DECODE = InstanceId("decode")
+PAGE, THEIR_PAGE, CHUNK = 16, 12, 64
+GREEDY = SamplingParams()
+
+
+class Prefill:
+    """A prefill scheduler whose steps and writes succeed at once, and the orders that it gave."""
+
+    def __init__(self, *, pages: int = 512, chunk_size: int = CHUNK, their_page: int = THEIR_PAGE) -> None:
+        limits = PrefillLimits(
+            page_size=PAGE,
+            chunk_size=chunk_size,
+            max_queued_requests=8,
+            context_length=1 << 20,
+            vocab_size=1 << 20,
+            steps_in_flight=1,
+        )
+        self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](pages))
+        self.scheduler.peer_up(DECODE, PageSpace(1 << 20, their_page))
+        self.rows: list[StepRow] = []
+
+    def serve(self, prompt: Sequence[int], indices: list[int], wanted: KvDestination) -> list[ChunkWrite]:
+        """The chunks of this transfer, in order."""
+        chunks: list[ChunkWrite] = []
+        self.scheduler.receive(DECODE, wanted, prompt, indices, 0.0)
+        while self.scheduler.transfers:
+            self.scheduler.advance(0.0)
+            step = self.scheduler.next_step(0.0)
+            if step is not None:
+                self.rows += [step_row(row) for row in step.rows]
+                tokens = [tuple(TokenLogprob(1, None) for _ in row.samplings()) for row in step.rows]
+                self.scheduler.step_done(step.order, tokens, [()] * len(step.rows), 0.0)
+            for effect in self.scheduler.take_effects():
+                if isinstance(effect, ChunkWrite):
+                    chunks.append(effect)
+                    ended = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)
+                    self.scheduler.chunk_written(ended, 0.0)
+        return chunks
+
+
+def destination(number: int, **options: object) -> KvDestination:
+    wanted = KvDestination(TransferKey(number, 1), f"r{number}", GREEDY, timeout_s=60.0)
+    return msgspec.structs.replace(wanted, **options)
+
+
+@pytest.mark.parametrize("prefix", [0, 3 * THEIR_PAGE])
+def test_a_chunk_names_the_pages_of_its_own_tokens(prefix: int) -> None:
+    """Between pages of different sizes, whose borders a chunk meets only by chance."""
+    prompt = list(range(300))
+    indices = list(range(1000, 1025))[prefix // THEIR_PAGE :]
+    prefill = Prefill()
+    chunks = prefill.serve(prompt, indices, destination(1, prefix_tokens=prefix))
+    ours = prefill.rows[0].pages  # the whole list: steps have all of it
+    assert [chunk.token_start for chunk in chunks] == [max(prefix, start) for start in range(0, 300, CHUNK)]
+    for chunk in chunks:
+        tokens = range(chunk.token_start, chunk.token_end)
+        assert chunk.source_pages == list(dict.fromkeys(ours[token // PAGE] for token in tokens))
+        assert chunk.indices == list(dict.fromkeys(1000 + token // THEIR_PAGE for token in tokens))
+
+
+def test_with_rows_for_indices_a_chunk_has_one_for_each_token() -> None:
+    rows = list(range(5000, 5260))
+    chunks = Prefill().serve(list(range(300)), rows, destination(1, granularity="token", prefix_tokens=40))
+    assert [index for chunk in chunks for index in chunk.indices] == rows
+    assert all(len(chunk.indices) == chunk.token_end - chunk.token_start for chunk in chunks)
+
+
+def test_orders_for_a_prompt_of_128k_tokens_grow_with_its_length_not_with_its_square() -> None:
+    tokens = 1 << 17
+    prompt = [token % 1000 for token in range(tokens)]
+    prefill = Prefill(pages=tokens // PAGE, chunk_size=2048, their_page=PAGE)
+    chunks = prefill.serve(prompt, list(range(tokens // PAGE)), destination(1))
+    assert len(chunks) == 64
+    encode = msgspec.msgpack.Encoder().encode
+    writes_bytes = sum(len(encode(WriteChunk(chunk))) for chunk in chunks)
+    assert writes_bytes < 2 * 3 * (tokens // PAGE) + 64 * 100, "two page numbers of up to 3 bytes, and what frames them"
+    tables = SentTables()
+    steps_bytes = sum(len(encode(tables.pack(RunStep(order, (row,))))) for order, row in enumerate(prefill.rows))
+    assert steps_bytes < 3 * tokens + 3 * (tokens // PAGE) + 64 * 100, "the same of token ids and pages"
+
+
+def test_a_cached_prefix_is_verified_in_pieces_and_otherwise_sent_in_one() -> None:
+    """A checksum is made of a whole chunk in host memory."""
+    prefill, prompt = Prefill(), list(range(300))
+    indices = list(range(25))
+    prefill.serve(prompt, indices, destination(1))
+    plain = prefill.serve(prompt, indices, destination(2))
+    verified = prefill.serve(prompt, indices, destination(3, verify=True))
+    assert [(chunk.token_start, chunk.token_end) for chunk in plain] == [(0, 288), (288, 300)]
+    assert [(chunk.token_start, chunk.token_end) for chunk in verified] == [
+        (0, 64),
+        (64, 128),
+        (128, 192),
+        (192, 256),
+        (256, 288),
+        (288, 300),
+    ]
+
+
+def test_the_prompt_goes_to_the_ranks_where_it_counts() -> None:
+    """To the last chunk with a penalty, to all of them with log-probabilities, to none otherwise."""
+    prompt, indices = list(range(300)), list(range(25))
+
+    def sent(wanted: KvDestination) -> list[StepRow]:
+        prefill = Prefill()
+        prefill.serve(prompt, indices, wanted)
+        assert [token for row in prefill.rows for token in row.token_ids] == prompt
+        return prefill.rows
+
+    assert [row.prompt_ids for row in sent(destination(1))] == [()] * 5
+    penalty = SamplingParams(repetition_penalty=1.5)
+    *others, last = sent(destination(1, sampling=penalty, output_tokens=10))
+    assert [row.prompt_ids for row in others] == [()] * 4
+    assert (last.prompt_ids, last.draws[0].output_ids, last.draws[0].output_index) == (prompt[:290], prompt[290:], 10)
+    plain = sent(destination(1, output_tokens=10))[-1]
+    assert (plain.draws[0].output_ids, plain.draws[0].output_index) == ((), 10)
+    scored = sent(destination(1, logprobs=LogprobParams(start=0)))
+    assert all(row.prompt_ids == prompt and row.prompt_logprobs_from == 0 for row in scored)
+
+
+def test_a_prompt_that_waits_for_memory_is_looked_up_when_memory_changes_and_not_every_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To find the prefix of a long prompt takes milliseconds."""
+    prefill = Prefill(pages=20)
+    scheduler = prefill.scheduler
+    looked_up: list[int] = []
+    match = scheduler.cache.match
+
+    def spy(tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
+        looked_up.append(len(tokens))
+        return match(tokens, most_tokens)
+
+    monkeypatch.setattr(scheduler.cache, "match", spy)
+    for number, tokens in enumerate((200, 201, 202)):
+        scheduler.receive(DECODE, destination(number), [number] * tokens, list(range(25)), 0.0)
+    for _ in range(50):
+        scheduler.advance(0.0)
+    assert looked_up == [200, 201, 202]
+    scheduler.abort(DECODE, Abort(TransferKey(1, 1), "the one that waits"), 0.0)
+    for _ in range(50):
+        scheduler.advance(0.0)
+    assert looked_up == [200, 201, 202]
+    scheduler.abort(DECODE, Abort(TransferKey(0, 1), "the one that computes"), 0.0)
+    scheduler.advance(0.0)
+    assert looked_up == [200, 201, 202, 202]
+    assert [transfer.grant is not None for transfer in scheduler.transfers.values()] == [True]

@@ -1,0 +1,98 @@
+"""What a prefill server does not take from a decode server: every sentence names the field, the limit and the value."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.messages.effects import SendToPeer
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.protocol.messages import InstanceId, KvDestination, TransferFailed, TransferKey
+
+PEER = InstanceId("decode")
+LIMITS = PrefillLimits(page_size=8, chunk_size=16, max_queued_requests=9, context_length=64, vocab_size=100)
+SOUND = KvDestination(
+    key=TransferKey(1, 1), rid="r", sampling=SamplingParams(max_new_tokens=4), timeout_s=9, prefix_tokens=4
+)
+PROMPT, INDICES = list(range(12)), [7, 0]
+
+
+def receive(wanted: KvDestination = SOUND, prompt: list[int] = PROMPT, indices: list[int] = INDICES) -> str | None:
+    """Why a server with 7 pages does not take this from a decode server that has 8 pages of 4 tokens."""
+    scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))
+    scheduler.peer_up(PEER, PageSpace(num_pages=8, page_size=4))
+    scheduler.receive(PEER, wanted, prompt, indices, 0.0)
+    scheduler.check_integrity()
+    effects = scheduler.take_effects()
+    if not effects:
+        assert scheduler.state_counts()["waiting"] == 1
+        return None
+    (told,) = effects
+    assert isinstance(told, SendToPeer)
+    assert isinstance(told.message, TransferFailed)
+    assert not told.message.retryable, "another try would be refused as well"
+    assert (scheduler.idle, scheduler.counters["requests_refused"], scheduler.counters["requests"]) == (True, 1, 0)
+    return told.message.reason
+
+
+def test_what_is_sound_is_taken() -> None:
+    assert receive() is None
+    assert receive(msgspec.structs.replace(SOUND, prefix_tokens=12), indices=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([], "prompt of 0 tokens is outside [1, 64]"),
+        ([1] * 65, "prompt of 65 tokens is outside [1, 64]"),
+        ([1] * 57, "prompt of 57 tokens exceeds prefill's KV pool of 56 tokens"),
+        ([1, 99, -5, 100], "prompt has token id -5, outside [0, 100)"),
+        ([1, 99, 100], "prompt has token id 100, outside [0, 100)"),
+    ],
+)
+def test_prompts(prompt: list[int], reason: str) -> None:
+    assert receive(prompt=prompt) == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"samples": 0}, "samples 0 is outside [1, 256]"),
+        ({"samples": 257}, "samples 257 is outside [1, 256]"),
+        ({"output_tokens": 12}, "output_tokens 12 is outside [0, 12)"),
+        ({"output_tokens": -1}, "output_tokens -1 is outside [0, 12)"),
+        ({"prefix_tokens": 13}, "prefix_tokens 13 is outside [0, 12]"),
+        ({"prefix_tokens": -4}, "prefix_tokens -4 is outside [0, 12]"),
+        ({"prefix_tokens": 6}, "prefix_tokens 6 is no multiple of the page size 4"),
+        (
+            {"sampling": SamplingParams(max_new_tokens=4, stop_token_ids=(3, 200))},
+            "stop_token_ids has token id 200, outside [0, 100)",
+        ),
+        (
+            {"sampling": SamplingParams(max_new_tokens=4, logit_bias=((-2, 1.0),))},
+            "logit_bias has token id -2, outside [0, 100)",
+        ),
+    ],
+)
+def test_fields(fields: dict[str, Any], reason: str) -> None:
+    assert receive(msgspec.structs.replace(SOUND, **fields)) == reason
+
+
+@pytest.mark.parametrize(
+    ("indices", "granularity", "reason"),
+    [
+        ([7], "page", "1 destination indices for 2 pages"),
+        ([7, 8], "page", "destination index 8 is outside [0, 8)"),
+        ([-1, 7], "page", "destination index -1 is outside [0, 8)"),
+        ([*range(25, 32), 32], "token", "destination index 32 is outside [0, 32)"),
+        ([*range(7)], "token", "7 destination indices for 8 tokens"),
+    ],
+)
+def test_destinations(indices: list[int], granularity: str, reason: str) -> None:
+    wanted = msgspec.structs.replace(SOUND, granularity=granularity)
+    assert receive(wanted, indices=indices) == reason

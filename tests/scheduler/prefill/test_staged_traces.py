@@ -1,0 +1,27 @@
+"""Random lives in the simulated world with staging: no ring, page or answer is lost, whatever happens when."""
+
+import collections
+
+from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, live
+from tests.scheduler.simulation.staged_simulator import StagedWorld
+
+
+def test_long_lives_with_staging_go_everywhere() -> None:
+    """Every kind of event happens often, so that the checks on the way mean something."""
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(80):
+        world = StagedWorld(stages=1 + seed % 2, look_ahead=seed % 4 == 0, verifies=seed % 3 == 0)
+        live(world, STAGED_ACTIONS, seed, steps=800)
+        seen.update(world.decode.counters)
+    for event in (
+        "requests_finished",
+        "requests_failed",
+        "requests_aborted",
+        "redispatches",
+        "transfers_failed",
+        "prefix_tokens_reused",
+        "stale_messages",
+        "retractions",
+        "staged_parts",
+    ):
+        assert seen[event] >= 10, f"{event} happened {seen[event]} times"

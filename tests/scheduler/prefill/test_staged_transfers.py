@@ -1,0 +1,224 @@
+"""Staging in the two schedulers, one case at a time; `test_staged_traces.py` has everything at once."""
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.messages.effects import SendToPeer
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
+from pdserve.transfer.protocol.messages import (
+    Abort,
+    AbortAck,
+    AnyMessage,
+    ChunkArrived,
+    KvDestination,
+    StageArrived,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    StageStopped,
+    TransferFailed,
+    TransferKey,
+)
+from tests.scheduler.simulation.simulator import DECODE, EOS, PAGE_SIZE, PAGES
+from tests.scheduler.simulation.staged_simulator import LINKS, RING, TOKEN_BYTES, StagedWorld
+
+KEY = TransferKey(1, 1)
+
+
+class Prefill:
+    """A prefill scheduler with one transfer of six tokens to a decode server that takes two staged pieces of each."""
+
+    def __init__(self) -> None:
+        limits = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
+        self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
+        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+        destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
+        self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)
+        self.scheduler.advance(0.0)
+        self.writes: list[ChunkWrite] = []
+        self.parts: list[PartWrite] = []
+
+    def messages(self) -> list[AnyMessage]:
+        """What decode is told; writes are kept aside."""
+        told = []
+        for effect in self.scheduler.take_effects():
+            match effect:
+                case SendToPeer(message=message):
+                    told.append(message)
+                case ChunkWrite():
+                    self.writes.append(effect)
+                case PartWrite():
+                    self.parts.append(effect)
+        return told
+
+    def give_step(self) -> list[StagePart]:
+        """The next step, and the parts that room is asked for."""
+        assert self.scheduler.next_step(0.0) is not None
+        asked = self.messages()
+        assert all(isinstance(message, StageRequest) for message in asked)
+        return [message.part for message in asked if isinstance(message, StageRequest)]
+
+    def grant(self, part: StagePart, offset: int) -> None:
+        self.scheduler.stage_message(DECODE, StageGrant(part, offset, offset), 0.0)
+
+    def end_direct(self, *, ok: bool = True) -> None:
+        chunk = self.writes.pop(0)
+        self.scheduler.chunk_written(
+            ChunkWritten(DECODE, chunk.key, chunk.token_start, chunk.token_end, ok, "" if ok else "broken", writes=2),
+            0.0,
+        )
+
+    def end_part(self, *, ok: bool = True, late: bool = False) -> StagePart:
+        part = self.parts.pop(0).part
+        written = PartWritten(DECODE, part, ok, "" if ok else "broken", late, 1, part.tokens * TOKEN_BYTES)
+        self.scheduler.part_written(written, 0.0)
+        return part
+
+
+def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_part() -> None:
+    prefill = Prefill()
+    parts = prefill.give_step()
+    assert [(part.writer, part.token_start, part.token_end) for part in parts] == [
+        (0, 0, 2),
+        (1, 0, 2),
+        (0, 2, 4),
+        (1, 2, 4),
+    ]
+    for index, part in enumerate(parts[:3]):
+        prefill.grant(part, 256 * index)
+    assert prefill.messages() == []
+    assert prefill.parts == [], "nothing is written before it is computed"
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    assert prefill.messages() == []
+    assert [(order.part, order.offset) for order in prefill.parts] == [
+        (part, 256 * index) for index, part in enumerate(parts[:3])
+    ]
+    assert prefill.scheduler.counters["staged_grants_waited"] == 1
+    first = prefill.end_part()
+    assert prefill.messages() == [StageArrived(first, 0)]
+    prefill.scheduler.stage_message(DECODE, StageFree(first), 0.0)
+    prefill.grant(parts[3], 0)
+    prefill.end_direct()
+    for _ in range(2):
+        prefill.end_part()
+    assert ChunkArrived(KEY, 0, 4) not in prefill.messages()
+    prefill.end_part()
+    assert prefill.messages() == [StageArrived(parts[3], 0), ChunkArrived(KEY, 0, 4)]
+    (transfer,) = prefill.scheduler.transfers.values()
+    assert transfer.writes == 2 + 4
+    assert prefill.scheduler.counters["staged_bytes"] == 8 * TOKEN_BYTES
+
+
+def test_an_abort_before_anything_is_written_is_acknowledged_at_once() -> None:
+    prefill = Prefill()
+    parts = prefill.give_step()
+    prefill.grant(parts[0], 0)
+    prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
+    assert prefill.messages() == [*(StageStopped(part) for part in parts), AbortAck(KEY)]
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    assert prefill.messages() == []
+    assert prefill.scheduler.staging.parts == 0
+
+
+def test_an_abort_waits_for_the_part_that_is_being_written() -> None:
+    prefill = Prefill()
+    parts = prefill.give_step()
+    prefill.grant(parts[0], 0)
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
+    assert prefill.messages() == [StageStopped(part) for part in parts[1:]]
+    prefill.end_direct(ok=False)
+    assert prefill.messages() == []
+    prefill.end_part(ok=False, late=True)
+    assert prefill.messages() == [StageStopped(parts[0], late_writes=True), AbortAck(KEY, late_writes=True)]
+    assert prefill.scheduler.pages.available == 13
+
+
+def test_a_part_that_fails_fails_the_transfer_once_the_others_have_ended() -> None:
+    prefill = Prefill()
+    parts = prefill.give_step()
+    for index, part in enumerate(parts[:2]):
+        prefill.grant(part, 256 * index)
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.messages()
+    prefill.end_direct()
+    prefill.end_part(ok=False, late=True)
+    stopped = prefill.messages()
+    assert {message.part for message in stopped if isinstance(message, StageStopped)} == {parts[0], *parts[2:]}
+    assert not any(isinstance(message, TransferFailed) for message in stopped)
+    prefill.end_part()
+    assert prefill.messages() == [
+        StageStopped(parts[1]),
+        TransferFailed(KEY, "broken", retryable=True, late_writes=True),
+    ]
+
+
+def submitted(world: StagedWorld) -> tuple[StagedWorld, StagePart]:
+    world.submit(6, 0, 4, 1, "a:1", 0)
+    world.decode_turn()
+    (key,) = world.decode.intake.prefilling
+    return world, StagePart(RING.epoch, key, 0, 0, LINKS[0].block, 0, 2)
+
+
+@pytest.mark.parametrize("problem", ["size", "rank", "tokens"])
+def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
+    world, part = submitted(StagedWorld())
+    (server,) = (server for server in world.servers.values() if server.endpoint == "a:1")
+    tokens = (0, 40) if problem == "tokens" else (0, 2)
+    part = StagePart(part.epoch, part.key, 0, 7 if problem == "rank" else 0, part.block, *tokens)
+    size = 1 if problem == "size" else part.tokens * TOKEN_BYTES
+    world.decode.stage_message(server.instance, StageRequest(part, size), 0.0)
+    world.act()
+    assert world.decode.counters["requests_failed"] == 1
+    assert [effect.message.key for effect in server.to_prefill if isinstance(effect.message, Abort)] == [part.key]
+    world.finish()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) -> None:
+    """Also of a server that is no more by then."""
+    world, _ = submitted(StagedWorld())
+    for _ in range(40):
+        world.prefill_turn(0)
+        for which in range(2):
+            world.end_write(which, ok=True, late=False)
+            world.end_part(which, ok=True, late=False)
+        for server in world.servers.values():
+            while server.to_prefill:
+                world._deliver_down(server)
+            while server.to_decode:
+                world._deliver_up(server)
+        if len(world.scatters) == 1 and world.decode.counters["staged_parts"] == 5:
+            break
+        while world.scatters:
+            world.scatter_turn(0)
+    (request,) = world.decode.requests.values()
+    assert not request.output_ids
+    if killed:
+        while world.servers:
+            world.kill(0)
+    world.scatter_turn(0)
+    assert request.output_ids == [50]
+    assert EOS not in request.output_ids
+
+
+def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_behind() -> None:
+    """The same server closes its connection and opens another; what was being written then reports its end."""
+    prefill = Prefill()
+    parts = prefill.give_step()
+    prefill.grant(parts[0], 0)
+    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.messages()
+    prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
+    prefill.scheduler.peer_closed(DECODE)
+    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+    prefill.end_part(ok=False, late=True)
+    prefill.end_direct(ok=False)
+    assert not prefill.scheduler.transfers
+    assert prefill.scheduler.pages.available == 13

@@ -1,0 +1,184 @@
+"""Page lists on their way to a rank process: whatever happens to them, the rank gets the steps that were given."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import RequestSlot
+from pdserve.scheduler.messages.ranks import RankCommand, RunStep, SentStep
+from pdserve.scheduler.messages.step import Draw, StepRow
+from pdserve.scheduler.ranks.page_tables import FORGET_AFTER_STEPS, KnownTables, SentTables, UnknownPagesError
+
+DRAWS = (Draw(SamplingParams(seed=5), 2, []),)
+FORGET_AFTER = 4
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+
+
+def step_of(order: int, *lists: list[int]) -> RunStep:
+    """Every sequence in it is a list: what arrives is."""
+    return RunStep(order, tuple(StepRow([order], index, pages, DRAWS, []) for index, pages in enumerate(lists)))
+
+
+def travel(sent: SentStep) -> SentStep:
+    """What the rank's socket gives of what went into the leader's."""
+    received = _decoder.decode(_encoder.encode(sent))
+    assert isinstance(received, SentStep)
+    return received
+
+
+def grow(rng: random.Random, pages: list[int]) -> list[int]:
+    """As a grant does."""
+    pages.extend(rng.choices(range(1000), k=rng.randint(1, 3)))
+    return pages
+
+
+def change(rng: random.Random, pages: list[int]) -> list[int]:
+    pages[rng.randrange(len(pages))] = rng.randrange(1000)
+    return pages
+
+
+def shrink(rng: random.Random, pages: list[int]) -> list[int]:
+    del pages[rng.randrange(len(pages)) :]
+    return pages
+
+
+def swap_end(rng: random.Random, pages: list[int]) -> list[int]:
+    """Given back and grown again between two steps: the same length, another page."""
+    pages[-1] = rng.randrange(1000)
+    return grow(rng, pages) if rng.random() < 0.5 else pages
+
+
+def copy(_rng: random.Random, pages: list[int]) -> list[int]:
+    """The same pages in another list, as after a retraction. The old list may be gone, and its id another's."""
+    return list(pages)
+
+
+Change = Callable[[random.Random, list[int]], list[int]]
+CHANGES: tuple[Change, ...] = (grow, grow, grow, change, shrink, swap_end, copy)
+
+
+def lives(seed: int, steps: int) -> Iterator[list[list[int]]]:
+    """The lists of each step: they come, change, are reordered, stand twice in a step, vanish and return."""
+    rng = random.Random(seed)
+    present: list[list[int]] = []
+    absent: list[list[int]] = []
+    for _ in range(steps):
+        present += [rng.choices(range(1000), k=rng.randint(0, 6)) for _ in range(rng.randint(0, 2))]
+        for index, pages in enumerate(present):
+            if rng.random() < 0.6:
+                present[index] = rng.choice(CHANGES)(rng, pages) if pages else grow(rng, pages)
+        rng.shuffle(present)
+        while len(present) > 5 or (present and rng.random() < 0.2):
+            absent.append(present.pop())
+        if absent and rng.random() < 0.3:
+            present.append(absent.pop(rng.randrange(len(absent))))
+        del absent[:-6]
+        yield present + ([present[0]] if present and rng.random() < 0.1 else [])
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 40))
+def test_a_rank_gets_the_steps_that_were_given(seed: int, steps: int) -> None:
+    sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
+    rows_given: list[int] = []
+    under_way: list[tuple[StepRow, list[int]]] = []
+    for order, lists in enumerate(lives(seed, steps)):
+        step = step_of(order, *lists)
+        received = known_tables.unpack(travel(sent_tables.pack(step)))
+        assert received == step
+        under_way += [(row, list(row.pages)) for row in received.rows]
+        for row, pages in under_way:  # a step may still be under way when later ones come
+            assert row.pages[: len(pages)] == pages
+        rows_given.append(len(lists))
+        assert len(known_tables) == len(sent_tables) <= sum(rows_given[-FORGET_AFTER:])
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(2, 30), data=st.data())
+def test_a_rank_that_missed_a_step_ends_before_it_computes_with_wrong_pages(
+    seed: int, steps: int, data: st.DataObject
+) -> None:
+    lost = data.draw(st.integers(0, steps - 2))
+    sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
+    for order, lists in enumerate(lives(seed, steps)):
+        step = step_of(order, *lists)
+        sent = travel(sent_tables.pack(step))
+        if order == lost:
+            continue
+        try:
+            received = known_tables.unpack(sent)
+        except UnknownPagesError:
+            assert order > lost
+            return
+        assert received == step
+
+
+def test_every_field_of_a_row_arrives() -> None:
+    row = StepRow(
+        token_ids=[3, 4],
+        start=7,
+        pages=[1, 2],
+        draws=(Draw(SamplingParams(temperature=0.5, logit_bias=((3, -1.0),)), 4, [8, 9]), *DRAWS),
+        prompt_ids=[5, 6],
+        top_logprobs=3,
+        prompt_logprobs_from=2,
+        follows=1,
+        hot_slot=RequestSlot(6),
+    )
+    for field in msgspec.structs.fields(StepRow):
+        assert getattr(row, field.name) != field.default, f"{field.name} is not tested"
+    step = RunStep(11, (row,))
+    assert KnownTables().unpack(travel(SentTables().pack(step))) == step
+
+
+def test_a_growing_list_is_sent_once_and_stays_one_list() -> None:
+    """The same list in every step: graphs copy it to the device only when it has grown (KnownPages)."""
+    sent_tables, known_tables = SentTables(), KnownTables()
+    pages = list(range(100_000, 102_048))
+    first = known_tables.unpack(travel(sent_tables.pack(step_of(0, pages)))).rows[0].pages
+    for order in range(1, 4 * FORGET_AFTER_STEPS):
+        pages.append(order)
+        sent = sent_tables.pack(step_of(order, pages))
+        assert sent.rows[0].new_pages == [order]
+        assert len(_encoder.encode(sent)) < 150
+        assert known_tables.unpack(travel(sent)).rows[0].pages is first
+    assert first == pages
+
+
+def test_a_list_that_pauses_is_kept_for_a_while_and_then_sent_again() -> None:
+    sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
+    order = 0
+
+    def pages_sent(*lists: list[int]) -> int:
+        nonlocal order
+        order += 1
+        sent = sent_tables.pack(step_of(order, *lists))
+        assert known_tables.unpack(travel(sent)).rows == step_of(order, *lists).rows
+        return sum(len(row.new_pages) for row in sent.rows)
+
+    pausing, going = [1, 2, 3], [4, 5]
+    assert pages_sent(pausing, going) == 5
+    assert [pages_sent(going) for _ in range(FORGET_AFTER - 1)] == [0] * (FORGET_AFTER - 1)
+    assert pages_sent(pausing) == 0
+    assert [pages_sent(going) for _ in range(FORGET_AFTER)] == [0] * FORGET_AFTER
+    assert len(sent_tables) == len(known_tables) == 1
+    assert pages_sent(pausing) == 3
+
+
+def test_a_rank_says_which_pages_it_was_not_sent() -> None:
+    sent_tables = SentTables(1)
+    sent_tables.pack(step_of(0, [7], [1, 2, 3]))
+    pages = [1, 2, 3]
+    sent_tables.pack(step_of(1, pages))
+    later = sent_tables.pack(step_of(2, pages))
+    with pytest.raises(UnknownPagesError, match="step 2 adds to 3 pages of table 2, of which this rank has 0"):
+        KnownTables().unpack(travel(later))
+    with pytest.raises(UnknownPagesError, match="step 3 forgets page table 2, which this rank does not have"):
+        KnownTables().unpack(travel(sent_tables.pack(step_of(3))))

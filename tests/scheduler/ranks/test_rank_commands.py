@@ -1,0 +1,99 @@
+"""What a rank does next: it never waits for the device while there may be something to start beside what runs."""
+
+import collections
+import queue
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.configs.schema import PrefillConfig
+from pdserve.models.loading.catalog import locate_model
+from pdserve.scheduler.messages.ranks import CheckCache, ComputeCommand, RankFailed, RankReport
+from pdserve.scheduler.ranks.executor import PendingStep
+from pdserve.scheduler.ranks.rank import PendingCommand, RankEngine, next_command
+from pdserve.transfer.data.chunks import PartScatter
+from pdserve.transfer.protocol.messages import StageBlock, StagePart, TransferKey
+from tests.checkpoints import make_checkpoint
+
+
+class Step(PendingStep):
+    """A step on a device that takes as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.over = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+def steps(*running: Step) -> "collections.deque[PendingCommand]":
+    return collections.deque(PendingCommand(order, step) for order, step in enumerate(running))
+
+
+def later(action: "threading.Timer") -> None:
+    action.daemon = True
+    action.start()
+
+
+def test_a_command_that_comes_while_a_step_runs_is_taken_before_the_step_ends() -> None:
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    running, command = Step(), CheckCache()
+    later(threading.Timer(0.02, commands.put, [command]))
+    later(threading.Timer(5.0, running.over.set))
+    assert next_command(commands, steps(running), 2) is command
+    assert not running.done
+
+
+def test_a_step_that_is_done_is_finished_when_nothing_is_due_and_soon() -> None:
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    running = Step()
+    later(threading.Timer(0.02, running.over.set))
+    began = time.monotonic()
+    assert next_command(commands, steps(running), 2) is None
+    assert running.done
+    assert time.monotonic() - began < 2.0
+
+
+def test_what_is_due_comes_before_a_step_that_is_done() -> None:
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    command, running = CheckCache(), Step()
+    running.over.set()
+    commands.put(command)
+    assert next_command(commands, steps(running), 2) is command
+
+
+def test_without_room_for_another_step_the_first_is_finished_whatever_is_due() -> None:
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    commands.put(CheckCache())
+    assert next_command(commands, steps(Step(), Step()), 2) is None
+    assert next_command(commands, steps(Step()), 1) is None
+
+
+def test_with_nothing_under_way_it_waits_for_a_command() -> None:
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    command = CheckCache()
+    later(threading.Timer(0.02, commands.put, [command]))
+    assert next_command(commands, steps(), 2) is command
+
+
+def test_a_rank_that_cannot_do_as_it_is_told_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On another thread than that which computes, where nobody would hear of an exception."""
+    source = locate_model(str(make_checkpoint(tmp_path, "llama")), "auto")
+    reports: list[RankReport] = []
+    config = PrefillConfig(model=str(tmp_path), device="cpu", kv_tokens=64)
+    rank = RankEngine(config, source, 0, meet_at=None, report=reports.append)
+    part = StagePart(1, TransferKey(1, 1), 0, 0, StageBlock(0, 1, 0, 1), 0, 1)
+    rank.transfer(PartScatter(part, 0, 8, [0], 0))  # for a rank of decode
+    rank.close()
+    assert reports == [
+        RankFailed(
+            0,
+            "PartScatter could not be carried out: AssertionError: a rank without a ring gets nothing to scatter",
+        )
+    ]
+    assert "Traceback" in caplog.text

@@ -1,0 +1,116 @@
+"""The leader's socket to its rank processes, with the test in their place."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import zmq
+
+from pdserve.configs.schema import PrefillConfig
+from pdserve.scheduler.messages.ranks import CacheChecked, RankFailed, RankReport, StopRank
+from pdserve.scheduler.ranks.group import _Hub
+from pdserve.transfer.control.curve import ClusterKeys
+from tests.cluster.servers import wait_until
+from tests.transfer.control.zmtp_peer import ZmtpPeer
+
+KEYS = ClusterKeys("a key of the ranks of one server")
+
+
+class Hub:
+    """A hub for two rank processes, and what it reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[RankReport] = []
+        self._changed = threading.Condition()
+        self.hub = _Hub(PrefillConfig(tp=3), ("127.0.0.1", 1), KEYS, self._take)
+
+    def _take(self, report: RankReport) -> None:
+        with self._changed:
+            self.reports.append(report)
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> list[RankReport]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.reports) >= count, 10), self.reports
+        return self.reports
+
+    def close(self) -> None:
+        closing = threading.Thread(target=self.hub.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive(), "close() hangs"
+
+
+Connect = Callable[[Hub, bytes], "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Sockets like those of ranks, by the name they go by."""
+    with ExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+
+        def open_socket(hub: Hub, identity: bytes) -> "zmq.Socket[bytes]":
+            socket = stack.enter_context(context.socket(zmq.DEALER))
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTING_ID, identity)
+            KEYS.secure_client(socket)
+            socket.connect(hub.hub.address)
+            return socket
+
+        yield open_socket
+
+
+def test_a_rank_that_talks_nonsense_has_failed_and_the_hub_can_be_closed(connect: Connect) -> None:
+    hub = Hub()
+    connect(hub, b"rank-2").send(b"nonsense")
+    (failed,) = hub.wait(1)
+    assert isinstance(failed, RankFailed)
+    assert failed.rank == 2
+    assert "the link to rank 2 failed" in failed.reason
+    hub.close()
+
+
+def test_a_hub_that_fails_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_for_silence(_: _Hub) -> None:
+        raise RuntimeError("the clock has stopped")
+
+    monkeypatch.setattr(_Hub, "_look_for_silence", look_for_silence)
+    hub = Hub()
+    (failed,) = hub.wait(1)
+    assert failed == RankFailed(0, "the link to the ranks failed: RuntimeError: the clock has stopped")
+    hub.close()
+
+
+def test_somebody_without_the_key_is_not_heard_and_not_let_to_fill_memory() -> None:
+    hub = Hub()
+    port = int(hub.hub.address.rpartition(":")[2])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.ROUTING_ID, b"rank-1")
+        stranger.connect(hub.hub.address)
+        stranger.send(msgspec.msgpack.encode(RankFailed(1, "not mine to say")))
+        with ZmtpPeer(port, mechanism="CURVE") as unfinished:
+            assert unfinished.send_frame_until_cut(64 << 20) < 64 << 20
+    assert hub.reports == []
+    hub.close()
+
+
+def test_messages_that_are_no_reports_are_ignored(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    hub = Hub()
+    stranger = connect(hub, b"rank-3")
+    stranger.send(b"nonsense")
+    stranger.send(msgspec.msgpack.encode(RankFailed(1, "not mine to say")))
+    wait_until(lambda: "a message of b'rank-3' is ignored" in caplog.text, 10, "the stranger is heard")
+    rank = connect(hub, b"rank-1")
+    rank.send_multipart([b"two", b"frames"])
+    rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
+    assert hub.wait(1) == [CacheChecked(1, None)]
+    assert caplog.text.count("a message of b'rank-3' is ignored") == 1
+    hub.hub.tell(StopRank(), None)
+    while (command := rank.recv()) != msgspec.msgpack.encode(StopRank()):
+        assert b"LeaderAlive" in command
+    assert not stranger.poll(100)
+    hub.close()

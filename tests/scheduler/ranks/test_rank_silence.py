@@ -1,0 +1,121 @@
+"""Who is taken for lost: not a rank, or a leader, that was not listened to."""
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import NoReturn, cast
+
+import msgspec
+import pytest
+import zmq
+
+from pdserve.configs.schema import PrefillConfig
+from pdserve.models.loading.catalog import ModelSource
+from pdserve.scheduler.messages.ranks import CacheChecked, RankAlive, RankFailed, RankReport
+from pdserve.scheduler.ranks import group as ranks
+from pdserve.scheduler.ranks import main as rank_main
+from pdserve.scheduler.ranks.group import Ranks
+from pdserve.scheduler.ranks.main import ALIVE_INTERVAL_S, LEADER_SILENCE_S, LeaderLink
+from pdserve.transfer.control.curve import ClusterKeys
+from tests.cluster.servers import wait_until
+
+SILENCE_S = 0.5
+
+
+def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they said meanwhile has not been read. A rank that stays silent is lost all the same."""
+    monkeypatch.setattr(ranks, "TICK_S", SILENCE_S / 10)
+    monkeypatch.setattr(ranks, "STARTUP_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(ranks, "SILENCE_S", SILENCE_S)
+    failures: list[RankFailed] = []
+
+    def on_report(report: RankReport) -> None:
+        if isinstance(report, RankFailed):
+            failures.append(report)
+        else:
+            time.sleep(3 * SILENCE_S)  # on the hub's thread
+
+    keys = ClusterKeys("a key of the ranks of one server")
+    hub = ranks._Hub(PrefillConfig(tp=2), ("127.0.0.1", 1), keys, on_report)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
+        rank.setsockopt(zmq.LINGER, 0)
+        rank.setsockopt(zmq.ROUTING_ID, b"rank-1")
+        keys.secure_client(rank)
+        rank.connect(hub.address)
+        rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
+        ends_at = time.monotonic() + 5 * SILENCE_S
+        while time.monotonic() < ends_at:
+            if rank.poll(50):  # the hub is back
+                rank.recv()
+                rank.send(msgspec.msgpack.encode(RankAlive(1)))
+        assert not failures
+        wait_until(lambda: bool(failures), 10, "the silent rank is lost")
+    hub.close()
+    assert failures[0].rank == 1
+    assert "has said nothing" in failures[0].reason
+
+
+@pytest.mark.parametrize(
+    ("stopped_s", "ends"), [(3 * LEADER_SILENCE_S, False), (0.0, True)], ids=["stopped", "silence"]
+)
+def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
+    stopped_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds + stopped_s
+
+    class EndedError(Exception):
+        """Of the process, or of the test."""
+
+    def leave(status: int) -> NoReturn:
+        raise EndedError(f"status {status}")
+
+    said: list[RankReport] = []
+
+    def report(message: RankReport) -> None:
+        said.append(message)
+        if len(said) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(said) > 1):
+            raise EndedError("test")
+
+    clock = Clock()
+    monkeypatch.setattr(rank_main, "time", clock)
+    monkeypatch.setattr(rank_main, "os", SimpleNamespace(_exit=leave))
+    link = cast(LeaderLink, SimpleNamespace(engine=None, report=report, heard_at=clock.now))
+    with pytest.raises(EndedError, match="status 1" if ends else "test"):
+        rank_main._say_alive(link, 1)
+
+
+def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 meets it first, as an error of the connection between them."""
+
+    class KilledProcess:
+        rank, pid = 1, 4711
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def wait(self, _timeout_s: float | None = None) -> int:
+            return -9
+
+    def lose_connection(*_: object, listener: socket.socket, **__: object) -> NoReturn:
+        listener.close()
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(ranks, "RankProcess", KilledProcess)
+    monkeypatch.setattr(ranks, "RankEngine", lose_connection)
+    reasons: list[str] = []
+
+    def on_report(report: RankReport) -> None:
+        assert isinstance(report, RankFailed)
+        reasons.append(report.reason)
+
+    all_ranks = Ranks(PrefillConfig(tp=2), cast(ModelSource, None), None, on_report)
+    wait_until(lambda: len(reasons) == 2, 10, "both are reported")
+    all_ranks.close()
+    assert reasons == ["rank 1 (process 4711) ended with status -9", "RuntimeError: Connection reset by peer"]

@@ -1,0 +1,52 @@
+"""The steps that a server tries before it sizes its KV pool: they run over a single page, and none is larger."""
+
+import pytest
+import torch
+
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.runner import ModelRunner
+from pdserve.scheduler.ranks.builder import trial_steps
+from pdserve.scheduler.ranks.executor import Executor
+from tests.checkpoints import EOS_ID, make_checkpoint, make_dsa_checkpoint
+
+LONGEST = 100
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v32"])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    make = make_dsa_checkpoint if request.param == "deepseek_v32" else make_checkpoint
+    directory = make(tmp_path_factory.mktemp("model"), request.param)
+    runner = ModelRunner.load(locate_model(str(directory)), device=torch.device("cpu"), dtype=torch.float32)
+    return Executor(runner, runner.make_cache(1, 4), [EOS_ID])
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [(DecodeConfig(page_size=4), 5), (PrefillConfig(page_size=4), 24)],
+    ids=["decode", "prefill"],
+)
+def test_every_row_draws_a_token(executor: Executor, config: AnyServerConfig, limit: int) -> None:
+    for rows in trial_steps(config, limit, LONGEST):
+        results = executor.start(rows).finish()
+        assert results is not None
+        assert [len(result.drawn) for result in results] == [1] * len(rows)
+
+
+def test_decode_tries_its_largest_batch() -> None:
+    (step,) = trial_steps(DecodeConfig(page_size=4), 7, LONGEST)
+    assert [(row.start, row.length) for row in step] == [(0, 1)] * 7
+
+
+def test_prefill_tries_the_end_of_the_longest_prompt_and_any_number_of_prompts() -> None:
+    config = PrefillConfig(page_size=4, max_queued_requests=20)
+    longest, *others = trial_steps(config, 24, LONGEST)
+    assert [(row.start, row.length) for row in longest] == [(76, 24)]
+    assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 20]
+    assert all(sum(row.length for row in rows) <= 24 for rows in others)
+
+
+def test_a_chunk_is_no_longer_than_a_prompt_can_be() -> None:
+    longest, *others = trial_steps(PrefillConfig(page_size=4), 512, 48)
+    assert [(row.start, row.length) for row in longest] == [(0, 48)]
+    assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 32, 48]

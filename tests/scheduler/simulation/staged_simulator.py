@@ -1,0 +1,228 @@
+"""The simulated world with staging: of every row decode needs three pieces, one written directly and two staged.
+
+The ring is smaller than a chunk, it is a list of slots, and each says what was written there last. A part that is being
+written may land at any moment, whole or as garbage. A scatter finds in its slot the part it was told of, goes into
+pages that are still reserved for it, and is carried out some time later.
+"""
+
+import collections
+import dataclasses
+import math
+
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.effects import CancelChunks, Effect
+from pdserve.transfer.data.chunks import PartScatter, PartWrite, PartWritten
+from pdserve.transfer.plan.copy_regions import Link
+from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
+from pdserve.transfer.plan.staged_regions import StagedLink
+from pdserve.transfer.protocol.messages import (
+    InstanceId,
+    StageArrived,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    StageRing,
+    StageStopped,
+)
+from pdserve.transfer.staging.receiver import StageReceiver
+from tests.scheduler.simulation.simulator import (
+    DECODE,
+    EOS,
+    PAGE_SIZE,
+    PAGES,
+    QUARANTINE_S,
+    Prefix,
+    Row,
+    Server,
+    World,
+    Write,
+)
+
+TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
+SLOTS = 3
+RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
+LINKS = [
+    StagedLink(Link(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
+    for writer in range(2)
+]
+PIECES = (None, 0, 1)
+"""Who writes a row: None is the direct write."""
+
+
+@dataclasses.dataclass
+class PartOnTheWay:
+    """A part that is being written into the ring; it may land until it has ended and `lands_until` has passed."""
+
+    order: PartWrite
+    prompt: Prefix
+    cancelled: bool = False
+    lands_until: float = math.inf
+
+
+@dataclasses.dataclass
+class Scatter:
+    order: PartScatter
+    prompt: Prefix
+    grant: PageGrant[KvPage]
+
+
+class StagedWorld(World):
+    def __init__(self, *, stages: int = 1, look_ahead: bool = False, verifies: bool = False) -> None:
+        self.parts: dict[InstanceId, list[PartOnTheWay]] = collections.defaultdict(list)
+        self.late_parts: list[PartOnTheWay] = []
+        self.scatters: list[Scatter] = []
+        self.slots: dict[int, StagePart | None] = {}
+        self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
+        self.healing = False
+        super().__init__(stages=stages, look_ahead=look_ahead, verifies=verifies)
+        ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
+        self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
+        self.decode = DecodeScheduler(
+            self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], receivers=[self.receiver]
+        )
+        for server in self.servers.values():
+            self.decode.peer_up(server.instance, server.endpoint, LINKS)
+
+    def start(self, endpoint: str) -> None:
+        known = set(self.servers)
+        super().start(endpoint)
+        for instance in set(self.servers) - known:
+            self.servers[instance].scheduler.staging.peer_up(DECODE, LINKS)
+            self.decode.intake.staging.peer_up(instance, LINKS)
+
+    def kill(self, which: int) -> None:
+        if (server := self._pick(which)) is not None:
+            for part in self.parts.pop(server.instance, []):
+                part.lands_until = self.now + QUARANTINE_S
+                self.late_parts.append(part)
+            super().kill(which)
+            server.scheduler.peer_closed(DECODE)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def end_part(self, which: int, ok: bool, late: bool) -> None:
+        if (server := self._pick(which)) is not None and self.parts[server.instance]:
+            self._end_part(server, ok, late)
+
+    def scatter_turn(self, which: int) -> None:
+        """A rank does a scatter: out of line with its steps."""
+        if not self.scatters:
+            return
+        scatter = self.scatters.pop(which % len(self.scatters))
+        part = scatter.order.part
+        assert self.slots[scatter.order.offset // ALIGNMENT] == part, f"{part} was overwritten before it was scattered"
+        for position in range(part.token_start, part.token_end):
+            index = scatter.order.start + position - part.token_start
+            place = scatter.order.pages[index // PAGE_SIZE], position % PAGE_SIZE
+            assert place[0] in scatter.grant.pages
+            self._put_piece(place, part.writer, scatter.prompt[: position + 1])
+        done = self.decode.part_scattered(0, part)
+        if done is not None:
+            self._landed(done)
+        self.act()
+
+    def decode_turn(self) -> None:
+        if self.healing:
+            self._drain()
+        super().decode_turn()
+
+    def check(self) -> None:
+        self.ghosts = [write for write in self.ghosts if write.lands_until is None or write.lands_until > self.now]
+        self.late_parts = [part for part in self.late_parts if part.lands_until > self.now]
+        for part in [*self.late_parts, *(part for parts in self.parts.values() for part in parts)]:
+            self.slots[part.order.offset // ALIGNMENT] = None  # garbage, at any moment
+        for scatter in self.scatters:
+            assert scatter.grant in self.decode.pages._grants, (
+                f"{scatter.order.part} goes to pages that were given back"
+            )
+        super().check()
+
+    def finish(self) -> None:
+        self.healing = True
+        super().finish()
+        assert self.receiver.idle
+        assert self.receiver.ring.idle
+        for server in self.servers.values():
+            assert server.scheduler.staging.parts == 0
+            assert server.scheduler.staging.idle
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _of_decode(self, effect: Effect) -> None:
+        match effect:
+            case PartScatter(part=part):
+                prompt = self.decode.prompt_of(part.key)
+                assert prompt is not None, f"{part} is scattered for nobody"
+                assert prompt.grant is not None
+                self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
+            case other:
+                super()._of_decode(other)
+
+    def _of_prefill(self, server: Server, effect: Effect) -> None:
+        match effect:
+            case PartWrite(instance=instance, part=part):
+                prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
+                self.parts[server.instance].append(PartOnTheWay(effect, prompt))
+            case other:
+                super()._of_prefill(server, other)
+        if isinstance(effect, CancelChunks):
+            for way in self.parts[server.instance]:
+                way.cancelled |= way.order.part.key == effect.key
+
+    def _deliver_down(self, server: Server) -> None:
+        match server.to_prefill[0].message:
+            case StageGrant() | StageFree() as message:
+                server.to_prefill.popleft()
+                server.scheduler.stage_message(DECODE, message, self.now)
+                self.act()
+            case _:
+                super()._deliver_down(server)
+
+    def _deliver_up(self, server: Server) -> None:
+        match server.to_decode[0]:
+            case StageRequest() | StageArrived() | StageStopped() as message:
+                server.to_decode.popleft()
+                self.decode.stage_message(server.instance, message, self.now)
+                self.act()
+            case _:
+                super()._deliver_up(server)
+
+    def _end_part(self, server: Server, ok: bool, late: bool) -> None:
+        way = self.parts[server.instance].pop(0)
+        ok = ok and not way.cancelled
+        part = way.order.part
+        self.slots[way.order.offset // ALIGNMENT] = part if ok else None
+        if late and not ok:
+            way.lands_until = self.now + QUARANTINE_S
+            self.late_parts.append(way)
+        written = PartWritten(way.order.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
+        server.scheduler.part_written(written, self.now)
+        self.act()
+
+    def _drain(self) -> None:
+        """Let parts go all the way: a grant for one may wait for another."""
+        for _ in range(20):
+            for server in self.servers.values():
+                while self.parts[server.instance]:
+                    self._end_part(server, ok=True, late=False)
+                while server.to_decode:
+                    self._deliver_up(server)
+            while self.scatters:
+                self.scatter_turn(0)
+            for server in self.servers.values():
+                while server.to_prefill:
+                    self._deliver_down(server)
+
+    def _land(self, write: Write, *, intact: bool) -> None:
+        chunk = write.chunk
+        for position in range(chunk.token_start, chunk.token_end):
+            page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
+            self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
+
+    def _put_piece(self, place: Row, piece: int | None, prefix: Prefix) -> None:
+        pieces = self.pieces[place]
+        pieces[piece] = prefix
+        self.memory[place] = prefix if all(pieces.get(other) == prefix for other in PIECES) else ()

@@ -1,0 +1,242 @@
+"""The simulated world with a clock that matters: steps take as long as their tokens, messages have a latency.
+
+What is in memory is not followed: `world.py` has that. Here the question is who waits for whom, and how long.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
+from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.messages.effects import Effect, SendToFront, SendToPeer
+from pdserve.scheduler.messages.frontend import Failed, Finished, Submit
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
+from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
+from tests.scheduler.simulation.simulator import Server, World, Write
+
+LATENCY_S = 0.001
+"""Of a message, and of a write."""
+HEARTBEAT_S = 0.4
+PAGE_SIZE = 16
+VOCAB = 1000
+OTHER = InstanceId("another decode server")
+
+
+def decode_limits(**changes: object) -> DecodeLimits:
+    """Those of the settings' defaults."""
+    settings: dict[str, object] = {
+        "page_size": PAGE_SIZE,
+        "max_running_requests": 32,
+        "max_queued_requests": 256,
+        "growth_tokens": 128,
+        "retract_pages": 0,
+        "queue_timeout_s": 600.0,
+        "prefill_wait_s": 3.0,
+        "prefill_timeout_s": 600.0,
+        "request_timeout_s": 6000.0,
+        "quarantine_s": 6.0,
+        **changes,
+    }
+    return DecodeLimits(**settings)  # type: ignore[arg-type]  # by name
+
+
+class TimedWorld(World):
+    """Prefill servers that compute `tokens_per_s`, in steps that take `least_step_s` at least, and a decode server with
+    steps of `step_s`. Another decode server may give the first prefill server something to do (`flood`).
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_s: float,
+        step_s: float = 0.01,
+        least_step_s: float = 0.0,
+        pool_tokens: int = 65536,
+        prefill_tokens: int = 65536,
+        limits: DecodeLimits | None = None,
+        chunk_size: int = 512,
+        max_queued: int = 256,
+        endpoints: tuple[str, ...] = ("a:1",),
+        reports: bool = True,
+    ) -> None:
+        """A prefill server of an older release `reports` no window."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._tokens_per_s = tokens_per_s
+        self._step_s = step_s
+        self._least_step_s = least_step_s
+        self._stepping = False
+        self._other_priority = 0
+        self._computing: set[str] = set()
+        self.busy_s = 0.0
+        """Of all prefill servers together."""
+        self.ended_at: dict[str, float] = {}
+        """When each request had its answer."""
+        self.timelines: dict[str, dict[str, float]] = {}
+        self.most_at_prefill = 0
+        """Most tokens of ours that a prefill server had at a time."""
+        prefill = PrefillLimits(
+            page_size=PAGE_SIZE,
+            chunk_size=chunk_size,
+            max_queued_requests=max_queued,
+            context_length=1 << 20,
+            vocab_size=VOCAB,
+            steps_in_flight=2,
+        )
+        super().__init__(
+            limits=limits or decode_limits(),
+            pages=pool_tokens // PAGE_SIZE,
+            prefill=prefill,
+            prefill_pages=prefill_tokens // PAGE_SIZE,
+            endpoints=endpoints,
+        )
+        if reports:
+            self._report()
+
+    def ask(
+        self,
+        rid: str,
+        tokens: int,
+        new: int = 1,
+        *,
+        priority: int = 0,
+        endpoint: str | None = None,
+        follows: str | None = None,
+    ) -> None:
+        """A prompt that shares nothing with any other."""
+        prompt = _prompt(next(self._numbers), tokens)
+        self.submitted.add(rid)
+        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        self.decode.submit(Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows), self.now)
+        self.act()
+
+    def flood(self, prompts: int, tokens: int, priority: int = 0) -> None:
+        """Another decode server keeps so many prompts at the first prefill server."""
+        self._other_priority = priority
+        server = next(iter(self.servers.values()))
+        server.scheduler.peer_up(OTHER, PageSpace(1 << 20, PAGE_SIZE))
+        for _ in range(prompts):
+            self._send_other(server, tokens)
+
+    def _send_other(self, server: Server, tokens: int) -> None:
+        number = next(self._numbers)
+        wanted = KvDestination(
+            key=TransferKey(number, 1),
+            rid=f"other {number}",
+            sampling=SamplingParams(max_new_tokens=1),
+            timeout_s=1e6,
+            priority=self._other_priority,
+        )
+        pages = list(range(-(-tokens // PAGE_SIZE)))
+        server.scheduler.receive(OTHER, wanted, _prompt(number, tokens), pages, self.now)
+
+    def at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), event))
+
+    def run(self, until: Callable[[], object], *, most_s: float = 1000.0) -> None:
+        """Let time pass until it is so."""
+        self._everybody()
+        end = self.now + most_s
+        while not until():
+            time, _, event = heapq.heappop(self._events)
+            assert time <= end, f"not within {most_s} s: {self.decode.state_counts()}"
+            self.now = time
+            event()
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            self._everybody()
+
+    def run_for(self, seconds: float) -> None:
+        ended: list[bool] = []
+        self.at(self.now + seconds, lambda: ended.append(True))
+        self.run(lambda: ended)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _everybody(self) -> None:
+        self.decode_turn()
+        while self.orders and not self._stepping:
+            if isinstance(self.orders[0], DecodeStep):
+                self._stepping = True
+                self.at(self.now + self._step_s, self._end_step)
+            else:
+                self.rank_turn(eos=False)
+        while self.copies:
+            self.copy_turn()
+        for server in list(self.servers.values()):
+            server.scheduler.advance(self.now)
+            while (step := server.scheduler.next_step(self.now)) is not None:
+                server.steps.append(step)
+            self._compute_next(server)
+        self.act()
+
+    def _compute_next(self, server: Server) -> None:
+        if server.steps and server.instance not in self._computing:
+            self._computing.add(server.instance)
+            tokens = sum(row.end - row.start for row in server.steps[0].rows)
+            seconds = max(self._least_step_s, tokens / self._tokens_per_s)
+            self.busy_s += seconds
+            self.at(self.now + seconds, lambda: self._end_prefill_step(server))
+
+    def _end_prefill_step(self, server: Server) -> None:
+        self._computing.discard(server.instance)
+        done = server.steps.popleft()
+        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
+        server.scheduler.step_done(done.order, tokens, [()] * len(done.rows), self.now)
+        self.act()
+
+    def _end_step(self) -> None:
+        self._stepping = False
+        self.rank_turn(eos=False)
+
+    def _report(self) -> None:
+        for server in self.servers.values():
+            self.decode.peer_load(server.instance, server.scheduler.load())
+        self.at(self.now + HEARTBEAT_S, self._report)
+
+    def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (nobody looks at what is in memory)
+        self.decode.step_done(step.order, [TokenLogprob(50, None)] * len(step.rows), self.now)
+
+    def _land(self, write: Write, *, intact: bool) -> None:
+        pass
+
+    def _of_decode(self, effect: Effect) -> None:
+        super()._of_decode(effect)
+        for peer in self.decode.intake.peers._peers.values():
+            self.most_at_prefill = max(self.most_at_prefill, peer.window.own_tokens)
+        if isinstance(effect, SendToPeer) and effect.instance in self.servers:
+            server = self.servers[effect.instance]
+            self.at(self.now + LATENCY_S, lambda: self._deliver_down(server))
+
+    def _answer(self, effect: SendToFront) -> None:
+        super()._answer(effect)
+        if isinstance(effect.message, Finished | Failed):
+            self.ended_at[effect.message.rid] = self.now
+        if isinstance(effect.message, Finished):
+            self.timelines[effect.message.rid] = effect.message.timeline
+
+    def _of_prefill(self, server: Server, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(instance=instance, message=message) if instance == OTHER:
+                if isinstance(message, PrefillDone):
+                    self._send_other(server, message.prompt_tokens)
+                return
+            case ChunkWrite(instance=instance) if instance == OTHER:
+                written = ChunkWritten(OTHER, effect.key, effect.token_start, effect.token_end, ok=True)
+                self.at(self.now + LATENCY_S, lambda: server.scheduler.chunk_written(written, self.now))
+                return
+        super()._of_prefill(server, effect)
+        if isinstance(effect, SendToPeer):
+            self.at(self.now + LATENCY_S, lambda: self._deliver_up(server))
+        elif isinstance(effect, ChunkWrite):
+            self.at(self.now + LATENCY_S, lambda: self._end_write(server, ok=True, late=False))
+
+
+def _prompt(number: int, tokens: int) -> tuple[int, ...]:
+    """The number spelt in tokens, and what is missing."""
+    head = tuple(number // VOCAB**power % VOCAB for power in range(3))
+    return (head + tuple(at % VOCAB for at in range(max(0, tokens - 3))))[:tokens]

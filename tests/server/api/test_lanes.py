@@ -1,0 +1,118 @@
+"""Long bodies wait for each other, never others for them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
+
+from pdserve.configs.errors import OverloadedError
+from pdserve.server.api import lanes as lanes_module
+from pdserve.server.api.lanes import INLINE_BYTES, LONG_BYTES, Lanes
+
+ResultT = TypeVar("ResultT")
+
+SHORT, MEDIUM, LONG = b"x" * INLINE_BYTES, b"x" * LONG_BYTES, b"x" * (LONG_BYTES + 1)
+
+
+class Client:
+    """Somebody who has sent a body, and may leave."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    @property
+    def request(self) -> Request:
+        return Request({"type": "http", "headers": []}, self._receive)
+
+    async def _receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+class Held:
+    """A `parse` that takes until it is let go, and who came."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.parsed: list[int] = []
+
+    def __call__(self, body: bytes) -> int:
+        self.begun.release()
+        assert self.go.wait(20)
+        self.parsed.append(len(body))
+        return len(body)
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[Held]:
+    held = Held()
+    yield held
+    held.go.set()
+
+
+async def begun(held: Held) -> None:
+    async with asyncio.timeout(10):
+        while not held.begun.acquire(blocking=False):
+            await asyncio.sleep(0.001)
+
+
+def start(
+    lanes: Lanes, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
+) -> "asyncio.Task[ResultT]":
+    return asyncio.create_task(lanes.run(Client().request, body, parse, is_prompt=is_prompt))
+
+
+async def test_only_long_bodies_wait_for_long_ones(held: Held) -> None:
+    lanes = Lanes()
+    long = [start(lanes, LONG, held) for _ in range(8)]
+    await begun(held)
+    assert await asyncio.wait_for(start(lanes, SHORT, len), 10) == INLINE_BYTES
+    assert await asyncio.wait_for(start(lanes, MEDIUM, len), 10) == LONG_BYTES
+    assert await asyncio.wait_for(start(lanes, LONG, len, is_prompt=False), 10) == LONG_BYTES + 1
+    assert not any(task.done() for task in long)
+    held.go.set()
+    assert await asyncio.gather(*long) == [LONG_BYTES + 1] * 8
+
+
+async def test_a_full_lane_refuses(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "MOST_WAITING", 3)
+    lanes = Lanes()
+    waiting = [start(lanes, LONG, held) for _ in range(3)]
+    await begun(held)
+    with pytest.raises(OverloadedError, match="3 long bodies"):
+        await start(lanes, LONG, len)
+    held.go.set()
+    await asyncio.gather(*waiting)
+    assert await start(lanes, LONG, len) == LONG_BYTES + 1
+
+
+async def test_the_body_of_a_client_that_has_left_is_not_parsed(held: Held) -> None:
+    lanes, client = Lanes(), Client()
+    first = start(lanes, LONG, held)
+    await begun(held)
+    second = asyncio.create_task(lanes.run(client.request, LONG + b"x", held))
+    await asyncio.sleep(0.01)
+    client.left.set()
+    with pytest.raises(ClientDisconnect):
+        await second
+    held.go.set()
+    await first
+    assert await start(lanes, LONG, len) == LONG_BYTES + 1
+    assert held.parsed == [LONG_BYTES + 1]
+
+
+async def test_memory_of_long_bodies_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[bool] = []
+    monkeypatch.setattr(lanes_module, "_trim", lambda: trims.append(True))
+    lanes = Lanes()
+    for body, expected in ((SHORT, 0), (MEDIUM, 0), (LONG, 1)):
+        await start(lanes, body, len)
+        assert len(trims) == expected
+    with pytest.raises(ZeroDivisionError):
+        await start(lanes, LONG, lambda _body: 1 // 0)
+    assert len(trims) == 2

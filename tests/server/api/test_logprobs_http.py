@@ -1,0 +1,148 @@
+"""Log-probabilities in the shapes of SGLang and OpenAI, whole and in streams."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.scheduler.messages.frontend import FinishReason, Prefilled, Submit, Tokens
+from tests.server.http_harness import RunningServer, sse_events
+from tests.server.scripted_leader import EOS, make_finished
+
+CRAB = "🦀".encode()
+
+
+def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(server.http.post(path, json=body))
+
+
+def scored(rid: str, data: bytes | list[int], top: int = 0) -> Tokens:
+    """Tokens whose log-probability is minus a hundredth of their id; the alternatives are ids 65, 66, ..."""
+    alternatives = tuple((65 + rank, -1.0 - rank) for rank in range(top))
+    return Tokens(rid, tuple(data), tuple(TokenLogprob(token, -token / 100, alternatives) for token in data))
+
+
+async def test_output_only(decode: RunningServer) -> None:
+    asking = post(decode, "/generate", text="ab", rid="r", return_logprob=True)
+    assert (await decode.leader.expect(Submit)).logprobs == LogprobParams()
+    await decode.leader.send(scored("r", b"A"), scored("r", b"B"), make_finished("r", 2))
+    meta = (await asking).json()["meta_info"]
+    assert meta["output_token_logprobs"] == [[-0.65, 65, None], [-0.66, 66, None]]
+    assert meta["input_token_logprobs"] == []
+    assert "output_top_logprobs" not in meta
+
+
+async def test_prompt_and_alternatives_with_their_text(decode: RunningServer) -> None:
+    wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    asking = post(decode, "/generate", text="a ", rid="r", **wanted)
+    assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
+    prompt = (TokenLogprob(97, None), TokenLogprob(32, -0.5, ((32, -0.5), (240, -2.0))))
+    await decode.leader.send(Prefilled("r", 0, prompt), scored("r", [EOS], top=2))
+    await decode.leader.send(make_finished("r", 1, FinishReason("stop", matched=EOS)))
+    meta = (await asking).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 97, "a"], [-0.5, 32, " "]]
+    assert meta["input_top_logprobs"] == [None, [[-0.5, 32, " "], [-2.0, 240, "\N{REPLACEMENT CHARACTER}"]]]
+    assert meta["output_token_logprobs"] == [[-2.56, EOS, "<eos>"]]
+    assert meta["output_top_logprobs"] == [[[-1.0, 65, "A"], [-2.0, 66, "B"]]]
+
+
+async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningServer) -> None:
+    params = {"stop": "!", "n": 2}
+    asking = post(
+        decode,
+        "/generate",
+        text="a",
+        rid="r",
+        stream=True,
+        return_logprob=True,
+        logprob_start_len=0,
+        sampling_params=params,
+    )
+    await decode.leader.expect(Submit)
+    for rid in ("r", "r_1"):
+        await decode.leader.send(Prefilled(rid, 0, (TokenLogprob(97, None),)), scored(rid, b"A"))
+    await decode.report()
+    for rid in ("r", "r_1"):
+        await decode.leader.send(scored(rid, b"B!C"), make_finished(rid, 4))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    for index in (0, 1):
+        metas = [event["meta_info"] for event in events if event["index"] == index]
+        lengths = [len(meta["output_token_logprobs"]) for meta in metas]
+        assert (lengths[0], lengths[-1], lengths) == (1, 3, sorted(lengths))
+        assert lengths == [meta["completion_tokens"] for meta in metas]
+        assert all(meta["input_token_logprobs"] == [[None, 97, None]] for meta in metas)
+        assert [entry[1] for entry in metas[-1]["output_token_logprobs"]] == list(b"AB!")
+
+
+async def test_completion(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=2)
+    assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2)
+    await decode.leader.send(
+        scored("c", [*b"A", *CRAB[:2]], top=2), scored("c", CRAB[2:], top=2), make_finished("c", 5)
+    )
+    choice = (await asking).json()["choices"][0]
+    assert choice["text"] == "A🦀"
+    assert choice["logprobs"]["tokens"] == ["A", *(f"bytes:\\x{byte:02x}" for byte in CRAB)]
+    assert choice["logprobs"]["token_logprobs"] == [-0.65, *(-byte / 100 for byte in CRAB)]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1]
+    assert choice["logprobs"]["top_logprobs"][0] == {"A": -1.0, "B": -2.0}
+    assert choice["logprobs"]["top_logprobs"][1] == {"A": -1.0, "B": -2.0, "bytes:\\xf0": -2.4}
+
+
+async def test_completion_stream_adds_up_to_the_whole(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=0, stream=True)
+    assert (await decode.leader.expect(Submit)).logprobs == LogprobParams()
+    for data in (b"A", CRAB[:3], CRAB[3:], b"B"):
+        await decode.leader.send(scored("c", data))
+        await decode.report()
+    await decode.leader.send(scored("c", [EOS]), make_finished("c", 7, FinishReason("stop", matched=EOS)))
+    events: list[Any] = sse_events((await asking).text)
+    assert events.pop() == "[DONE]"
+    logprobs = [event["choices"][0]["logprobs"] for event in events]
+    assert [token for part in logprobs for token in part["tokens"]][-2:] == ["B", "<eos>"]
+    assert [offset for part in logprobs for offset in part["text_offset"]] == [0, 1, 1, 1, 1, 2, 3]
+    assert all(part["top_logprobs"] is None for part in logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat(decode: RunningServer, stream: bool) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    asking = post(
+        decode, "/v1/chat/completions", messages=messages, rid="c", logprobs=True, top_logprobs=1, stream=stream
+    )
+    assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=1)
+    await decode.leader.send(scored("c", CRAB[:2], top=1))
+    await decode.report()
+    await decode.leader.send(scored("c", CRAB[2:], top=1))
+    await decode.report()
+    await decode.leader.send(scored("c", [EOS], top=1), make_finished("c", 5, FinishReason("stop", matched=EOS)))
+    response = await asking
+    if stream:
+        events: list[Any] = sse_events(response.text)
+        assert events.pop() == "[DONE]"
+        choices = [event["choices"][0] for event in events]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "🦀"
+        parts = [choice["logprobs"] for choice in choices]
+        assert parts[0] is None, "the role comes before the first token"
+        assert parts[-1] is None, "the end comes after the last token"
+        content = [entry for part in parts if part is not None for entry in part["content"]]
+    else:
+        content = response.json()["choices"][0]["logprobs"]["content"]
+    assert content[0] == {
+        "token": "bytes:\\xf0",
+        "logprob": -2.4,
+        "bytes": [0xF0],
+        "top_logprobs": [{"token": "A", "logprob": -1.0, "bytes": [65]}],
+    }
+    assert [entry["token"] for entry in content[-2:]] == ["bytes:\\x80", "<eos>"]
+    assert len(content) == 5
+
+
+async def test_without_logprobs_the_field_is_null(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=False)
+    assert (await decode.leader.expect(Submit)).logprobs is None
+    await decode.leader.send(Tokens("c", (65,)), make_finished("c", 1))
+    assert (await asking).json()["choices"][0]["logprobs"] is None

@@ -1,0 +1,173 @@
+"""The front's end of the socket to its leader, and what it counts, with a scripted leader on the other end."""
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.schema import DecodeConfig
+from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit, Tokens
+from pdserve.server.engine.leader_client import BATCHES_PER_TURN, OVERDUE_S, LeaderClient
+from pdserve.server.observability.metrics import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, Metrics
+from pdserve.server.text.tokenizer import Tokenizer
+from tests.server.http_harness import introduce, running_server, sse_events
+from tests.server.scripted_leader import ScriptedLeader, make_finished
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[LeaderClient, ScriptedLeader]]:
+    client = LeaderClient(Metrics(), DecodeConfig())
+    leader = ScriptedLeader(client.address)
+    receiving = asyncio.create_task(client.run())
+    await introduce(leader, client)
+    yield client, leader
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
+    leader.close()
+    client.close()
+
+
+async def test_what_comes_while_something_is_sent_is_not_left_lying(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    """ZMQ's descriptor tells of it once, and whoever sends takes that notice away."""
+    client, leader = pair
+    inbox = client.open([Submit("r", (1,), SamplingParams())])
+    await leader.expect(Submit)
+    for token in range(20):
+        await leader.send(Tokens("r", (token,)))
+        time.sleep(0.01)
+        client.flush_cache()
+        (progress,) = await asyncio.wait_for(inbox.receive(), 2)
+        assert progress.token_ids == [token]
+    await leader.send(make_finished("r", 20))
+    await inbox.receive()
+    inbox.close()
+
+
+async def test_no_other_user_can_be_the_leader() -> None:
+    """All users of the machine can see the name of the socket."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    client = LeaderClient(Metrics(), DecodeConfig())
+    program = f"""
+import os, zmq
+os.setgid(65534), os.setuid(65534)
+socket = zmq.Context().socket(zmq.PAIR)
+monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+socket.connect({client.address!r})
+os._exit(bool(monitor.poll(500)))
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await asyncio.wait_for(process.wait(), 20) == 0, "another user was let in"
+    client.close()
+
+
+async def test_a_front_that_has_fallen_behind_takes_everything_in_order(
+    pair: tuple[LeaderClient, ScriptedLeader],
+) -> None:
+    client, leader = pair
+    inbox = client.open([Submit("a", (1,), SamplingParams(), more_rids=("b",))])
+    await leader.expect(Submit)
+    count = 2 * BATCHES_PER_TURN + 10
+    for token in range(count):
+        await leader.send(Tokens("a", (token,)), Tokens("b", (-token,)))
+    await leader.send(make_finished("a", count), make_finished("b", count))
+    taken: dict[str, list[int]] = {"a": [], "b": []}
+    looks = ended = 0
+    while ended < 2:
+        looks += 1
+        for progress in await asyncio.wait_for(inbox.receive(), 2):
+            taken[progress.rid] += progress.token_ids
+            ended += progress.terminal is not None
+    inbox.close()
+    assert taken == {"a": list(range(count)), "b": [-token for token in range(count)]}
+    assert looks < count, "tokens that wait are taken together"
+
+
+@pytest.mark.parametrize("by", ["timeout_s", "request_timeout_s"])
+async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by: str) -> None:
+    config = DecodeConfig(request_timeout_s=0.2 if by == "request_timeout_s" else 600.0)
+    async with running_server(tokenizer, config) as server:
+        body = {"text": "a", "rid": "r", **({"timeout_s": 0.2} if by == "timeout_s" else {})}
+        before = time.monotonic()
+        response = await server.http.post("/generate", json=body)
+        assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
+        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not answer"
+        assert response.json()["error"]["message"] == words
+        await server.leader.expect(Submit)
+        assert await server.leader.expect(Cancel) == Cancel("r")
+        refused = await server.http.post("/generate", json=body)
+        assert refused.status_code == 409, "the leader may still have it"
+        await server.leader.send(Tokens("r", (1,)), Failed("r", 499, "aborted", "late"))  # it is back
+        await server.report()
+        again = asyncio.create_task(server.http.post("/generate", json={"text": "a", "rid": "r"}))
+        await server.leader.expect(Submit)
+        await server.leader.send(Tokens("r", (104,)), make_finished("r", 1))
+        assert (await again).json()["text"] == "h"
+
+
+async def test_a_stream_ends_at_its_deadline_while_the_leader_hangs(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        body = {"text": "a", "stream": True, "timeout_s": 0.3, "sampling_params": {"n": 2}}
+        streaming = asyncio.create_task(server.http.post("/generate", json=body))
+        submit = await server.leader.expect(Submit)
+        await server.leader.send(Tokens(submit.rid, (104,)))
+        *_, first, second, done = sse_events((await streaming).text)
+        assert done == "[DONE]"
+        assert [event["error"]["code"] for event in (first, second)] == ["deadline"] * 2  # type: ignore[index]
+
+
+async def test_a_deadline_that_is_not_reached_leaves_nothing_behind(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    client, leader = pair
+    with client.open([Submit("r", (1,), SamplingParams(), timeout_s=60)]) as inbox:
+        (timer,) = [entry.overdue for entry in client._open.values()]
+        await leader.expect(Submit)
+        await leader.send(make_finished("r", 1))
+        await inbox.receive()
+    assert timer is not None
+    assert timer.cancelled()
+
+
+async def test_the_prompts_of_a_call_say_that_they_belong_together(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    """So that the leader lets all of them in or none. They follow one another."""
+    client, leader = pair
+    with client.open([Submit(rid, (1,), SamplingParams()) for rid in "abc"]):
+        found = [await leader.expect(Submit) for _ in range(3)]
+    assert [(submit.rid, submit.follows) for submit in found] == [("a", None), ("b", "a"), ("c", "a")]
+
+
+def test_tokens_are_counted_as_prometheus_does() -> None:
+    registry = CollectorRegistry()
+    first = Histogram("pdserve_time_to_first_token_seconds", "", buckets=LATENCY_BUCKETS_S, registry=registry)
+    between = Histogram("pdserve_inter_token_latency_seconds", "", buckets=INTER_TOKEN_BUCKETS_S, registry=registry)
+    tokens = Counter("pdserve_generation_tokens", "", registry=registry)
+    metrics, numbers = Metrics(), random.Random(1)
+    metrics.tokens_arrived(3, opened_at=1.0, last_token_at=None, now=1.5)
+    first.observe(0.5)
+    between.observe(0.0)
+    between.observe(0.0)
+    tokens.inc(3)
+    for bound in (*INTER_TOKEN_BUCKETS_S, 0.0, 7.0, *(numbers.expovariate(20.0) for _ in range(500))):
+        count = numbers.choice((0, 1, 1, 1, 2, 5))
+        metrics.tokens_arrived(count, opened_at=0.0, last_token_at=0.0, now=bound * count)
+        for _ in range(count):
+            between.observe(bound * count / count)
+        tokens.inc(count)
+    assert _samples(metrics.render("")[0]) >= _samples(generate_latest(registry)) > set()
+
+
+def _samples(exposition: bytes) -> set[str]:
+    """Lines of values; sums to nine digits, as they depend on the order of adding."""
+    found = set()
+    for line in exposition.decode().splitlines():
+        name, _, value = line.rpartition(" ")
+        if not line.startswith("#") and "_created" not in name:
+            found.add(f"{name} {float(value):.9g}")
+    return found

@@ -1,0 +1,137 @@
+"""Supervision with real processes: logs, deaths, bounded ends, and no survivors when the parent is killed."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdserve.server.launch.children import ChildEndedError, Children, without_role
+from tests.cluster.servers import wait_until
+from tests.processes import gone
+
+ROOT = Path(__file__).parents[3]
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
+
+SLEEPS = "import time; print('started'); time.sleep(60)"
+IGNORES_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPS
+HAS_GRANDCHILD = (
+    "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid); "
+    "import time; time.sleep(60)"
+)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), highlight=False)
+
+
+@pytest.fixture
+def children(console: Console) -> Iterator[Children]:
+    children = Children(console)
+    yield children
+    children.stop(0.0)
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def python(script: str) -> list[str]:
+    return [sys.executable, "-P", "-c", script]
+
+
+def test_lines_carry_the_name_of_the_child_and_no_colour_off_a_terminal(children: Children, console: Console) -> None:
+    children.start("prefill", python("import sys; print('one [b]'); print('two', file=sys.stderr); input()"), ENVIRON)
+    wait_until(lambda: "EOFError" in output(console), 30, "its last word")
+    assert output(console).splitlines()[:2] == ["[prefill] one [b]", "[prefill] two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("2026-11-15 02:14:54.123 I decode: ready: decode: yes", "2026-11-15 02:14:54.123 I ready: decode: yes"),
+        ("2026-11-15 02:14:54.123 W decode rank 1: slow", "2026-11-15 02:14:54.123 W rank 1: slow"),
+        ("2026-11-15 02:14:54.123 I prefill: ready", "2026-11-15 02:14:54.123 I prefill: ready"),
+        ("pdserve: error: decode: no", "pdserve: error: decode: no"),
+        ("  decode: indented", "  decode: indented"),
+    ],
+)
+def test_a_line_names_its_role_once(line: str, shown: str) -> None:
+    assert without_role(line, "decode") == shown
+
+
+def test_a_death_is_reported_with_its_code_and_last_words(children: Children) -> None:
+    children.start("decode", python(SLEEPS), ENVIRON)
+    children.check()
+    child = children.start("prefill", python("import sys; print('no such model'); sys.exit(2)"), ENVIRON)
+    child.process.wait()
+    message = r"^prefill ended with exit code 2 after \d+\.\d s; its last line: no such model$"
+    with pytest.raises(ChildEndedError, match=message):
+        children.check()
+
+
+def test_a_killed_child_is_reported_with_its_signal(children: Children) -> None:
+    child = children.start("prefill", python(SLEEPS), ENVIRON)
+    os.kill(child.process.pid, signal.SIGKILL)
+    child.process.wait()
+    with pytest.raises(ChildEndedError, match="prefill was killed by SIGKILL after"):
+        children.check()
+
+
+def test_stop_ends_a_deaf_child_and_its_own_children_in_bounded_time(children: Children, console: Console) -> None:
+    deaf = children.start("deaf", python(IGNORES_TERM), ENVIRON)
+    parent = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)
+    wait_until(lambda: "started" in output(console) and "[parent]" in output(console), 30, "both have started")
+    grandchild = int(output(console).split("[parent]")[1].split()[0])
+    assert not gone(grandchild)
+    begun = time.monotonic()
+    children.stop(1.0)
+    assert 1.0 <= time.monotonic() - begun < 3.0
+    assert "deaf did not stop in time" in output(console)
+    assert "parent did not stop" not in output(console)
+    wait_until(lambda: all(map(gone, (deaf.process.pid, parent.process.pid, grandchild))), 10, "all have ended")
+
+
+def test_held_lines_are_printed_afterwards(children: Children, console: Console) -> None:
+    with children.logs_held():
+        child = children.start("decode", python("print('later')"), ENVIRON)
+        child.process.wait()
+        child.reader.join()
+        console.print("now")
+    assert output(console).splitlines() == ["now", "[decode]  later"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
+def test_children_end_when_their_parent_is_killed() -> None:
+    child_script = (
+        "import sys, time; from pdserve.server.launch.children import end_with_parent; "
+        "end_with_parent(int(sys.argv[1])); print('watching', flush=True); time.sleep(60)"
+    )
+    parent_script = (
+        "import os, subprocess, sys, time; command = [sys.executable, '-P', '-c', sys.argv[1], str(os.getpid())]; "
+        "child = subprocess.Popen(command, stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([*python(parent_script), child_script], env=ENVIRON, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        parent.kill()
+    wait_until(lambda: gone(pid), 10, "the child has ended")
+
+
+def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:
+    script = "from pdserve.server.launch.children import end_with_parent; end_with_parent(1); print('started')"
+    result = subprocess.run(python(script), env=ENVIRON, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "the process that started this one (1) has gone" in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,278 @@
+"""The front as a process: start-up, its leader's death, signals and exit codes. The leader is a scripted program."""
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.scheduler.shutdown import exit_s
+from pdserve.server.engine.leader_process import TERM_GRACE_S
+from pdserve.server.launch.ports import check_port
+from tests.cluster.servers import wait_until
+from tests.ports import free_port
+from tests.processes import gone
+from tests.server.http_harness import write_byte_model
+from tests.server.scripted_leader import SUBMITTED
+from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
+
+ROOT = Path(__file__).parents[3]
+DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword arguments differ in type
+AUTHORIZED = {"Authorization": "Bearer front-secret"}
+START_TIMEOUT_S = 60.0
+"""Of two Python processes on a machine that is busy with other tests."""
+PROGRAM = """
+import json, sys
+from pdserve.configs.load import parse_config
+from pdserve.server.cli import exit_code_of
+from pdserve.server.launch.frontend import run_front
+config, leader = parse_config(json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
+code = exit_code_of(lambda: run_front(config, leader_command=leader))
+assert "torch" not in sys.modules, "the front imported torch"
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("bytes"))
+
+
+class RunningFront:
+    def __init__(self, process: "subprocess.Popen[str]", port: int, temp: Path) -> None:
+        self.process = process
+        self.port = port
+        self.temp = temp
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_healthy(self) -> None:
+        self.wait_state("ready")
+
+    def wait_submitted(self) -> None:
+        """Until the leader has a request."""
+        info = {"url": f"{self.url}/server_info", "headers": AUTHORIZED, **DIRECT}
+        wait_until(lambda: httpx.get(**info).json()["states"]["RUNNING"] == SUBMITTED, 10, "submitted")
+
+    def wait_state(self, state: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", **DIRECT).json()["state"] == state:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"never {state}: {self.end()}")
+
+    def end(self, within_s: float = 8.0) -> tuple[int, str]:
+        """Exit code and stderr; also checks that nothing is left in the temporary folder."""
+        _, stderr = self.process.communicate(timeout=within_s)
+        assert list(self.temp.iterdir()) == []
+        return self.process.returncode, stderr
+
+    def leader_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        (pid,) = [int(pid) for path in children for pid in path.read_text().split()]
+        return pid
+
+
+@contextmanager
+def front(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
+    port = free_port()
+    settings = {"role": "decode", "model": str(model), "port": port, "api_key": "front-secret"} | config
+    env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(settings), LEADER_PROGRAM, behaviour]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        yield RunningFront(process, port, temp)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def generate(running: RunningFront) -> httpx.Response:
+    return httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=AUTHORIZED, timeout=10, **DIRECT)
+
+
+def check_gone(pid: int) -> None:
+    wait_until(lambda: gone(pid), 5, "the leader has gone")
+
+
+def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "slow") as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(generate, running)
+            running.wait_submitted()
+            running.process.send_signal(signal.SIGTERM)
+            response = answer.result()
+        assert (response.status_code, response.json()["text"]) == (200, "hi")
+        assert "server" not in response.headers
+        code, stderr = running.end()
+        assert code == 0, stderr
+        check_gone(leader)
+        lines = [line for line in stderr.splitlines() if line]
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [IW] decode: ", line) for line in lines), stderr
+        for words in (f"ready: bytes at http://127.0.0.1:{running.port}", "SIGTERM: draining"):
+            assert words in stderr
+        assert "front-secret" not in stderr
+
+
+def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "crash-on-submit") as running:
+        running.wait_healthy()
+        started = time.monotonic()
+        response = generate(running)
+        assert response.status_code == 503
+        assert "SIGKILL" in response.json()["error"]["message"]
+        assert response.headers["retry-after"]
+        code, stderr = running.end()
+        assert time.monotonic() - started < 5
+        assert (code, "ended by SIGKILL" in stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected_code", "message"),
+    [
+        ("startup-failed", 2, "pdserve: error: model /nowhere: no such directory\n"),
+        ("crash-at-start", 1, "while it was starting; its log is above"),
+    ],
+)
+def test_leader_that_cannot_start(
+    model: Path, tmp_path: Path, behaviour: str, expected_code: int, message: str
+) -> None:
+    """2 is for what somebody has to mend first; after 1 another try may help."""
+    with front(model, tmp_path, behaviour) as running:
+        code, stderr = running.end(within_s=START_TIMEOUT_S)
+        assert code == expected_code, stderr
+        assert message in stderr
+        assert "Traceback" not in stderr
+
+
+def test_busy_port(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with front(model, tmp_path, "serve", port=port) as running:
+            code, stderr = running.end(within_s=START_TIMEOUT_S)
+    assert code == 2
+    assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+
+
+def test_what_does_not_fit_the_model_is_found_before_a_leader_is_started(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "serve", tp=4) as running:
+        code, stderr = running.end(within_s=START_TIMEOUT_S)
+    assert code == 2
+    assert stderr == "pdserve: error: tp = 4 does not divide num_attention_heads = 2: --tp may be 1 or 2\n"
+
+
+def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with front(model, tmp_path, "serve", role="prefill", bootstrap_port=port) as running:
+            code, stderr = running.end(within_s=START_TIMEOUT_S)
+    assert code == 2
+    assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
+
+
+def test_a_control_port_that_becomes_free_is_waited_for() -> None:
+    """A server that is started again at once may find the leader of the one before ending."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        threading.Timer(0.3, taken.close).start()
+        check_port("127.0.0.1", port, "--bootstrap-port", patience_s=START_TIMEOUT_S)
+
+
+def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "deaf", shutdown_timeout_s=60) as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(generate, running)
+            running.wait_submitted()
+            running.process.send_signal(signal.SIGINT)
+            running.wait_state("stopping")
+            assert httpx.get(f"{running.url}/health", **DIRECT).status_code == 503
+            running.process.send_signal(signal.SIGINT)
+            assert answer.result().status_code == 503
+        code, stderr = running.end(within_s=30)
+        assert code == 130, stderr
+        check_gone(leader)
+
+
+def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "deaf", shutdown_timeout_s=0) as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end(within_s=20)
+        assert time.monotonic() - started < exit_s("cpu") + TERM_GRACE_S + 3
+        assert (code, "sending SIGTERM" in stderr, "sending SIGKILL" in stderr) == (1, True, True)
+        check_gone(leader)
+
+
+def test_a_leader_that_needs_its_time_to_end_is_given_it(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "lingers", role="prefill", shutdown_timeout_s=0) as running:
+        running.wait_healthy()
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end(within_s=20)
+        assert code == 0, stderr
+        assert "SIGTERM: draining 1 transfer for" in stderr
+
+
+def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "loading", shutdown_timeout_s=60) as running:
+        running.wait_state("starting")
+        leader = running.leader_pid()
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end(within_s=30)
+        assert code == 0, stderr
+        check_gone(leader)
+
+
+def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "serve") as running:
+        running.wait_healthy()
+        leader = running.leader_pid()
+        running.process.kill()
+        check_gone(leader)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_noise_on_the_port_does_not_fill_the_log(model: Path, tmp_path: Path) -> None:
+    with front(model, tmp_path, "serve") as running:
+        running.wait_healthy()
+        started = time.monotonic()
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", running.port)) as stranger:
+                stranger.sendall(b"\x16\x03\x01 hello?\r\n\r\n")
+                assert b"400 Bad Request" in stranger.recv(1000)
+        seconds = time.monotonic() - started
+        running.process.send_signal(signal.SIGTERM)
+        _, stderr = running.end()
+    assert 1 <= stderr.count("Invalid HTTP request received") <= 1 + seconds, stderr
+
+
+def test_clients_may_take_more_files_than_the_soft_limit(model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with front(model, tmp_path, "serve") as running:
+            running.wait_healthy()
+            assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,87 @@
+"""Clients that offer to change to HTTP/2 or WebSocket are answered in HTTP/1.1; old ones get no chunks."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.scheduler.messages.frontend import Submit, Tokens
+from pdserve.server.launch.http_protocol import without_upgrade
+from tests.server.http_harness import RunningServer, sse_events
+from tests.server.scripted_leader import make_finished
+
+# As Java's HttpClient and `curl --http2` write it.
+HEAD = (
+    "POST /generate HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: {length}\r\nHost: x\r\n"
+    "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n"
+)
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Status line and body of the next answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    length = next(line for line in head.splitlines() if line.startswith("content-length: "))
+    return head.splitlines()[0], await reader.readexactly(int(length.partition(": ")[2]))
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+async def test_an_offer_of_http2_is_ignored(decode: RunningServer, pause_s: float) -> None:
+    """Twice on one connection, with the body in the packet of its headers and after it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    for text in ("ab", "cd"):
+        body = json.dumps({"text": text}).encode()
+        writer.write(HEAD.format(length=len(body)).encode())
+        await asyncio.sleep(pause_s)
+        writer.write(body)
+        submit = await decode.leader.expect(Submit)
+        assert bytes(submit.prompt_ids).decode() == text
+        await decode.leader.send(Tokens(submit.rid, (65,)), make_finished(submit.rid, 1))
+        status, answer = await answer_of(reader)
+        assert (status, json.loads(answer)["text"]) == ("HTTP/1.1 200 OK", "A")
+    writer.close()
+
+
+async def test_an_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nupgrade: websocket\r\n\r\n")
+    assert (await answer_of(reader))[0] == "HTTP/1.1 200 OK"
+    writer.close()
+
+
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_the_connection(decode: RunningServer) -> None:
+    """As nginx asks by default, and `ab`. Pieces leave as they come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    body = json.dumps({"text": "a", "stream": True}).encode()
+    writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    submit = await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens(submit.rid, (65,)))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert (await reader.readuntil(b"\n\n")).startswith(b'data: {"text":"A"')
+    await decode.leader.send(Tokens(submit.rid, (66,)), make_finished(submit.rid, 2))
+    events: list[Any] = sse_events((await reader.read()).decode())
+    assert [event if isinstance(event, str) else event["text"] for event in events] == ["AB", "[DONE]"]
+    writer.close()
+
+
+async def test_an_answer_to_a_client_of_http_1_0_has_its_length(decode: RunningServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    status, answer = await answer_of(reader)
+    assert (status, json.loads(answer)["status"]) == ("HTTP/1.1 200 OK", "ok")
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\n\r\nbody\r\nUpgrade: h2c\r\n",
+        b"GET /upgrade: HTTP/1.1\r\nX-Upgrade: h2c\r\nUpgrade-Insecure-Requests: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x",
+    ],
+)
+def test_nothing_else_is_touched(data: bytes) -> None:
+    assert without_upgrade(data) is data

@@ -1,0 +1,140 @@
+"""`pdserve up` around scripted servers: readiness, the banner, signals, and a server that dies.
+
+The children here are small HTTP servers in place of the real ones, which tests/cluster starts; everything else is
+the product's own code in its own process.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[3]
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
+
+# A stand-in server: `starting` the first times it is asked, then healthy; a token goes through on the second try; GET
+# /die ends it.
+SERVER = """
+import collections, http.server, os, sys
+role, port, unready = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+print(f"{role} is starting", flush=True)
+if unready < 0:
+    print("pdserve: error: no such model", flush=True)
+    sys.exit(-unready)
+asked = collections.Counter()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(7)
+        asked[self.path] += 1
+        ok = asked["/health"] > unready and (self.path != "/health_generate" or asked[self.path] > 1)
+        body = b'{"status": "ok"}' if ok else b'{"status": "starting"}'
+        self.send_response(200 if ok else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+DRIVER = """
+import sys
+from pdserve.server.launch import up
+from pdserve.server.launch.pair import load_pair_config
+ports = dict(zip(("port", "prefill_port", "bootstrap_port"), sys.argv[2:5]))
+unready = {"prefill": sys.argv[5], "decode": "0"}
+up.PROGRESS_LINE_S = 0.0
+up.server_command = lambda server: [
+    sys.executable, "-P", "-c", sys.argv[1], server.role, str(server.port), unready[server.role]]
+sys.exit(up.run_up(load_pair_config(None, ports, {})))
+"""
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return [free_port() for _ in range(3)]
+
+
+@pytest.fixture
+def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """`run_up` in its own process; the parameter is how often prefill is asked before it is healthy."""
+    command = [sys.executable, "-P", "-c", DRIVER, SERVER, *map(str, ports), str(getattr(request, "param", 2))]
+    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        yield process
+        process.terminate()  # not kill: a test that failed halfway must not leave the stand-ins behind
+        process.wait(timeout=20)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} was never printed: {lines}")
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_waits_for_both_then_serves_until_a_signal(
+    up: subprocess.Popen[str], ports: list[int], number: signal.Signals
+) -> None:
+    lines = read_until(up, "Ctrl-C stops both.")
+    assert "[prefill] prefill is starting" in lines
+    assert "[decode]  decode is starting" in lines
+    assert any(line.startswith("waiting for prefill (") for line in lines)
+    ready = next(index for index, line in enumerate(lines) if line.startswith("ready after "))
+    token = next(index for index, line in enumerate(lines) if line.startswith("waiting for a first token through both"))
+    assert token < ready
+    assert any(line.startswith(f'  curl http://127.0.0.1:{ports[0]}/generate -d \'{{"text"') for line in lines)
+    assert listening(ports[0])
+    assert listening(ports[1])
+    begun = time.monotonic()
+    up.send_signal(number)
+    assert up.wait(timeout=10) == 0
+    assert time.monotonic() - begun < 3.0
+    assert not listening(ports[0])
+    assert not listening(ports[1])
+
+
+def test_when_one_server_dies_the_other_is_stopped_and_up_says_why(up: subprocess.Popen[str], ports: list[int]) -> None:
+    read_until(up, "Ctrl-C stops both.")
+    with pytest.raises(OSError, match="closed"):
+        urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/die", timeout=5)
+    lines = read_until(up, "pdserve: error: prefill ended with exit code 7 after")
+    assert up.wait(timeout=10) == 1
+    assert "its last line: prefill is starting" in lines[-1]
+    assert not listening(ports[0])
+
+
+@pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])
+def test_a_server_that_cannot_start_ends_up_with_its_reason(
+    up: subprocess.Popen[str], code: int, ports: list[int]
+) -> None:
+    """And with 2, where the settings were wrong."""
+    lines = read_until(up, "prefill ended with exit code ")
+    assert lines[-1].endswith("its last line: pdserve: error: no such model")
+    assert up.wait(timeout=10) == code
+    assert not listening(ports[0])
+
+
+@pytest.mark.parametrize("up", [1_000_000], indirect=True)
+def test_a_signal_also_ends_it_while_it_waits(up: subprocess.Popen[str], ports: list[int]) -> None:
+    read_until(up, "waiting for prefill (starting)")
+    up.send_signal(signal.SIGINT)
+    assert up.wait(timeout=10) == 0
+    assert not listening(ports[0])

@@ -1,0 +1,66 @@
+"""`X-Request-Id` of a client: in every answer, in the log, and never in the way of the `rid`."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+
+from pdserve.configs.schema import DecodeConfig
+from pdserve.scheduler.messages.frontend import Failed, Submit, Tokens
+from pdserve.server.text.tokenizer import Tokenizer
+from tests.server.http_harness import RunningServer, running_server
+from tests.server.scripted_leader import make_finished
+
+NAMED = {"X-Request-Id": "trace-1"}
+
+
+async def ask(server: RunningServer, body: dict[str, object], end: str = "") -> httpx.Response:
+    asking = asyncio.create_task(server.http.post("/generate", json={"text": "a", **body}, headers=NAMED))
+    submit = await server.leader.expect(Submit)
+    failed = Failed(submit.rid, 503, "unavailable", end)
+    await server.leader.send(Tokens(submit.rid, (65,)), failed if end else make_finished(submit.rid, 1))
+    return await asking
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": "mine"}, {"stream": True}])
+async def test_the_answer_carries_it(decode: RunningServer, body: dict[str, object]) -> None:
+    answer = await ask(decode, body)
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-request-id") == ["trace-1"]
+
+
+async def test_so_do_errors_and_other_routes(decode: RunningServer) -> None:
+    assert (await ask(decode, {}, "no prefill")).headers.get_list("x-request-id") == ["trace-1"]
+    for method, path, status in (("POST", "/generate", 400), ("GET", "/nowhere", 404), ("GET", "/health", 200)):
+        answer = await decode.http.request(method, path, headers=NAMED)
+        assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["trace-1"])
+
+
+async def test_the_same_name_twice_at_a_time_is_no_conflict(decode: RunningServer) -> None:
+    """As when a proxy repeats a request: the `rid` is another one."""
+    bodies = [asyncio.create_task(decode.http.post("/generate", json={"text": "a"}, headers=NAMED)) for _ in range(2)]
+    submits = [await decode.leader.expect(Submit) for _ in bodies]
+    for submit in submits:
+        await decode.leader.send(make_finished(submit.rid, 0))
+    answers = [await body for body in bodies]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert {answer.json()["meta_info"]["id"] for answer in answers} == {submit.rid for submit in submits}
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * 257, b"\xe9", b"a\tb"])
+async def test_what_no_line_of_the_log_can_hold_is_not_kept(decode: RunningServer, value: bytes) -> None:
+    answer = await decode.http.get("/health", headers=[(b"X-Request-Id", value)])
+    assert "x-request-id" not in answer.headers
+
+
+async def test_lines_of_the_log_name_it(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve")
+    async with running_server(tokenizer, DecodeConfig(log_requests=True)) as server:
+        await ask(server, {"rid": "r1"})
+        await ask(server, {"rid": "r2"}, "no prefill")
+        await server.http.post("/generate", json={}, headers=NAMED)
+    finished, failed, refused = [record.getMessage() for record in caplog.records]
+    assert finished.startswith("request r1 (X-Request-Id trace-1): length, ")
+    assert failed.startswith("request r2 (X-Request-Id trace-1): 503 unavailable after ")
+    assert refused.endswith(' (X-Request-Id trace-1): 400 invalid_request for "text"')

@@ -1,0 +1,343 @@
+"""Tokenizer against transformers' for the same files, chat templates, and streamed text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models
+from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from pdserve.configs.errors import ClientError, StartupError
+from pdserve.models.formats.gguf_file import GgufFile
+from pdserve.models.formats.gguf_tokenizer import gguf_tokenizer
+from pdserve.models.loading.catalog import locate_model
+from pdserve.server.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+from tests.checkpoints import EOS_ID, make_checkpoint
+
+TEXTS = [
+    "Hello, world!",
+    "In 2024 it cost 1234.50 euros",
+    "naïve café 日本語 🦀🏳️‍🌈 ▁",
+    "  leading, trailing  \n\n\ttabs and don't I'LL we've",
+    "<|im_start|>user\nhi<|im_end|>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return load_tokenizer(locate_model("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def reload(directory: Path, **settings: Any) -> Tokenizer:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return load_tokenizer(locate_model(str(directory)))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
+    assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
+
+
+def test_smollm2_has_the_token_ids_of_its_training(smollm2: Tokenizer) -> None:
+    """Digits one by one, special tokens as single ids, no BOS. Ids are pinned: a changed split changes them."""
+    assert smollm2.encode("<|im_start|>system\n") == [1, 9690, 198]
+    assert smollm2.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
+    digits = smollm2.encode("45")
+    assert [smollm2.decode([token]) for token in digits] == ["4", "5"]
+    assert (smollm2.eos_token_ids, smollm2.vocab_size) == ((2,), 49152)
+    assert smollm2.special_tokens["eos_token"] == "<|im_end|>"
+
+
+def test_smollm2_chat_prompt(smollm2: Tokenizer) -> None:
+    assert smollm2.has_chat_template
+    assert smollm2.render_chat([{"role": "user", "content": "Hi"}]) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_hugging_face_tokenizer_equals_transformers(directory: Path, text: str) -> None:
+    ours = load_tokenizer(locate_model(str(directory)))
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    for skip in (True, False):
+        assert ours.decode(ours.encode(text), skip) == theirs.decode(ours.encode(text), skip_special_tokens=skip)
+
+
+def test_bos_is_added_where_the_post_processor_says_so(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(locate_model(str(tmp_path)))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("ab")[0] == 256
+    assert tokenizer.encode("ab") == theirs("ab")["input_ids"]
+    assert tokenizer.encode("ab", add_special_tokens=False) == tokenizer.encode("ab")[1:]
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Say "é" & <b>'}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}",  # noqa: E501
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{{ messages | tojson(indent=2) }}{% if add_generation_prompt %}>{% endif %}",
+        "{{ strftime_now('%Y') }}",
+        "{% if tools is not none %}T{% endif %}{% if documents is defined %}D{% endif %}",
+    ],
+)
+def test_templates_render_as_in_transformers(template: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    ours = reload(tmp_path, chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
+        assert ours.render_chat(MESSAGES, add_generation_prompt=prompt) == expected
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    """As transformers: they win over the names of special tokens, and lose against what a chat always has."""
+    make_checkpoint(tmp_path)
+    ours = reload(tmp_path, chat_template="{{ eos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for variables in ({}, {"thinking": False}, {"thinking": True, "eos_token": "!"}):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **variables)
+        assert ours.render_chat(MESSAGES, variables=variables) == expected
+    shadowed = reload(tmp_path, chat_template="{{ messages | length }}")
+    assert shadowed.render_chat(MESSAGES, variables={"messages": []}) == "2"
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    assert reload(tmp_path, chat_template=named).render_chat([]) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert reload(tmp_path).render_chat([]) == "F"
+
+
+def test_a_chat_without_a_template_or_refused_by_it_is_the_clients_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    none = reload(tmp_path, chat_template=None)
+    assert not none.has_chat_template
+    with pytest.raises(ClientError, match="no chat template"):
+        none.render_chat(MESSAGES)
+    refusing = reload(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ClientError, match="roles must alternate"):
+        refusing.render_chat(MESSAGES)
+    escaping = reload(tmp_path, chat_template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ClientError, match="unsafe"):
+        escaping.render_chat(MESSAGES)
+    failing = reload(tmp_path, chat_template="{{ messages[0].content.encode(thinking) }}")
+    with pytest.raises(ClientError, match="unknown encoding: x"):  # LookupError
+        failing.render_chat(MESSAGES, variables={"thinking": "x"})
+    with pytest.raises(StartupError, match="cannot be compiled"):
+        reload(tmp_path, chat_template="{% for %}")
+
+
+def test_end_tokens_join_the_model_and_the_tokenizer(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, eos_token_id=7)
+    assert load_tokenizer(locate_model(str(tmp_path))).eos_token_ids == (7, EOS_ID)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(locate_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        ("tokenizer_config.json", b"[1, 2]", "expected a JSON object"),
+        ("special_tokens_map.json", b"{", "cannot be read: Expecting"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes, problem: str) -> None:
+    directory = make_checkpoint(tmp_path)
+    (directory / name).write_bytes(data)
+    with pytest.raises(StartupError, match=f"{name}: {problem}"):
+        load_tokenizer(locate_model(str(directory)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.one_of(st.text(max_size=40), st.lists(st.integers(0, 49151), max_size=30)),
+    sizes=st.lists(st.integers(1, 4), max_size=40),
+    skip=st.booleans(),
+)
+def test_streamed_deltas_add_up_to_the_decoded_whole(
+    smollm2: Tokenizer, text: str | list[int], sizes: list[int], skip: bool
+) -> None:
+    """For real text and for random ids, whose bytes are mostly not valid UTF-8."""
+    token_ids = smollm2.encode(text) if isinstance(text, str) else text
+    stream = TextStream(smollm2, skip_special_tokens=skip)
+    whole, position, out = smollm2.decode(token_ids, skip), 0, ""
+    for size in [*sizes, *[1] * len(token_ids)]:
+        out += stream.push(token_ids[position : position + size])
+        position += size
+        assert whole.startswith(out)
+    assert out + stream.finish() == whole
+    assert stream.finish() == ""
+
+
+@pytest.fixture(scope="module")
+def broken(smollm2: Tokenizer) -> dict[bytes, int]:
+    """Tokens that are a single byte of a longer character."""
+    ids = {smollm2.token_bytes(token): token for token in range(smollm2.vocab_size)}
+    return {bytes([byte]): ids[bytes([byte])] for byte in (0xE2, 0x82, 0xAC, 0xF0)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(run=st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0"]), min_size=1, max_size=7), skip=st.booleans())
+def test_long_runs_of_broken_characters_stream_as_they_decode(
+    smollm2: Tokenizer, broken: dict[bytes, int], run: list[bytes], skip: bool
+) -> None:
+    token_ids = [*smollm2.encode("a"), *(broken[byte] for byte in run * 40), *smollm2.encode(" z")]
+    stream = TextStream(smollm2, skip_special_tokens=skip)
+    out = "".join(stream.push([token]) for token in token_ids)
+    assert out + stream.finish() == smollm2.decode(token_ids, skip)
+
+
+@pytest.mark.parametrize("run", [(2,), (10**6,), (b"\xe2",), (b"\x82",), (b"\xe2", b"\x82"), (b"\xe2", 2)], ids=repr)
+def test_a_push_decodes_a_bounded_number_of_tokens(
+    smollm2: Tokenizer, broken: dict[bytes, int], run: tuple[int | bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long: end tokens after the end (ignore_eos), ids without a token (dummy weights), broken characters."""
+    token_ids = [broken[item] if isinstance(item, bytes) else item for item in run] * (2000 // len(run))
+    whole, decoded = smollm2.decode(token_ids), []
+
+    def decode(tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoded.append(len(tokens))
+        return Tokenizer.decode(smollm2, tokens, skip_special_tokens)
+
+    monkeypatch.setattr(smollm2, "decode", decode)
+    stream = TextStream(smollm2)
+    out = "".join(stream.push([token]) for token in token_ids)
+    assert out + stream.finish() == whole
+    assert max(decoded) <= 64
+    assert sum(decoded) < 64 * len(token_ids)
+
+
+def test_a_character_of_several_tokens_is_held_back_whole(smollm2: Tokenizer) -> None:
+    token_ids = smollm2.encode("🦀!")
+    assert len(token_ids) > 2
+    stream = TextStream(smollm2)
+    deltas = [stream.push([token]) for token in token_ids]
+    assert [delta for delta in deltas if delta] == ["🦀", "!"]
+
+
+def test_an_unfinished_character_comes_out_at_the_end(smollm2: Tokenizer) -> None:
+    token_ids = smollm2.encode("a🦀")
+    stream = TextStream(smollm2)
+    assert stream.push(token_ids[:-1]) == "a"
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 49151), max_size=30))
+def test_bytes_of_tokens_add_up_to_the_text(smollm2: Tokenizer, token_ids: list[int]) -> None:
+    """Also of random ids, whose bytes are mostly not valid UTF-8."""
+    joined = b"".join(smollm2.token_bytes(token) for token in token_ids)
+    assert joined.decode(errors="replace") == smollm2.decode(token_ids, skip_special_tokens=False)
+
+
+def test_text_of_single_tokens(smollm2: Tokenizer) -> None:
+    assert [smollm2.token_text(token) for token in smollm2.encode("Hi there")] == ["Hi", " there"]
+    assert smollm2.token_text(smollm2.encode("🦀")[0]) == "\N{REPLACEMENT CHARACTER}"
+    assert smollm2.token_text(0) == "<|endoftext|>"
+    assert smollm2.token_bytes(10**6) == b"", "vocabularies are padded: not every id has a token"
+
+
+def test_bytes_of_sentencepiece_tokens() -> None:
+    """A leading space, which decoding a single token would strip, and bytes outside the vocabulary."""
+    pieces = ["<unk>", "\N{LOWER ONE EIGHTH BLOCK}Hi", "<0xF0>", "<0xZZ>"]
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
+    assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b" Hi", b"\xf0", b"<0xZZ>"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer is of kind 'llama'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported"),
+    ],
+)
+def test_unknown_gguf_tokenizers_are_refused(change: dict[str, str], message: str) -> None:
+    file = GgufFile(locate_model("smollm2").path)
+    file.metadata.update(change)
+    with pytest.raises(StartupError, match=message):
+        gguf_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, r"merges is damaged: 'ab' is not two parts with a space between"),
+        ({"tokenizer.ggml.merges": ["a "]}, r"merges is damaged: 'a ' is not two parts with a space between"),
+        ({"tokenizer.ggml.merges": ["a no-such-token"]}, r"merges is damaged: "),
+        ({"tokenizer.ggml.merges": [7]}, r"merges is damaged: entry 0 is no text, but 7"),
+        ({"tokenizer.ggml.merges": 7}, r"merges is missing"),
+        ({"tokenizer.ggml.tokens": ["a", 7]}, r"tokens is damaged: entry 1 is no text, but 7"),
+        ({"tokenizer.ggml.token_type": 7}, r"token_type is damaged: no list, but 7"),
+    ],
+)
+def test_damaged_gguf_tokenizers_are_one_line(change: dict[str, Any], message: str) -> None:
+    file = GgufFile(locate_model("smollm2").path)
+    file.metadata.update(change)
+    with pytest.raises(StartupError, match=f"^model .*: tokenizer.ggml.{message}") as refused:
+        gguf_tokenizer(file)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "gpt-2"])
+def test_other_gguf_pre_tokenizers_split_words_as_the_originals(kind: str) -> None:
+    """The rules alone, on SmolLM2's vocabulary: against transformers' own pre-tokenizers for those families."""
+    file = GgufFile(locate_model("smollm2").path)
+    file.metadata["tokenizer.ggml.pre"] = kind
+    del file.metadata["tokenizer.ggml.add_bos_token"]
+    ours = gguf_tokenizer(file)
+    if kind == "qwen2":
+        theirs = transformers.Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+    elif kind == "gpt-2":
+        theirs = transformers.GPT2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+    else:
+        theirs = Backend(ours.model)
+        theirs.pre_tokenizer = PreTokenizers(
+            [
+                Split(Regex(TikTokenConverter(vocab_file="unused").pattern), behavior="isolated", invert=False),
+                ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    # Llama 3 adds BOS unless the file says no, the others only where it says yes
+    assert ours.encode("ab").tokens[:1] == (["<|im_start|>"] if kind == "llama-bpe" else ["ab"])
+    for text in TEXTS:
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)

@@ -1,0 +1,1176 @@
+"""The control plane over real sockets, and real processes where one is stopped or killed.
+
+Run as a script this file is the other process: `test_control.py prefill|decode PORT INSTANCE` pairs, prints one line
+per event, and answers every Abort with an AbortAck (prefill).
+"""
+
+import json
+import logging
+import os
+import signal
+import socket as sockets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import zmq
+
+from pdserve.configs.allowed_hosts import AllowedHosts
+from pdserve.configs.errors import StartupError
+from pdserve.configs.sampling import SamplingParams
+from pdserve.transfer.control import session
+from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys
+from pdserve.transfer.control.decode import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
+from pdserve.transfer.control.events import (
+    Event,
+    LoadReported,
+    MessageReceived,
+    PeerAlias,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    PeerSnapshot,
+    PeersUnreachable,
+    PeerUp,
+    SendFailed,
+)
+from pdserve.transfer.control.prefill import PrefillControl
+from pdserve.transfer.control.reachability import HTTP_PORT
+from pdserve.transfer.control.reliable_channel import Link
+from pdserve.transfer.control.session import Timing
+from pdserve.transfer.control.thread import LAST_WORDS_S, Control
+from pdserve.transfer.plan.pairing import check_pair
+from pdserve.transfer.protocol.layout import KvLayout, Plane
+from pdserve.transfer.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
+    AnyMessage,
+    ChunkArrived,
+    Heartbeat,
+    Hello,
+    InstanceId,
+    KvDestination,
+    Load,
+    Pool,
+    Rank,
+    Refused,
+    TransferKey,
+    Welcome,
+)
+from pdserve.transfer.protocol.wire import Envelope, decode, encode
+from tests.ports import free_port
+from tests.processes import stop_process
+from tests.transfer.control.tcp_proxy import TcpProxy
+
+T = TypeVar("T")
+FAST = Timing(
+    heartbeat_interval_s=0.1, peer_timeout_s=0.8, hello_retry_s=0.3, refused_retry_s=0.3, connect_timeout_s=2.0
+)
+DEFAULT = Timing()
+LAYOUT = KvLayout((Plane("k", 128), Plane("v", 128)), 0, 4, 0, 2, 16, 100, "float32")
+
+
+def ranks(layout: KvLayout = LAYOUT) -> tuple[Rank, ...]:
+    return (Rank(0, "127.0.0.1:1", (Pool(layout, 1 << 20, layout.size_bytes),)),)
+
+
+def hello(instance: str, *, version: int = PROTOCOL_VERSION, fingerprint: str = "fp") -> Hello:
+    return Hello(version, InstanceId(instance), fingerprint, "llama", ranks())
+
+
+def welcome(instance: str, *, version: int = PROTOCOL_VERSION, fingerprint: str = "fp") -> Welcome:
+    return Welcome(version, InstanceId(instance), fingerprint, "llama", ranks())
+
+
+def key(number: int) -> TransferKey:
+    return TransferKey(number, 0)
+
+
+class Recorder:
+    """Keeps all events of one control and lets a test wait for them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: Event) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [event for event in list(self.events) if isinstance(event, kind)]
+
+    def wait(self, kind: type[T], count: int = 1, timeout_s: float = 5.0) -> list[T]:
+        """The first `count` events of this kind."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: len(self.of(kind)) >= count, timeout_s)
+        assert done, f"{count} x {kind.__name__} did not come within {timeout_s} s: {self.events}"
+        return self.of(kind)[:count]
+
+    def messages(self) -> list[AnyMessage]:
+        return [event.message for event in self.of(MessageReceived)]
+
+    def deliveries_while_not_up(self) -> list[MessageReceived]:
+        """Messages outside PeerUp .. PeerLost of their peer: there must be none."""
+        up: set[InstanceId] = set()
+        stray = []
+        for event in self.events:
+            match event:
+                case PeerUp():
+                    up.add(event.instance)
+                case PeerLost():
+                    up.discard(event.instance)
+                case MessageReceived() if event.instance not in up:
+                    stray.append(event)
+        return stray
+
+    def life(self, instance: str) -> list[str]:
+        """The names of the events of one peer's life, in order."""
+        kinds = PeerUp | PeerLost | PeerClosed
+        return [
+            type(event).__name__ for event in self.events if isinstance(event, kinds) and event.instance == instance
+        ]
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"did not become true within {timeout_s} s"
+        time.sleep(0.01)
+
+
+class Cluster:
+    """Starts controls in this process and closes them, in reverse, at the end of the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def prefill(
+        self,
+        instance: str = "p1",
+        port: int = 0,
+        *,
+        me: Welcome | None = None,
+        check: Callable[[Hello], str | None] | None = None,
+        secret: str | None = None,
+        timing: Timing = FAST,
+        on_event: Callable[[Event], None] | None = None,
+        load: Callable[[], Load] = Load,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[PrefillControl, Recorder]:
+        recorder = Recorder()
+        mine = me or welcome(instance)
+        server = PrefillControl(
+            "127.0.0.1",
+            port,
+            mine,
+            check=check or (lambda theirs: check_pair(theirs, mine)),
+            on_event=on_event or recorder,
+            load=load,
+            keys=None if secret is None else ClusterKeys(secret),
+            timing=timing,
+            clock=clock,
+        )
+        self._stack.callback(server.close)
+        server.start()
+        return server, recorder
+
+    def decode(
+        self,
+        instance: str = "d1",
+        *ports: int,
+        me: Hello | None = None,
+        check: Callable[[Welcome], str | None] | None = None,
+        secret: str | None = None,
+        timing: Timing = FAST,
+        load: Callable[[], Load] = Load,
+    ) -> tuple[DecodeControl, Recorder]:
+        recorder = Recorder()
+        mine = me or hello(instance)
+        client = DecodeControl(
+            mine,
+            check=check or (lambda theirs: check_pair(mine, theirs)),
+            on_event=recorder,
+            load=load,
+            keys=None if secret is None else ClusterKeys(secret),
+            timing=timing,
+        )
+        self._stack.callback(client.close)
+        client.start()
+        for port in ports:
+            client.connect(f"127.0.0.1:{port}")
+        return client, recorder
+
+    def pair(self, timing: Timing = FAST) -> tuple[PrefillControl, Recorder, DecodeControl, Recorder]:
+        """One prefill and one decode, paired on both sides."""
+        server, above = self.prefill(timing=timing)
+        client, below = self.decode("d1", server.port, timing=timing)
+        above.wait(PeerUp)
+        below.wait(PeerUp)
+        return server, above, client, below
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack)
+
+
+def only_peer(side: Control) -> PeerSnapshot:
+    (peer,) = side.peers()
+    return peer
+
+
+def test_prefill_first(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    client, below = cluster.decode("d1", server.port)
+    assert below.wait(PeerUp) == [PeerUp(InstanceId("p1"), f"127.0.0.1:{server.port}", welcome("p1"))]
+    assert above.wait(PeerUp) == [PeerUp(InstanceId("d1"), None, hello("d1"))]
+    eventually(lambda: only_peer(client).round_trip_ms is not None and only_peer(server).round_trip_ms is not None)
+    seen = only_peer(client)
+    assert (seen.endpoint, seen.state, seen.instance, seen.detail) == (
+        f"127.0.0.1:{server.port}",
+        "paired",
+        "p1",
+        None,
+    )
+    assert seen.round_trip_ms is not None
+    assert 0 < seen.round_trip_ms < 1000
+    assert only_peer(server).instance == "d1"
+
+
+def test_decode_first_and_later_endpoints(cluster: Cluster) -> None:
+    port = free_port()
+    client, below = cluster.decode("d1", port)
+    eventually(lambda: bool(client.peers()) and only_peer(client).detail is not None)
+    assert only_peer(client).state == "connecting"
+    assert "nothing listens" in str(only_peer(client).detail)
+    cluster.prefill("p1", port)
+    below.wait(PeerUp)
+    second, _ = cluster.prefill("p2")
+    client.connect(f"localhost:{second.port}")  # by name, and while running
+    ups = below.wait(PeerUp, 2)
+    assert [(up.instance, up.endpoint) for up in ups] == [
+        ("p1", f"127.0.0.1:{port}"),
+        ("p2", f"localhost:{second.port}"),
+    ]
+    assert below.of(PeerLost) == []
+
+
+def test_many_to_many(cluster: Cluster) -> None:
+    servers = [cluster.prefill(f"p{index}") for index in range(2)]
+    clients = [cluster.decode(f"d{index}", *(server.port for server, _ in servers)) for index in range(3)]
+    for _, above in servers:
+        assert {up.instance for up in above.wait(PeerUp, 3)} == {"d0", "d1", "d2"}
+    for number, (client, below) in enumerate(clients):
+        assert {up.instance for up in below.wait(PeerUp, 2)} == {"p0", "p1"}
+        for name in ("p0", "p1"):
+            client.send(InstanceId(name), Abort(key(number), name))
+    for number, (server, above) in enumerate(servers):
+        got = above.wait(MessageReceived, 3)
+        assert {(event.instance, event.message) for event in got} == {
+            (f"d{index}", Abort(key(index), f"p{number}")) for index in range(3)
+        }
+        for event in got:
+            server.send(event.instance, AbortAck(key(number)))
+    for _, below in clients:
+        assert {(event.instance, event.message) for event in below.wait(MessageReceived, 2)} == {
+            ("p0", AbortAck(key(0))),
+            ("p1", AbortAck(key(1))),
+        }
+
+
+def test_two_names_of_one_server_are_one_pair(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    with TcpProxy(server.port) as proxy:
+        client, below = cluster.decode("d1", proxy.port)
+        below.wait(PeerUp)
+        client.connect(f"localhost:{server.port}")
+        assert below.wait(PeerAlias) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))]
+        client.send(InstanceId("p1"), Abort(key(1), "r"))
+        above.wait(MessageReceived)
+        eventually(lambda: [peer.state for peer in client.peers()] == ["paired", "paired"])
+        assert client.peers()[1].detail == f"same server as 127.0.0.1:{proxy.port}"
+        assert above.life("d1") == ["PeerUp"]
+        proxy.cut()  # the other name takes over
+        assert below.wait(PeerUp, 2)[1].endpoint == f"localhost:{server.port}"
+        assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        above.wait(PeerUp, 2)
+        assert above.life("d1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        client.close()
+
+
+def test_a_busy_port_is_named(cluster: Cluster) -> None:
+    server, _ = cluster.prefill()
+    with pytest.raises(StartupError, match=rf"bootstrap port {server.port} on 127.0.0.1 is in use.*--bootstrap-port"):
+        cluster.prefill("p2", server.port)
+
+
+def test_endpoints_are_checked(cluster: Cluster) -> None:
+    client, _ = cluster.decode()
+    for wrong in ("host", "host:", ":8998", "host:0", "host:65536", "host:http"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            client.connect(wrong)
+
+
+def test_messages_arrive_in_order_with_their_arrays(cluster: Cluster) -> None:
+    server, above, client, below = cluster.pair(Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0))
+    count = 1000  # several windows
+    for index in range(count):
+        destination = KvDestination(key(index), f"r{index}", SamplingParams(), 1.0)
+        client.send(InstanceId("p1"), destination, np.arange(index, dtype=np.int32), np.full(3, index, np.int32))
+        server.send(InstanceId("d1"), ChunkArrived(key(index), 0, index))
+    received = above.wait(MessageReceived, count)
+    for index, event in enumerate(received):
+        assert isinstance(event.message, KvDestination)
+        assert event.message.key == key(index)
+        assert event.arrays[0].tolist() == list(range(index))
+        assert event.arrays[1].tolist() == [index] * 3
+    assert [event.message for event in below.wait(MessageReceived, count)] == [
+        ChunkArrived(key(index), 0, index) for index in range(count)
+    ]
+    assert client.stats()["messages_sent"] == server.stats()["messages_received"] == count
+    assert client.stats()["messages_resent"] == 0
+
+
+def test_senders_on_many_threads(cluster: Cluster) -> None:
+    _, above, client, _ = cluster.pair()
+
+    def send_all(sender: int) -> None:
+        for index in range(100):
+            client.send(InstanceId("p1"), Abort(TransferKey(sender, index), "r"))
+
+    threads = [threading.Thread(target=send_all, args=(sender,)) for sender in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    above.wait(MessageReceived, 400)
+    keys = [message.key for message in above.messages() if isinstance(message, Abort)]
+    for sender in range(4):
+        assert [one.generation for one in keys if one.transfer_id == sender] == list(range(100))
+
+
+def test_a_burst_does_not_wait_for_heartbeats(cluster: Cluster) -> None:
+    """Acknowledgements of many messages come at once, so the window moves on."""
+    slow = Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0)
+    server, above = cluster.prefill(timing=slow)
+    client, below = cluster.decode("d1", server.port, timing=slow)
+    below.wait(PeerUp)
+    for index in range(2000):
+        client.send(InstanceId("p1"), Abort(key(index), "r"))
+    above.wait(MessageReceived, 2000, timeout_s=2.5)
+
+
+def test_load_travels_both_ways(cluster: Cluster) -> None:
+    loads = [Load(1, 2, 3)]
+    server, above = cluster.prefill(load=lambda: loads[0])
+    _, below = cluster.decode("d1", server.port, load=lambda: Load(9))
+    assert below.wait(LoadReported) == [LoadReported(InstanceId("p1"), Load(1, 2, 3))]
+    assert above.wait(LoadReported) == [LoadReported(InstanceId("d1"), Load(9))]
+    loads[0] = Load(5)
+    assert below.wait(LoadReported, 2)[1].load == Load(5)
+    time.sleep(3 * FAST.heartbeat_interval_s)
+    assert len(below.of(LoadReported)) == 2, "an unchanged load is not an event"
+
+
+def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: Cluster) -> None:
+    server, above, client, below = cluster.pair()
+    client.send(InstanceId("nobody"), Abort(key(1), "r"))
+    eventually(lambda: client.stats()["sends_to_unknown_instance"] == 1)
+    server.close()
+    below.wait(PeerClosed)
+    client.send(InstanceId("p1"), Abort(key(1), "r"))
+    eventually(lambda: client.stats()["sends_to_unknown_instance"] == 2)
+    assert above.messages() == []
+
+
+def test_too_much_for_one_peer_fails_that_message(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "Link", partial(Link, limit_bytes=1000))
+    _, above, client, below = cluster.pair()
+    client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
+    client.send(InstanceId("p1"), Abort(key(2), "fits"))
+    (failed,) = below.wait(SendFailed)
+    assert isinstance(failed.message, Abort)
+    assert failed.message.key == key(1)
+    assert "1000 B" in failed.reason
+    above.wait(MessageReceived)
+    assert above.messages() == [Abort(key(2), "fits")]
+    assert client.stats()["sends_over_limit"] == 1
+
+
+def test_restart_on_the_same_port_is_a_new_instance(cluster: Cluster) -> None:
+    server, above, client, below = cluster.pair()
+    server.close()
+    below.wait(PeerClosed)
+    client.send(InstanceId("p1"), Abort(key(1), "for the old one only"))
+    _, above = cluster.prefill("p2", server.port)
+    below.wait(PeerUp, 2)
+    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    assert below.life("p2") == ["PeerUp"]
+    client.send(InstanceId("p2"), Abort(key(2), "for the new one"))
+    above.wait(MessageReceived)
+    assert above.messages() == [Abort(key(2), "for the new one")]
+
+
+def test_decode_restarts(cluster: Cluster) -> None:
+    server, above, client, _ = cluster.pair()
+    client.close()
+    above.wait(PeerClosed)
+    assert above.of(PeerLost) == [PeerLost(InstanceId("d1"), "its connection was closed")]
+    cluster.decode("d2", server.port)
+    above.wait(PeerUp, 2)
+    assert above.life("d1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    eventually(lambda: [peer.instance for peer in server.peers()] == ["d2"])
+
+
+def test_many_short_connections_leave_nothing_behind(cluster: Cluster) -> None:
+    """File descriptors are reused at once: the end of one connection must not be taken for that of the next."""
+    server, above = cluster.prefill()
+    for index in range(20):
+        client, below = cluster.decode(f"d{index}", server.port)
+        below.wait(PeerUp)
+        client.send(InstanceId("p1"), Abort(key(index), "r"))
+        above.wait(MessageReceived, index + 1)
+        client.close()
+    above.wait(PeerClosed, 20)
+    for index in range(20):
+        assert above.life(f"d{index}") == ["PeerUp", "PeerLost", "PeerClosed"]
+    eventually(lambda: server.peers() == [])
+
+
+def test_the_last_words_of_a_server_are_heard(cluster: Cluster) -> None:
+    """A message and the end of its connection wait together: the message comes first."""
+    quiet = Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0)
+    server, above = cluster.prefill(timing=quiet)
+    client, below = cluster.decode("d1", server.port, timing=quiet)
+    above.wait(PeerUp)
+    time.sleep(0.1)  # the first heartbeats are through
+    may_go_on, busy = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        busy.set()
+        may_go_on.wait(5)
+
+    client._post(be_busy)  # as any work of the control thread that takes its time
+    assert busy.wait(2)
+    server.send(InstanceId("d1"), AbortAck(key(1)))
+    time.sleep(0.2)
+    server.close()
+    time.sleep(0.1)
+    may_go_on.set()
+    below.wait(PeerClosed)
+    assert below.messages() == [AbortAck(key(1))]
+    assert below.deliveries_while_not_up() == []
+
+
+def test_the_hello_of_a_closed_connection_is_no_peer(cluster: Cluster) -> None:
+    may_go_on, busy = threading.Event(), threading.Event()
+
+    def check(theirs: Hello) -> str | None:
+        if theirs.instance == "d1":
+            busy.set()
+            may_go_on.wait(5)
+        return None
+
+    server, above = cluster.prefill(check=check)
+    cluster.decode("d1", server.port)
+    assert busy.wait(2)
+    with RawPeer(server.port) as raw:
+        raw.say(hello("ghost"))
+        time.sleep(0.2)
+    time.sleep(0.1)
+    may_go_on.set()
+    above.wait(PeerUp)
+    eventually(lambda: [peer.instance for peer in server.peers()] == ["d1"])
+
+
+@pytest.mark.parametrize("both_ends", [True, False], ids=["noticed by both", "noticed by decode only"])
+def test_a_cut_connection_ends_the_pair_and_a_new_one_starts_afresh(cluster: Cluster, both_ends: bool) -> None:
+    server, above = cluster.prefill()
+    with TcpProxy(server.port) as proxy:
+        client, below = cluster.decode("d1", proxy.port)
+        above.wait(PeerUp)
+        for index in range(3):
+            client.send(InstanceId("p1"), Abort(key(index), "before"))
+        above.wait(MessageReceived, 3)
+        proxy.both_ends = both_ends
+        proxy.cut()
+        above.wait(PeerUp, 2)
+        below.wait(PeerUp, 2)
+        assert proxy.connections == 2
+        assert above.of(PeerLost)[0].reason == ("its connection was closed" if both_ends else "it connected again")
+        assert above.life("d1") == below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        client.send(InstanceId("p1"), Abort(key(3), "after"))
+        server.send(InstanceId("d1"), AbortAck(key(3)))
+        above.wait(MessageReceived, 4)
+        below.wait(MessageReceived)
+        assert above.messages() == [*(Abort(key(index), "before") for index in range(3)), Abort(key(3), "after")]
+        client.close()
+
+
+def test_a_network_that_holds_everything_up_loses_both_and_nothing_else(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    with TcpProxy(server.port) as proxy:
+        client, below = cluster.decode("d1", proxy.port)
+        above.wait(PeerUp)
+        client.send(InstanceId("p1"), Abort(key(0), "r"))
+        above.wait(MessageReceived)
+        proxy.flows.clear()
+        client.send(InstanceId("p1"), Abort(key(1), "r"))
+        server.send(InstanceId("d1"), AbortAck(key(1)))
+        above.wait(PeerLost)
+        below.wait(PeerLost)
+        client.send(InstanceId("p1"), Abort(key(2), "r"))
+        server.send(InstanceId("d1"), AbortAck(key(2)))
+        proxy.flows.set()
+        above.wait(MessageReceived, 3)
+        below.wait(MessageReceived, 2)
+        time.sleep(2 * FAST.resend_after_s)
+        assert above.messages() == [Abort(key(index), "r") for index in range(3)]
+        assert below.messages() == [AbortAck(key(1)), AbortAck(key(2))]
+        assert above.life("d1") == below.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
+        assert above.deliveries_while_not_up() == below.deliveries_while_not_up() == []
+        assert proxy.connections == 1
+        client.close()
+
+
+def test_a_slow_name_server_disturbs_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = sockets.getaddrinfo
+    asked = threading.Event()
+
+    def slow(host: str, *rest: Any, **options: Any) -> Any:
+        if host != "no-such-host":
+            return resolve(host, *rest, **options)
+        asked.set()
+        time.sleep(2 * FAST.peer_timeout_s)
+        raise sockets.gaierror(sockets.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(sockets, "getaddrinfo", slow)
+    _, above, client, below = cluster.pair()
+    client.connect("no-such-host:1")
+    assert asked.wait(2)
+    eventually(lambda: client.peers()[-1].detail == "host name no-such-host cannot be resolved")
+    assert above.life("d1") == below.life("p1") == ["PeerUp"]
+
+
+@pytest.mark.parametrize("checking", ["prefill", "decode"])
+def test_version_mismatch_names_both_versions_on_both_sides(cluster: Cluster, checking: str) -> None:
+    """The newer one may be on either side, and the pair is refused whoever looks first."""
+    versions = (PROTOCOL_VERSION, PROTOCOL_VERSION + 1) if checking == "prefill" else (PROTOCOL_VERSION + 1, 1)
+    server, above = cluster.prefill(me=welcome("p1", version=versions[0]))
+    client, below = cluster.decode(me=hello("d1", version=versions[1]))
+    client.connect(f"127.0.0.1:{server.port}")
+    reason = f"protocol version differs: prefill speaks {versions[0]}, decode speaks {versions[1]}"
+    assert below.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", reason)]
+    assert above.wait(PeerRefused) == [PeerRefused("d1", reason)]
+    eventually(lambda: client.stats()["refused"] >= 2)  # it keeps asking
+    assert len(below.of(PeerRefused)) == len(above.of(PeerRefused)) == 1
+    for side in (server, client):
+        assert (only_peer(side).state, only_peer(side).detail) == ("refused", reason)
+
+
+def test_an_unreadable_hello_of_another_version_is_refused_by_version(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    with RawPeer(server.port) as raw:
+        raw.send(Envelope(0, 0).pack(), b"\x93\xa5Hello\x63\x80")  # ["Hello", 99, {}]
+        reason = f"protocol version differs: prefill speaks {PROTOCOL_VERSION}, decode speaks 99"
+        assert raw.receive() == Refused("mismatch", reason)
+    above.wait(PeerRefused)
+
+
+def test_model_mismatch_is_refused_until_it_is_repaired(cluster: Cluster) -> None:
+    server, above = cluster.prefill(me=welcome("p1", fingerprint="other"))
+    client, below = cluster.decode("d1", server.port)
+    (refused,) = below.wait(PeerRefused)
+    assert refused.reason == "models differ: prefill serves llama (other), decode serves llama (fp)"
+    assert above.wait(PeerRefused) == [PeerRefused("d1", refused.reason)]
+    server.close()
+    cluster.prefill("p2", server.port)
+    below.wait(PeerUp)
+    assert only_peer(client).detail is None
+
+
+@pytest.mark.parametrize("by", ["prefill", "decode"])
+def test_a_refused_pair_forms_when_the_check_passes_later(cluster: Cluster, by: str) -> None:
+    verdict: list[str | None] = ["not today"]
+    refusing: dict[str, Callable[[object], str | None]] = {by: lambda _: verdict[0]}
+    accept: Callable[[object], str | None] = lambda _: None  # noqa: E731
+    server, above = cluster.prefill(check=refusing.get("prefill", accept))
+    _, below = cluster.decode("d1", server.port, check=refusing.get("decode", accept))
+    assert below.wait(PeerRefused)[0].reason == "not today"
+    assert above.wait(PeerRefused)[0].reason == "not today"
+    assert above.of(PeerUp) == below.of(PeerUp) == []
+    verdict[0] = None
+    above.wait(PeerUp)
+    below.wait(PeerUp)
+
+
+@pytest.mark.parametrize(
+    ("above_key", "below_key"), [("k" * 16, "w" * 16), (None, "k" * 16)], ids=["wrong", "none on prefill"]
+)
+def test_another_cluster_key_cannot_pair(cluster: Cluster, above_key: str | None, below_key: str | None) -> None:
+    server, above = cluster.prefill(secret=above_key)
+    client, below = cluster.decode("d1", server.port, secret=below_key)
+    assert below.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", AUTHENTICATION_FAILED)]
+    assert above.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
+    eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", AUTHENTICATION_FAILED))
+    assert server.stats()["authentication_failures"] >= 1
+    assert above.of(PeerUp) == below.of(PeerUp) == []
+
+
+def test_without_its_cluster_key_nobody_pairs(cluster: Cluster) -> None:
+    """Prefill hangs up, before or after it has said what it expects."""
+    server, above = cluster.prefill(secret="k" * 16)
+    client, below = cluster.decode("d1", server.port)
+    endpoint = f"127.0.0.1:{server.port}"
+    (refused,) = below.wait(PeerRefused)
+    assert refused.peer == endpoint
+    assert refused.reason in (AUTHENTICATION_FAILED, HUNG_UP.format(endpoint))
+    assert above.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
+    eventually(lambda: only_peer(client).state == "refused")
+    assert above.of(PeerUp) == below.of(PeerUp) == []
+
+
+def test_a_server_that_hangs_up_is_not_said_to_have_another_key_where_we_have_none(cluster: Cluster) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as server:
+        hangs_up = threading.Thread(target=hang_up_on_all, args=(server,), daemon=True)
+        hangs_up.start()
+        port = server.getsockname()[1]
+        client, below = cluster.decode("d1", port)
+        (refused,) = below.wait(PeerRefused)
+        assert refused == PeerRefused(f"127.0.0.1:{port}", HUNG_UP.format(f"127.0.0.1:{port}"))
+        eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", refused.reason))
+        client.close()
+        server.shutdown(sockets.SHUT_RDWR)
+        hangs_up.join()
+
+
+@pytest.mark.parametrize("secret", [None, "k" * 16], ids=["no key", "a key"])
+def test_an_http_port_is_called_by_its_name(cluster: Cluster, secret: str | None) -> None:
+    """ZMQ only sees that the handshake fails, which another key would explain as well."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        client, below = cluster.decode("d1", server.server_port, secret=secret)
+        endpoint = f"127.0.0.1:{server.server_port}"
+        eventually(lambda: bool(client.peers()) and only_peer(client).detail == HTTP_PORT)
+        eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in below.of(PeersUnreachable))
+        client.close()
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize("stops", ["prefill", "decode"])
+def test_a_clean_stop_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture, stops: str) -> None:
+    caplog.set_level(logging.INFO, "pdserve")
+    server, above, client, below = cluster.pair()
+    (server if stops == "prefill" else client).close()
+    (below if stops == "prefill" else above).wait(PeerClosed)
+    about_peers = [r for r in caplog.records if "has stopped" in r.message or r.message.startswith("lost ")]
+    assert [record.levelname for record in about_peers] == ["INFO"]
+
+
+def hang_up_on_all(server: sockets.socket) -> None:
+    with suppress(OSError):  # until it is shut down
+        while True:
+            server.accept()[0].close()
+
+
+def test_the_same_cluster_key_pairs(cluster: Cluster) -> None:
+    server, above = cluster.prefill(secret="k" * 16)
+    client, below = cluster.decode("d1", server.port, secret="k" * 16)
+    below.wait(PeerUp)
+    client.send(InstanceId("p1"), Abort(key(1), "r"))
+    assert above.wait(MessageReceived)[0].message == Abort(key(1), "r")
+    assert below.of(PeerRefused) == []
+
+
+class RawPeer:
+    """A bare DEALER that can say anything."""
+
+    def __init__(self, port: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def __enter__(self) -> "RawPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def say(self, message: AnyMessage, seq: int = 0, ack: int = 0) -> None:
+        self.send(Envelope(seq, ack).pack(), *(bytes(frame) for frame in encode(message)))
+
+    def receive(self) -> AnyMessage:
+        """The next message that is not a heartbeat."""
+        while self._socket.poll(3000):
+            message, _ = decode(self._socket.recv_multipart()[1:])
+            if not isinstance(message, Heartbeat):
+                return message
+        raise AssertionError("no answer within 3 s")
+
+
+def test_malformed_input_is_answered_counted_logged_once_and_survived(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, above, client, _ = cluster.pair()
+    wrong = [
+        [b""],
+        [b"junk"],
+        [b"junk", b"junk"],
+        [bytes(16)],
+        [bytes(16), b"\xc1"],
+        [bytes(16), b"\x92\xa7Unheard\x01"],
+        [bytes(16)] + [b""] * 100,
+        [bytes(16), bytes(encode(Abort(key(1), "unnumbered"))[0])],
+    ]
+    with RawPeer(server.port) as raw, caplog.at_level(logging.WARNING):
+        for frames in wrong:
+            raw.send(*frames)
+            answer = raw.receive()
+            assert isinstance(answer, Refused)
+            assert answer.code == "malformed"
+        raw.say(Abort(key(1), "from nobody"), seq=1)
+        assert raw.receive() == Refused("unknown_peer", "this server does not know you (any more): say Hello")
+        raw.say(welcome("p9"))
+        answer = raw.receive()
+        assert isinstance(answer, Refused)
+        assert "this is a prefill server" in answer.reason
+    assert server.stats()["malformed"] == len(wrong) + 1
+    assert sum("malformed message" in record.message for record in caplog.records) == 1
+    client.send(InstanceId("p1"), Abort(key(2), "still alive"))
+    above.wait(MessageReceived)
+    assert above.messages() == [Abort(key(2), "still alive")]
+    assert server.stats()["handler_errors"] == 0
+
+
+def test_an_unreadable_numbered_message_does_not_block_those_behind_it(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    with RawPeer(server.port) as raw:
+        raw.say(hello("d1"))
+        assert raw.receive() == welcome("p1")
+        raw.send(Envelope(1, 0).pack(), b"\x92\xa7Unheard\x01")
+        answer = raw.receive()
+        assert isinstance(answer, Refused)
+        assert answer.code == "malformed"
+        raw.say(Abort(key(2), "next"), seq=2)
+        raw.say(Abort(key(2), "again"), seq=2)
+        raw.say(Abort(key(4), "behind a gap"), seq=4)
+        raw.say(Abort(key(3), "and next"), seq=3)
+        above.wait(MessageReceived, 2)
+        raw.say(Abort(key(5), "acknowledges what was never sent"), seq=4, ack=77)
+        eventually(lambda: server.stats()["malformed"] == 2)
+    assert above.messages() == [Abort(key(2), "next"), Abort(key(3), "and next")]
+    assert server.stats()["messages_out_of_order"] == 2
+
+
+def test_what_is_not_acknowledged_is_sent_again(cluster: Cluster) -> None:
+    server, above = cluster.prefill()
+    with RawPeer(server.port) as raw:
+        raw.say(hello("d1"))
+        raw.receive()
+        raw.say(Heartbeat(InstanceId("d1"), 0.0))
+        above.wait(PeerUp)
+        server.send(InstanceId("d1"), AbortAck(key(1)))
+        answers: list[AnyMessage] = []
+        deadline = time.monotonic() + 5
+        while answers.count(AbortAck(key(1))) < 2 and time.monotonic() < deadline:
+            raw.say(Heartbeat(InstanceId("d1"), 0.0))  # alive, acknowledging nothing
+            answers.append(raw.receive())
+        assert answers.count(AbortAck(key(1))) == 2
+        raw.say(Heartbeat(InstanceId("d1"), 0.0), ack=1)
+        eventually(lambda: server.stats()["messages_resent"] == 1)
+
+
+def test_failing_callbacks_do_not_end_the_thread(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    seen = Recorder()
+
+    def on_event(event: Event) -> None:
+        seen(event)
+        raise RuntimeError("owner is broken")
+
+    def load() -> Load:
+        raise RuntimeError("load is broken")
+
+    server, _ = cluster.prefill(on_event=on_event, load=load)
+    client, below = cluster.decode("d1", server.port)
+    below.wait(PeerUp)
+    client.send(InstanceId("p1"), Abort(key(1), "r"))
+    seen.wait(MessageReceived)
+    client.send(InstanceId("p1"), Abort(key(2), "r"))
+    seen.wait(MessageReceived, 2)
+    assert server.stats()["event_errors"] >= 4
+    assert server.progress_age_s() < 1
+    assert "owner is broken" in caplog.text
+    caplog.clear()
+
+
+def test_a_failing_check_does_not_end_the_thread(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    broken = [True]
+
+    def check(_: Hello) -> str | None:
+        if broken[0]:
+            raise RuntimeError("check is broken")
+        return None
+
+    server, above = cluster.prefill(check=check)
+    cluster.decode("d1", server.port)
+    eventually(lambda: server.stats()["handler_errors"] >= 1)
+    broken[0] = False
+    above.wait(PeerUp)
+    assert "check is broken" in caplog.text
+    caplog.clear()
+
+
+def test_close_is_bounded_and_repeatable(cluster: Cluster) -> None:
+    server, _, client, below = cluster.pair()
+    before = time.monotonic()
+    server.close()
+    server.close()
+    below.wait(PeerClosed)
+    client.close()
+    assert time.monotonic() - before < 1.5
+    client.send(InstanceId("p1"), Abort(key(1), "after close"))
+    client.close()
+    unstarted = PrefillControl("localhost", 0, welcome("p9"), check=lambda _: None, on_event=lambda _: None)
+    unstarted.close()
+
+
+def endpoints_of(side: DecodeControl) -> list[str]:
+    return [peer.endpoint for peer in side.peers()]
+
+
+def test_unpaired_endpoints_of_a_client_give_way_to_its_own(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that names servers that are not there does not push out those of others; configured ones stay."""
+    monkeypatch.setattr("pdserve.transfer.control.decode.MAX_UNPAIRED_PER_CLIENT", 2)
+    monkeypatch.setattr("pdserve.transfer.control.decode.MAX_UNPAIRED", 4)
+    server, _ = cluster.prefill()
+    paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
+    client, below = cluster.decode("d1")
+    client.connect(configured)
+    client.connect(paired, client="10.0.0.1")
+    below.wait(PeerUp)
+    client.connect("127.0.0.1:1", client="10.0.0.1")
+    client.connect("127.0.0.1:2", client="10.0.0.1")
+    client.connect("127.0.0.1:1", client="10.0.0.1")  # still wanted
+    client.connect("127.0.0.1:3", client="10.0.0.1")
+    eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:1", "127.0.0.1:3"])
+    client.connect("127.0.0.1:4", client="10.0.0.2")
+    client.connect("127.0.0.1:5", client="10.0.0.3")
+    client.connect("127.0.0.1:6", client="10.0.0.4")  # the fifth: one of those of the client that has two
+    others = ["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"]
+    eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:3", *others])
+    assert below.of(PeerRefused) == []
+    assert client.stats()["handler_errors"] == 0
+
+
+def test_paired_endpoints_are_bounded_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.decode.MAX_ENDPOINTS", 2)
+    client, below = cluster.decode("d1")
+    for number in range(2):
+        server, _ = cluster.prefill(f"p{number}")
+        client.connect(f"127.0.0.1:{server.port}", client="10.0.0.1")
+    below.wait(PeerUp, 2)
+    client.connect("127.0.0.1:5", client="10.0.0.1")
+    reason = "2 prefill endpoints are paired or configured, no more are taken"
+    assert below.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
+
+
+def test_an_endpoint_that_nobody_names_any_more_is_given_up(cluster: Cluster) -> None:
+    now = [0.0]
+    recorder = Recorder()
+    client = DecodeControl(
+        hello("d1"), check=lambda _: None, on_event=recorder, timing=FAST, clock=lambda: time.monotonic() + now[0]
+    )
+    server, _ = cluster.prefill()
+    paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        client.connect(configured)
+        client.start()
+        client.connect(paired, client="10.0.0.1")
+        client.connect("127.0.0.1:1", client="10.0.0.1")
+        recorder.wait(PeerUp)
+        now[0] += UNPAIRED_S + 1
+        eventually(lambda: endpoints_of(client) == [configured, paired])
+        server.close()
+        recorder.wait(PeerClosed)
+        assert endpoints_of(client) == [configured, paired], "it may come back"
+        now[0] += UNPAIRED_S + 1
+        eventually(lambda: endpoints_of(client) == [configured])
+
+
+def test_endpoints_that_accept_and_never_answer_use_nothing_up(cluster: Cluster) -> None:
+    """1,200 requests that name such ports used up the sockets of the process; then nobody could be paired."""
+    server, _ = cluster.prefill()
+    client, below = cluster.decode("d1")
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(400)]
+        for listener in listeners:
+            client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
+        eventually(lambda: len(endpoints_of(client)) == MAX_UNPAIRED_PER_CLIENT)
+        client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
+        below.wait(PeerUp)
+    assert client.stats()["handler_errors"] == 0
+
+
+def test_want_of_sockets_is_the_end_of_one_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.thread.MAX_SOCKETS", 30)
+    server, _ = cluster.prefill()
+    client, below = cluster.decode("d1")
+    with ExitStack() as stack:
+        silent = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(20)]
+        for listener in silent:
+            client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
+        eventually(lambda: "Too many open files" in str([peer.detail for peer in client.peers()]))
+    client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
+    below.wait(PeerUp, timeout_s=10)
+    assert client.stats()["handler_errors"] == 0
+
+
+def test_a_name_that_leads_where_requests_may_not_is_not_followed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front cannot tell: it does not resolve names, and they may change."""
+    server, above = cluster.prefill()
+    recorder = Recorder()
+    client = DecodeControl(
+        hello("d1"),
+        check=lambda _: None,
+        on_event=recorder,
+        timing=FAST,
+        allowed_hosts=AllowedHosts.of(["trusted", "10.0.0.0/8"]),
+    )
+    found = [(sockets.AF_INET, sockets.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(sockets, "getaddrinfo", lambda *_, **__: found)
+    probed: list[object] = []
+    monkeypatch.setattr(sockets, "create_connection", lambda address, **_: probed.append(address))
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        client.start()
+        client.connect(f"elsewhere:{server.port}", client="10.0.0.1")
+        reason = "elsewhere is 127.0.0.1, where requests may not send this server (bootstrap_allow)"
+        assert recorder.wait(PeerRefused) == [PeerRefused(f"elsewhere:{server.port}", reason)]
+        eventually(lambda: only_peer(client).detail == reason)
+        assert above.of(PeerUp) == []
+        client.connect(f"trusted:{server.port}", client="10.0.0.1")
+        recorder.wait(PeerUp)
+    assert probed == []
+
+
+@pytest.mark.parametrize("closing", ["prefill", "decode"])
+def test_what_was_sent_before_close_arrives(cluster: Cluster, closing: str) -> None:
+    """The last request of a server that is drained ends with a message: it is no use if nobody hears it."""
+    server, above, client, below = cluster.pair()
+    expected = [AbortAck(key(number)) for number in range(1000)]  # more than a window
+    side, other, peer = (server, below, "d1") if closing == "prefill" else (client, above, "p1")
+    for message in expected:
+        side.send(InstanceId(peer), message)
+    before = time.monotonic()
+    side.close()
+    assert time.monotonic() - before < LAST_WORDS_S, "there was nothing to wait for"
+    other.wait(PeerClosed)
+    assert other.messages() == expected
+
+
+def test_close_does_not_wait_for_a_peer_that_is_stopped(
+    cluster: Cluster, prefill_process: tuple["OtherProcess", int], caplog: pytest.LogCaptureFixture
+) -> None:
+    process, port = prefill_process
+    client, below = cluster.decode("d1", port, timing=DEFAULT)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    process.stop()
+    client.send(InstanceId("p1"), Abort(key(1), "nobody hears it"))
+    before = time.monotonic()
+    client.close()
+    assert LAST_WORDS_S <= time.monotonic() - before < LAST_WORDS_S + 0.5
+    assert f"closed before these peers had acknowledged so many messages: {{'127.0.0.1:{port} (p1)': 1}}" in caplog.text
+
+
+START_TIMEOUT_S = 60.0
+"""Of another process, which has to import everything first."""
+NOTICED_S = DEFAULT.peer_timeout_s + 1.0
+"""Silence is noticed by then, also by a thread that gets little time of a busy machine."""
+
+
+class OtherProcess:
+    """This file as a server of its own; its events arrive here as lines."""
+
+    def __init__(self, role: str, port: int, instance: str) -> None:
+        root = Path(__file__).resolve().parents[3]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, role, str(port), instance],
+            env={**os.environ, "PYTHONPATH": f"{root / '.dev'}{os.pathsep}{root}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[list[str]] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(json.loads(line))
+
+    def stop(self) -> None:
+        stop_process(self._process.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def prefill_process() -> Iterator[tuple[OtherProcess, int]]:
+    port = free_port()
+    process = OtherProcess("prefill", port, "p1")
+    yield process, port
+    process.close()
+
+
+def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_wakes(
+    cluster: Cluster, prefill_process: tuple[OtherProcess, int]
+) -> None:
+    process, port = prefill_process
+    client, below = cluster.decode("d1", port, timing=DEFAULT)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    client.send(InstanceId("p1"), Abort(key(0), "running"))
+    below.wait(MessageReceived)
+    process.stop()
+    stopped_at = time.monotonic()
+    client.send(InstanceId("p1"), Abort(key(1), "sent before it was found lost"))
+    (lost,) = below.wait(PeerLost, timeout_s=3)
+    assert time.monotonic() - stopped_at < NOTICED_S
+    assert "no heartbeat for " in lost.reason
+    eventually(lambda: only_peer(client).state == "lost")
+    client.send(InstanceId("p1"), Abort(key(2), "sent while it was lost"))
+    time.sleep(1.0)
+    assert below.life("p1") == ["PeerUp", "PeerLost"]
+    process.signal(signal.SIGCONT)
+    below.wait(PeerUp, 2, timeout_s=3)
+    client.send(InstanceId("p1"), Abort(key(3), "after"))
+    below.wait(MessageReceived, 4)
+    time.sleep(2 * DEFAULT.heartbeat_interval_s)
+    assert below.messages() == [AbortAck(key(index)) for index in range(4)]
+    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
+    aborts = [line[1] for line in process.lines if line[0] == "MessageReceived"]
+    assert aborts == ["0.0", "1.0", "2.0", "3.0"], "each exactly once, in order"
+    assert [line for line in process.lines if line[0].startswith("Peer")] == [
+        ["PeerUp"],
+        ["PeerLost", "it had lost this server and introduces itself again"],  # and not for silence
+        ["PeerUp"],
+    ]
+
+
+def test_a_killed_prefill_is_lost_and_closed(cluster: Cluster, prefill_process: tuple[OtherProcess, int]) -> None:
+    process, port = prefill_process
+    client, below = cluster.decode("d1", port, timing=DEFAULT)
+    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    process.signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    below.wait(PeerClosed, timeout_s=3)
+    assert time.monotonic() - killed_at < 2.0
+    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    process.close()  # the kernel closes connections of a killed process a moment before its listening sockets
+    cluster.prefill("p2", port)
+    below.wait(PeerUp, 2)
+    eventually(lambda: only_peer(client).instance == "p2")
+
+
+def test_decode_stopped_then_killed(cluster: Cluster) -> None:
+    server, above = cluster.prefill(timing=DEFAULT)
+    process = OtherProcess("decode", server.port, "d1")
+    try:
+        above.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+        process.stop()
+        stopped_at = time.monotonic()
+        above.wait(PeerLost, timeout_s=3)
+        assert time.monotonic() - stopped_at < NOTICED_S
+        server.send(InstanceId("d1"), AbortAck(key(1)))
+        time.sleep(0.5)
+        assert above.life("d1") == ["PeerUp", "PeerLost"]
+        process.signal(signal.SIGCONT)
+        above.wait(PeerUp, 2, timeout_s=3)
+        eventually(lambda: ["MessageReceived", "1.0"] in process.lines)
+        assert process.lines == [
+            ["PeerUp"],
+            ["PeerLost", "it had lost this server"],
+            ["PeerUp"],
+            ["MessageReceived", "1.0"],
+        ]
+        process.signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        above.wait(PeerClosed, timeout_s=3)
+        assert time.monotonic() - killed_at < 2.0
+        assert above.life("d1") == ["PeerUp", "PeerLost", "PeerUp", "PeerLost", "PeerClosed"]
+    finally:
+        process.close()
+
+
+def test_own_absence_is_not_the_silence_of_others(cluster: Cluster) -> None:
+    """A control thread that did not run for longer than the timeout does not declare its peers lost when it does."""
+    ahead = [0.0]
+    server, above = cluster.prefill(clock=lambda: time.monotonic() + ahead[0])
+    cluster.decode("d1", server.port)
+    above.wait(PeerUp)
+    for _ in range(5):
+        ahead[0] += 10 * FAST.peer_timeout_s
+        time.sleep(2 * FAST.tick_s)
+    assert above.life("d1") == ["PeerUp"]
+
+
+def _serve(role: str, port: int, instance: str) -> None:
+    """The other process."""
+    done = threading.Event()
+    side: list[Control] = []
+
+    def on_event(event: Event) -> None:
+        match event:
+            case MessageReceived(message=Abort(key=transfer)):
+                print(json.dumps(["MessageReceived", str(transfer)]), flush=True)
+                side[0].send(event.instance, AbortAck(transfer))
+            case MessageReceived(message=AbortAck(key=transfer)):
+                print(json.dumps(["MessageReceived", str(transfer)]), flush=True)
+            case PeerLost(reason=reason):
+                print(json.dumps(["PeerLost", reason]), flush=True)
+            case PeersUnreachable():
+                pass
+            case _:
+                print(json.dumps([type(event).__name__]), flush=True)
+
+    if role == "prefill":
+        side.append(PrefillControl("127.0.0.1", port, welcome(instance), check=lambda _: None, on_event=on_event))
+        side[0].start()
+    else:
+        client = DecodeControl(hello(instance), check=lambda _: None, on_event=on_event)
+        side.append(client)
+        client.start()
+        client.connect(f"127.0.0.1:{port}")
+    done.wait(60)  # the test kills this process long before
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,128 @@
+"""Keys and the gate, with real sockets: whoever lacks the cluster key gets no message through."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from pdserve.transfer.control.curve import ZAP_DOMAIN, ClientGate, ClusterKeys, KeyPair
+
+SECRET = "correct horse battery"
+
+
+class Server:
+    """A secured ROUTER with its gate, answering on a thread."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.gate = ClientGate(self.context, keys)
+        self.router: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self.gate.protect(self.router)
+        self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.received: list[bytes] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.gate.socket, zmq.POLLIN)
+        poller.register(self.router, zmq.POLLIN)
+        while not self._stop.is_set():
+            ready = dict(poller.poll(20))
+            if self.gate.socket in ready:
+                self.gate.answer_all()
+            if self.router in ready:
+                routing_id, body = self.router.recv_multipart()
+                self.received.append(body)
+                self.router.send_multipart([routing_id, b"answer to " + body])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.gate.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(ClusterKeys(SECRET))
+    yield server
+    server.close()
+
+
+def ask(server: Server, keys: ClusterKeys | None, client: KeyPair | None = None) -> bytes | None:
+    """Send one message as a client with these keys; its answer, or None when none comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        if keys is not None:
+            keys.secure_client(dealer)
+        if client is not None:
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, client.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, client.secret)
+        dealer.connect(f"tcp://127.0.0.1:{server.port}")
+        dealer.send(b"question")
+        return dealer.recv() if dealer.poll(300) else None
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_same_secret_gets_through(server: Server) -> None:
+    assert ask(server, ClusterKeys(SECRET)) == b"answer to question"
+    assert server.gate.denied == 0
+
+
+def test_another_secret_does_not(server: Server) -> None:
+    assert ask(server, ClusterKeys(SECRET + "!")) is None
+    assert server.received == []
+
+
+def test_no_secret_does_not(server: Server) -> None:
+    assert ask(server, None) is None
+    assert server.received == []
+
+
+def test_knowing_the_public_server_key_is_not_enough(server: Server) -> None:
+    """The handshake works with any client key; the gate is what refuses it."""
+    public, secret = zmq.curve_keypair()
+    assert ask(server, ClusterKeys(SECRET), KeyPair(public, secret)) is None
+    assert server.gate.denied >= 1
+    assert server.received == []
+
+
+def test_keys_are_a_function_of_the_secret() -> None:
+    one, same, other = ClusterKeys(SECRET), ClusterKeys(SECRET), ClusterKeys(SECRET + "!")
+    assert (one.server, one.client) == (same.server, same.client)
+    pairs = [one.server, one.client, other.server, other.client]
+    assert len({pair.public for pair in pairs}) == 4
+    assert len({pair.secret for pair in pairs}) == 4
+    for pair in pairs:
+        assert zmq.curve_public(pair.secret) == pair.public
+        assert len(z85.decode(pair.secret)) == 32
+
+
+def test_secrets_do_not_show_in_logs() -> None:
+    keys = ClusterKeys(SECRET)
+    assert keys.server.secret.decode() not in f"{keys.server!r} {keys.server} {keys!r}"
+
+
+def test_a_guess_is_slow() -> None:
+    """A listener that decode is made to connect to can test guesses of the key offline: 6,800 a second before."""
+    before = time.process_time()
+    ClusterKeys("a guess of somebody")
+    assert time.process_time() - before > 0.05
+
+
+def test_without_a_key_only_current_clients_come_in() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = ClientGate(context, None)
+    question = [b"1.0", b"1", ZAP_DOMAIN, b"10.0.0.1", b"", b"NULL"]
+    assert gate._allows(question)
+    assert not gate._allows([*question[:2], b"another domain", *question[3:]])
+    assert not gate._allows([*question[:5], b"CURVE", bytes(32)])
+    gate.close()
+    context.term()

@@ -1,0 +1,206 @@
+"""The link: each message once and in order, whatever the channel does; memory bounded."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pdserve.transfer.control.reliable_channel import Link, LinkFullError, LinkProtocolError
+from pdserve.transfer.protocol.wire import Buffer, Envelope, split
+
+
+def deliver(link: Link, frames: list[Buffer], now: float) -> bytes | None:
+    """What the control thread does with received frames: the body, if it is to be delivered."""
+    envelope, body = split(frames)
+    link.acknowledge(envelope.ack, now)
+    return bytes(body[0]) if envelope.seq and link.accept(envelope.seq) else None
+
+
+def numbers(sent: list[list[Buffer]]) -> list[int]:
+    return [split(frames)[0].seq for frames in sent]
+
+
+class LossyPair(RuleBasedStateMachine):
+    """Two ends and a channel that loses, repeats and reorders in both directions."""
+
+    @initialize(window=st.integers(1, 5))
+    def start(self, window: int) -> None:
+        self.now = 0.0
+        self.ends = [Link(resend_after_s=1.0, window=window, limit_messages=20, limit_bytes=1000) for _ in range(2)]
+        self.channels: list[list[list[Buffer]]] = [[], []]  # channels[i] leads to end i
+        self.sent: list[list[bytes]] = [[], []]  # sent[i] by end i
+        self.delivered: list[list[bytes]] = [[], []]  # delivered[i] to end i
+
+    @rule(end=st.integers(0, 1), size=st.integers(0, 80))
+    def put(self, end: int, size: int) -> None:
+        body = len(self.sent[end]).to_bytes(4, "big") + bytes(size)
+        try:
+            self.ends[end].put((body,))
+        except LinkFullError:
+            link = self.ends[end]
+            assert link.pending == 20 or link._waiting_bytes + len(body) > 1000
+        else:
+            self.sent[end].append(body)
+
+    @rule(end=st.integers(0, 1))
+    def transmit(self, end: int) -> None:
+        self.channels[1 - end].extend(self.ends[end].due(self.now))
+
+    @rule(end=st.integers(0, 1))
+    def heartbeat(self, end: int) -> None:
+        self.channels[1 - end].append([self.ends[end].envelope(), b"heartbeat"])
+
+    @rule(end=st.integers(0, 1), data=st.data())
+    def arrive(self, end: int, data: st.DataObject) -> None:
+        """Any packet under way, not only the oldest: this reorders."""
+        if self.channels[end]:
+            index = data.draw(st.integers(0, len(self.channels[end]) - 1))
+            self.receive(end, self.channels[end].pop(index))
+
+    @rule(end=st.integers(0, 1), data=st.data())
+    def lose(self, end: int, data: st.DataObject) -> None:
+        if self.channels[end]:
+            del self.channels[end][data.draw(st.integers(0, len(self.channels[end]) - 1))]
+
+    @rule(end=st.integers(0, 1), data=st.data())
+    def repeat(self, end: int, data: st.DataObject) -> None:
+        if self.channels[end]:
+            index = data.draw(st.integers(0, len(self.channels[end]) - 1))
+            self.channels[end].append(self.channels[end][index])
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 1.1]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(end=st.integers(0, 1))
+    def introduced_again(self, end: int) -> None:
+        self.ends[end].restart()
+
+    @invariant()
+    def delivered_is_a_prefix_of_sent(self) -> None:
+        if hasattr(self, "ends"):
+            for end in range(2):
+                assert self.delivered[1 - end] == self.sent[end][: len(self.delivered[1 - end])]
+                self.ends[end].check_integrity()
+
+    def teardown(self) -> None:
+        """The channel heals: everything arrives, once."""
+        if not hasattr(self, "ends"):
+            return
+        for _ in range(60):
+            for end in range(2):
+                self.transmit(end)
+                self.heartbeat(end)
+            for end in range(2):
+                for frames in self.channels[end]:
+                    self.receive(end, frames)
+                self.channels[end].clear()
+            self.now += 0.6
+        assert self.delivered[1] == self.sent[0]
+        assert self.delivered[0] == self.sent[1]
+        assert [link.pending for link in self.ends] == [0, 0]
+        self.delivered_is_a_prefix_of_sent()
+
+    def receive(self, end: int, frames: list[Buffer]) -> None:
+        body = deliver(self.ends[end], frames, self.now)
+        if body is not None:
+            self.delivered[end].append(body)
+
+
+LossyPair.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLossyPair = LossyPair.TestCase
+
+
+def test_a_long_run_over_a_bad_channel() -> None:
+    """Half of everything is lost, in both directions, for 2,000 messages."""
+    rng = random.Random(7)
+    left, right = Link(resend_after_s=1.0), Link(resend_after_s=1.0)
+    sent = [index.to_bytes(4, "big") for index in range(2000)]
+    for body in sent:
+        left.put((body,))
+    delivered: list[bytes] = []
+    now = 0.0
+    while left.pending:
+        arrived = [deliver(right, frames, now) for frames in left.due(now) if rng.random() < 0.5]
+        delivered += [body for body in arrived if body is not None]
+        if rng.random() < 0.5:
+            deliver(left, [right.envelope(), b"heartbeat"], now)
+        now += 0.4
+        assert now < 10_000, "no progress"
+    assert delivered == sent
+    assert left.resent > 0
+
+
+def test_nothing_is_sent_twice_before_its_time() -> None:
+    link = Link(resend_after_s=1.0)
+    link.put((b"a",))
+    assert numbers(link.due(0.0)) == [1]
+    link.put((b"b",))
+    assert numbers(link.due(0.9)) == [2]
+    assert numbers(link.due(1.0)) == []
+    assert numbers(link.due(1.1)) == [1, 2]
+    assert numbers(link.due(2.0)) == []
+    assert link.resent == 2
+
+
+def test_progress_restarts_the_clock() -> None:
+    link = Link(resend_after_s=1.0)
+    link.put((b"a",))
+    link.put((b"b",))
+    assert numbers(link.due(0.0)) == [1, 2]
+    link.acknowledge(1, 0.9)
+    assert numbers(link.due(1.5)) == []
+    assert numbers(link.due(2.0)) == [2]
+
+
+def test_a_new_introduction_sends_everything_again_at_once() -> None:
+    link = Link(resend_after_s=1.0)
+    link.put((b"a",))
+    assert numbers(link.due(0.0)) == [1]
+    link.restart()
+    assert numbers(link.due(0.1)) == [1]
+
+
+def test_the_window_bounds_what_is_under_way() -> None:
+    link = Link(resend_after_s=1.0, window=2)
+    for _ in range(5):
+        link.put((b"a",))
+    assert numbers(link.due(0.0)) == [1, 2]
+    assert numbers(link.due(0.1)) == []
+    link.acknowledge(1, 0.2)
+    assert numbers(link.due(0.2)) == [3]
+
+
+def test_limits_name_both_values_and_take_nothing() -> None:
+    link = Link(limit_messages=2, limit_bytes=10)
+    link.put((b"12345",))
+    with pytest.raises(LinkFullError, match=r"1 messages with 5 B .* limits are 2 messages and 10 B.* has 6 B"):
+        link.put((b"123456",))
+    link.put((b"", b"12345"))
+    with pytest.raises(LinkFullError, match="2 messages with 10 B"):
+        link.put((b"",))
+    assert numbers(link.due(0.0)) == [1, 2]
+    link.acknowledge(2, 0.0)
+    link.put((b"1234567890",))
+    link.check_integrity()
+
+
+def test_acknowledging_what_was_never_sent_is_an_error() -> None:
+    link = Link()
+    link.put((b"a",))
+    with pytest.raises(LinkProtocolError, match="message 1 was acknowledged, the last one sent was 0"):
+        link.acknowledge(1, 0.0)
+    link.due(0.0)
+    link.acknowledge(1, 0.0)
+    link.acknowledge(0, 0.0)  # an older envelope
+    assert link.pending == 0
+
+
+def test_envelopes_carry_the_acknowledgement() -> None:
+    link = Link()
+    assert [link.accept(seq) for seq in (2, 1, 1, 3, 2)] == [False, True, False, False, True]
+    assert link.unacknowledged_received == 2
+    assert link.envelope() == Envelope(0, 2).pack()
+    assert link.unacknowledged_received == 0

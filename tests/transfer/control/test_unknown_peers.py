@@ -1,0 +1,121 @@
+"""What somebody without the cluster key, who reaches the control port, can do to those who use it: nothing."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.transfer.control.events import MessageReceived, PeerLost, PeerUp
+from pdserve.transfer.control.unknown_peers import STRANGER_BYTES
+from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Refused
+from tests.transfer.control.test_control import Cluster, RawPeer, eventually, hello, key
+from tests.transfer.control.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack)
+
+
+def rss_mib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) // 1024
+
+
+def test_messages_of_old_zmq_protocols_cost_no_turn(cluster: Cluster) -> None:
+    """3 KB stopped the control port for 100 s: each message took a turn, 0.1 s and a traceback."""
+    server, above, client, _ = cluster.pair()
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        before = time.monotonic()
+        stranger.sendall(OLD_PROTOCOL)
+        stranger.settimeout(5)
+        with suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+        client.send(InstanceId("p1"), Abort(key(1), "still there"))
+        assert above.wait(MessageReceived)[0].message == Abort(key(1), "still there")
+        assert time.monotonic() - before < 1.0
+    assert server.stats()["handler_errors"] == 0
+    assert above.of(PeerLost) == []
+
+
+@pytest.mark.parametrize("secret", [None, "a key that strangers lack"], ids=["without a key", "with a key"])
+@pytest.mark.parametrize("attack", ["a frame", "many parts"])
+def test_messages_that_never_end_are_cut(cluster: Cluster, secret: str | None, attack: str) -> None:
+    server, _ = cluster.prefill(secret=secret)
+    before = rss_mib()
+    sent = []
+    for _ in range(4):
+        with ZmtpPeer(server.port, mechanism="CURVE" if secret is not None else "NULL") as stranger:
+            send = stranger.send_frame_until_cut if attack == "a frame" else stranger.send_parts_until_cut
+            sent.append(send(60 * MIB))
+    assert max(sent) < 60 * MIB
+    eventually(lambda: rss_mib() < before + 100)
+    client, below = cluster.decode("d1", server.port, secret=secret)
+    below.wait(PeerUp)
+    assert server.stats()["handler_errors"] == 0
+    client.close()
+
+
+def test_too_many_connections_are_cut_and_a_decode_server_pairs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_STRANGERS", 4)
+    server, above = cluster.prefill()
+    client, below = cluster.decode("d1", server.port)
+    above.wait(PeerUp)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(ZmtpPeer(server.port)) for _ in range(20)]
+        eventually(lambda: server.stats()["connections_cut"] >= 16)
+        assert [stranger.cut() for stranger in strangers] == [True] * 16 + [False] * 4
+        _, second = cluster.decode("d2", server.port)
+        second.wait(PeerUp)
+        client.send(InstanceId("p1"), Abort(key(1), "still there"))
+        above.wait(MessageReceived)
+    assert below.of(PeerLost) == above.of(PeerLost) == []
+
+
+def test_a_known_peer_may_send_more_than_a_stranger(cluster: Cluster) -> None:
+    server, above, client, _ = cluster.pair()
+    prompt = np.zeros(STRANGER_BYTES // 4 + 1000, dtype=np.int32)
+    for number in range(5):
+        message = KvDestination(key(number), "rid", SamplingParams(), timeout_s=1.0)
+        client.send(InstanceId("p1"), message, prompt, np.zeros(1, dtype=np.int32))
+        time.sleep(2 * server.timing.tick_s)
+    assert len(above.wait(MessageReceived, 5)) == 5
+    assert server.stats()["connections_cut"] == 0
+    assert above.of(PeerLost) == []
+
+
+def test_an_unfinished_message_of_a_known_peer_is_bounded_too(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.prefill.MAX_MESSAGE_BYTES", MIB)
+    server, above, client, _ = cluster.pair()
+    message = KvDestination(key(1), "rid", SamplingParams(), timeout_s=1.0)
+    # as if decode stopped in the middle of it: the bytes arrive, the message does not
+    monkeypatch.setattr(server._connections, "heard", lambda _: None)
+    client.send(InstanceId("p1"), message, np.zeros(2 * MIB, dtype=np.int32), np.zeros(1, dtype=np.int32))
+    above.wait(PeerLost)
+    assert server.stats()["connections_cut"] == 1
+
+
+def test_noise_is_one_line_a_second(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    server, _ = cluster.prefill()
+    before = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        for number in range(30):
+            with RawPeer(server.port) as stranger:
+                stranger.say(hello(f"nobody {number}", fingerprint="another model"))
+                assert isinstance(stranger.receive(), Refused)
+    assert server.stats()["refused"] == 30
+    assert 1 <= len(caplog.records) <= 2 + (time.monotonic() - before)

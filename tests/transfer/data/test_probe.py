@@ -1,0 +1,229 @@
+"""Transports are tried before they are used: the first that works takes the KV, and one that fails makes way."""
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.transfer.data import sender as sender_module
+from pdserve.transfer.data.probe import WORD_BYTES, probe
+from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
+from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
+from pdserve.transfer.mooncake.library import Transport
+from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
+from pdserve.transfer.mooncake.transports import KvRoute
+from pdserve.transfer.plan.copy_runs import Runs
+from pdserve.transfer.protocol.layout import KvLayout, Plane
+from pdserve.transfer.protocol.messages import Pool, TransferKey
+from tests.transfer.data.kv_receiver import Receiver
+
+POOL_BYTES, PROBE_BYTES = 4096, 64
+ROW = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, POOL_BYTES, "uint8")
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver(POOL_BYTES + PROBE_BYTES) as process:
+        yield process
+
+
+def pool_of(receiver: Receiver) -> Pool:
+    base = receiver.base_address
+    return Pool(ROW, base, POOL_BYTES, "host", probe_address=base + POOL_BYTES, probe_bytes=PROBE_BYTES)
+
+
+def job(number: int = 1) -> SendJob:
+    return SendJob(TransferKey(number, 1), Runs(*(np.array([value]) for value in (0, 0, POOL_BYTES))))
+
+
+class TestProbe:
+    """With real engines between two processes."""
+
+    def test_a_word_goes_there_and_back_behind_the_pages(self, receiver: Receiver) -> None:
+        receiver.pool[:] = 7
+        local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        engine = SendEngine(receiver.session, [receiver.region])
+        assert probe(engine, local, pool_of(receiver)) is None
+        engine.destroy()
+        assert (receiver.pool[:POOL_BYTES] == 7).all()
+        assert np.count_nonzero(receiver.pool[POOL_BYTES:] != 7) > WORD_BYTES // 2
+
+    def test_memory_that_is_not_registered(self, receiver: Receiver) -> None:
+        pool = Pool(ROW, 4096, POOL_BYTES, "host", probe_address=4096, probe_bytes=PROBE_BYTES)
+        engine = SendEngine(receiver.session, [])
+        assert probe(engine, torch.zeros(PROBE_BYTES, dtype=torch.uint8), pool) == "a write of 16 bytes failed"
+        engine.destroy()
+
+    def test_words_that_do_not_come_back(self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A transport that says that all is well, and moves nothing."""
+        engine = SendEngine(receiver.session, [receiver.region])
+        monkeypatch.setattr(engine, "submit", lambda *_: WriteId(1))
+        monkeypatch.setattr(engine, "poll", lambda _: WriteState.DONE)
+        monkeypatch.setattr(engine, "read", lambda *_: True)
+        local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        assert probe(engine, local, pool_of(receiver)) == "what was read back is not what was written"
+        engine.destroy()
+
+    def test_a_peer_without_memory_for_it_is_not_tried(self, receiver: Receiver) -> None:
+        """An older version of this program, say."""
+        engine = SendEngine(receiver.session, [receiver.region])
+        local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        assert probe(engine, local, Pool(ROW, receiver.base_address, POOL_BYTES)) is None
+        assert not engine._connected
+        engine.destroy()
+
+
+@dataclass
+class Routed:
+    """A sender from random bytes, what it reports, and the routes it has taken."""
+
+    sender: PeerSender
+    source: torch.Tensor
+    results: "queue.SimpleQueue[SendResult]"
+    routes: "queue.SimpleQueue[tuple[Transport, dict[Transport, str]]]"
+
+    def send(self) -> SendResult:
+        self.sender.submit(job())
+        return self.results.get(timeout=10)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Routed]]:
+    started: list[PeerSender] = []
+
+    def start(pool: Pool, *routes: KvRoute) -> Routed:
+        source = torch.randint(1, 256, (POOL_BYTES + PROBE_BYTES,), dtype=torch.uint8)
+        results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
+        taken: queue.SimpleQueue[tuple[Transport, dict[Transport, str]]] = queue.SimpleQueue()
+        sender = PeerSender(
+            routes,
+            [PoolPair(Region(source.data_ptr(), len(source)), pool, source[POOL_BYTES:])],
+            window=4,
+            on_result=results.put,
+            on_routed=lambda transport, dropped: taken.put((transport, dict(dropped))),
+        )
+        started.append(sender)
+        return Routed(sender, source, results, taken)
+
+    yield start
+    for sender in started:
+        sender.close()
+
+
+def test_a_transport_that_cannot_be_had_makes_way_for_the_next(
+    receiver: Receiver, start: Callable[..., Routed], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real Mooncake: there is no HCA. The route is settled before there is anything to send."""
+    routed = start(pool_of(receiver), KvRoute("rdma", receiver.session), KvRoute("tcp", receiver.session))
+    transport, dropped = routed.routes.get(timeout=10)
+    assert (transport, list(dropped)) == ("tcp", ["rdma"])
+    assert "could not start an engine for rdma" in dropped["rdma"]
+    assert "goes over tcp from now on, because rdma does not work" in caplog.text
+    assert "ib_gid_index" in caplog.text, "what can be done about it"
+    assert routed.send().ok
+    assert (receiver.pool[:POOL_BYTES] == routed.source[:POOL_BYTES].numpy()).all()
+    assert routed.routes.empty()
+
+
+def test_a_peer_that_is_gone_costs_no_transport(receiver: Receiver, start: Callable[..., Routed]) -> None:
+    receiver.kill()
+    routed = start(pool_of(receiver), KvRoute("rdma", receiver.session), KvRoute("tcp", receiver.session))
+    result = routed.send()
+    assert not result.ok
+    assert "refuses connections" in str(result.reason)
+    assert routed.sender.transport == "rdma"
+    assert routed.routes.empty()
+
+
+@dataclass
+class Engines:
+    """Stand-ins for engines of two transports, both of which can be opened."""
+
+    refuse: set[Transport] = field(default_factory=set)
+    fail: set[Transport] = field(default_factory=set)
+    probe_fails: set[Transport] = field(default_factory=set)
+    gone: bool = False
+    written: list[Transport] = field(default_factory=list)
+
+    def open(self, _session: str, _targets: object, *, transport: Transport, **_options: object) -> "StubEngine":
+        return StubEngine(self, transport)
+
+    def describe(self, session: str, _timeout_s: float) -> None:
+        if self.gone:
+            raise PeerUnreachableError(f"{session} is gone")
+
+    def probe(self, engine: "StubEngine", *_: object) -> str | None:
+        return "no" if engine.transport in self.probe_fails else None
+
+
+@dataclass
+class StubEngine:
+    engines: Engines
+    transport: Transport
+
+    def submit(self, *_: int) -> WriteId | None:
+        self.engines.written.append(self.transport)
+        return None if self.transport in self.engines.refuse else WriteId(1)
+
+    def poll(self, _write: WriteId) -> WriteState:
+        return WriteState.FAILED if self.transport in self.engines.fail else WriteState.DONE
+
+    def destroy(self) -> None: ...
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    made = Engines()
+    monkeypatch.setattr(sender_module, "SendEngine", made.open)
+    monkeypatch.setattr(sender_module, "describe_engine", made.describe)
+    monkeypatch.setattr(sender_module, "probe", made.probe)
+    return made
+
+
+ROUTES = (KvRoute("nvlink", "127.0.0.1:2"), KvRoute("tcp", "127.0.0.1:1"))
+POOL = Pool(ROW, 1 << 20, POOL_BYTES)
+
+
+@pytest.mark.parametrize("how", ["refuse", "fail"])
+def test_a_transport_that_fails_later_is_not_used_again(
+    engines: Engines, start: Callable[..., Routed], how: str
+) -> None:
+    routed = start(POOL, *ROUTES)
+    assert routed.send().ok
+    assert routed.routes.get(timeout=5) == ("nvlink", {})
+    getattr(engines, how).add("nvlink")
+    failed = routed.send()
+    assert not failed.ok, "it is the request that is tried again"
+    assert routed.send().ok
+    assert engines.written == ["nvlink", "nvlink", "tcp"]
+    assert routed.routes.get(timeout=5) == ("tcp", {"nvlink": failed.reason})
+
+
+def test_a_write_to_a_peer_that_is_gone_costs_no_transport(engines: Engines, start: Callable[..., Routed]) -> None:
+    engines.refuse, engines.gone = {"nvlink"}, True
+    routed = start(POOL, *ROUTES)
+    assert not routed.send().ok
+    engines.refuse, engines.gone = set(), False
+    assert routed.send().ok
+    assert engines.written == ["nvlink", "nvlink"]
+
+
+def test_a_probe_that_fails_makes_way_and_nothing_is_written(engines: Engines, start: Callable[..., Routed]) -> None:
+    engines.probe_fails = {"nvlink"}
+    routed = start(POOL, *ROUTES)
+    transport, dropped = routed.routes.get(timeout=5)
+    assert (transport, dropped) == ("tcp", {"nvlink": "decode 127.0.0.1:2 cannot be written to: no"})
+    assert routed.send().ok
+    assert engines.written == ["tcp"]
+
+
+def test_the_only_transport_is_kept_and_says_what_is_wrong(engines: Engines, start: Callable[..., Routed]) -> None:
+    engines.probe_fails = {"nvlink"}
+    routed = start(POOL, ROUTES[0])
+    result = routed.send()
+    assert (result.ok, result.reason) == (False, "decode 127.0.0.1:2 cannot be written to: no")
+    engines.probe_fails.clear()
+    assert routed.send().ok

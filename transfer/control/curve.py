@@ -1,0 +1,139 @@
+"""Authentication of the control port: CURVE key pairs derived from the cluster key, and the check of client keys.
+
+All servers of a cluster share one secret. From it every server derives the same two key pairs: prefill proves that it
+holds the server key, decode that it holds the client key, and traffic is encrypted. Whoever lacks the secret can
+neither pair nor pose as a prefill server.
+
+A listener that a decode server connects to can test guesses of the secret against the handshake, offline. So the
+derivation is slow (scrypt; 0.2 s and 64 MiB for each guess), and what can be guessed is refused at start
+(`configs/key_strength.py`). A change of the derivation makes releases refuse each other: it has its own number.
+"""
+
+import hashlib
+import hmac
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from ...configs.errors import StartupError
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"pdserve"
+
+DERIVATION = b"pdserve cluster key, derivation 2"
+"""Salt: the same for all clusters, because the secret is all that servers share. 1 was an unstretched BLAKE2b."""
+SCRYPT_COST = 1 << 16
+SCRYPT_BLOCK = 8
+
+AUTHENTICATION_FAILED = "authentication failed: cluster_key differs (or only one side has one)"
+
+
+class KeyPair(NamedTuple):
+    """A CURVE key pair, z85-encoded as ZMQ takes it."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r})"  # the secret stays out of logs and tracebacks
+
+
+class ClusterKeys:
+    """The two key pairs of a cluster. Raises StartupError where libzmq or OpenSSL lacks what they need."""
+
+    def __init__(self, cluster_key: str) -> None:
+        if not zmq.has("curve"):
+            raise StartupError("cluster_key needs CURVE, which this libzmq was built without: use the pyzmq wheel")
+        seeds = _stretch(cluster_key)
+        self.server = _key_pair(seeds[:32])
+        self.client = _key_pair(seeds[32:])
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Make `socket` prove that it holds the server key; whom it lets in is its ClientGate's to say."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.server.secret)
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Make `socket` talk only to a server that holds the server key. Call before connect."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.client.secret)
+
+
+class ClientGate:
+    """Answers libzmq's question whether a connecting client may come in (ZAP, ZMQ RFC 27): with a cluster key only the
+    derived key may, without one everybody.
+
+    Also without a key it is of use: libzmq then refuses ZMTP 1.0 and 2.0, which have no handshake and whose messages do
+    not say which connection they came on.
+
+    Owns a socket that the control thread polls next to its own: `answer_all()` when it is readable. pyzmq's
+    authenticator does the same with an asyncio loop in a thread of its own.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys | None) -> None:
+        self.denied = 0
+        self._keys = keys
+        self._client_key = z85.decode(keys.client.public) if keys is not None else None
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ZAP_ENDPOINT)
+
+    def protect(self, server: zmq.Socket[bytes]) -> None:
+        """Make `server`, of the same context, accept only clients that this gate lets in. Call before bind."""
+        if self._keys is not None:
+            self._keys.secure_server(server)
+        server.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def answer_all(self) -> None:
+        """Answer every waiting question."""
+        while True:
+            try:
+                request = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request_id = request[0], request[1]
+            if self._allows(request):
+                answer = [version, request_id, b"200", b"OK", b"pdserve", b""]
+            else:
+                self.denied += 1
+                answer = [version, request_id, b"400", b"unknown client key", b"", b""]
+            self.socket.send_multipart(answer)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    def _allows(self, request: list[bytes]) -> bool:
+        match request:
+            case [b"1.0", _, domain, _, _, b"CURVE", key] if self._client_key is not None:
+                return domain == ZAP_DOMAIN and hmac.compare_digest(key, self._client_key)
+            case [b"1.0", _, domain, _, _, b"NULL"]:
+                return domain == ZAP_DOMAIN and self._client_key is None
+            case _:
+                return False
+
+
+def _stretch(cluster_key: str) -> bytes:
+    """Two seeds of 32 bytes. Takes about 0.2 s."""
+    memory = 128 * SCRYPT_COST * SCRYPT_BLOCK
+    try:
+        return hashlib.scrypt(
+            cluster_key.encode(),
+            salt=DERIVATION,
+            n=SCRYPT_COST,
+            r=SCRYPT_BLOCK,
+            p=1,
+            maxmem=memory + (1 << 20),
+            dklen=64,
+        )
+    except (AttributeError, ValueError) as error:
+        raise StartupError(
+            f"cluster_key needs scrypt of Python's hashlib, which does not work here: {error}"
+        ) from error
+
+
+def _key_pair(seed: bytes) -> KeyPair:
+    secret = z85.encode(seed)
+    return KeyPair(public=zmq.curve_public(secret), secret=secret)

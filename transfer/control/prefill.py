@@ -1,0 +1,278 @@
+"""The control port of a prefill server: one ROUTER, any number of decode servers."""
+
+import logging
+import socket as sockets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+
+from ...configs.errors import StartupError
+from ..plan.pairing import describe_versions
+from ..protocol.messages import Hello, InstanceId, Load, Refused, Welcome
+from ..protocol.wire import MAX_FRAME_BYTES, Buffer
+from .curve import AUTHENTICATION_FAILED, ClientGate, ClusterKeys
+from .events import Event, PeerRefused, PeerSnapshot, PeerUp
+from .session import Session, SessionState, Timing
+from .thread import MESSAGES_PER_TURN, Control
+from .unknown_peers import Strangers
+from .wakeup import ConnectionMonitor
+
+logger = logging.getLogger(__name__)
+
+_MONITORED = (
+    zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
+"""Of a decode server: a message and its two arrays."""
+_WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+
+class _Route(Session):
+    """The connection of one decode server: its ZMQ routing id and the file descriptor that its end is reported for."""
+
+    def __init__(self, name: str, routing_id: bytes, fd: int, *, resend_after_s: float, now: float) -> None:
+        super().__init__(name, resend_after_s=resend_after_s, now=now)
+        self.routing_id = routing_id
+        self.fd = fd
+
+
+class PrefillControl(Control):
+    """Binds the bootstrap port and pairs with every decode server that says Hello and passes `check`.
+
+    `check(hello)` returns one sentence when the pair must not be; protocol versions are compared before it is asked.
+    Port 0 binds a free one; `port` is the real one. Raises StartupError when it cannot bind.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        port: int,
+        me: Welcome,
+        *,
+        check: Callable[[Hello], str | None],
+        on_event: Callable[[Event], None],
+        load: Callable[[], Load] = Load,
+        keys: ClusterKeys | None = None,
+        timing: Timing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(role="prefill", on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
+        self._welcome = me
+        self._check = check
+        self._routes: dict[bytes, _Route] = {}
+        self._route_of_fd: dict[int, _Route] = {}
+        self._route_of: dict[InstanceId, _Route] = {}  # the one route of each instance that was announced
+        self._connections = Strangers(MAX_MESSAGE_BYTES, self._report_cut)
+        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._configure(self._router)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = ClientGate(self._context, keys)
+        self._gate.protect(self._router)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._monitor = ConnectionMonitor(self._context, self._router, _MONITORED)
+        self._poller.register(self._monitor.socket, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        try:
+            self.port = _bind(self._router, bind_host, port)
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def _me(self) -> Welcome:
+        return self._welcome
+
+    def _sessions(self) -> Iterable[Session]:
+        return self._routes.values()
+
+    def _session_of(self, instance: InstanceId) -> Session | None:
+        return self._route_of.get(instance)
+
+    def _transmit(self, session: Session, frames: Sequence[Buffer]) -> None:
+        assert isinstance(session, _Route)
+        self._router.send_multipart([session.routing_id, *frames], zmq.NOBLOCK)
+
+    def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
+        if self._gate.socket in ready:
+            self._gate.answer_all()
+        self._read_connections()
+        for _ in range(MESSAGES_PER_TURN):
+            frames = self._receive_frames(self._router)
+            if frames is None:
+                return True
+            route = self._route_of_sender(frames[0], now)
+            if route is not None:
+                self._connections.heard(route.fd)
+                self._receive(route, [frame.buffer for frame in frames[1:]], now)
+        return False
+
+    def _route_of_sender(self, routing_id: zmq.Frame, now: float) -> _Route | None:
+        """The route that a message came on, a new one for a stranger; None when its connection is not known."""
+        try:
+            fd = int(routing_id.get(zmq.SRCFD))
+            address = str(routing_id.get("Peer-Address"))
+        except zmq.ZMQError:
+            self._counts["malformed"] += 1
+            self._noise.warning("a message on the control port that does not say where it comes from is ignored")
+            return None
+        route = self._routes.get(routing_id.bytes)
+        if route is not None and route.fd != fd:
+            self._forget(route, "another connection took its name")
+            route = None
+        if route is None:
+            # Kept when it says Hello.
+            route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
+        return route
+
+    def _read_connections(self) -> None:
+        while (event := self._monitor.read()) is not None:
+            match event:
+                case (zmq.EVENT_ACCEPTED, fd):
+                    self._connections.accepted(fd)
+                case (zmq.EVENT_DISCONNECTED, fd):
+                    self._connections.closed(fd)
+                    route = self._route_of_fd.get(fd)
+                    if route is not None:
+                        self._forget(route, "its connection was closed")
+                case (kind, value) if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value in _WRONG_KEY:
+                    self._counts["authentication_failures"] += 1
+                    if self._first_time("", "authentication"):
+                        logger.warning("a connecting peer was refused: %s", AUTHENTICATION_FAILED)
+                        self._emit(PeerRefused("a connecting peer", AUTHENTICATION_FAILED))
+                case _:
+                    if self._first_time("", "handshake"):
+                        logger.warning("something that does not speak ZMQ connected to the control port")
+
+    def _admits(self, session: Session, now: float) -> bool:
+        assert isinstance(session, _Route)
+        match session.state:
+            case SessionState.PAIRED:
+                return True
+            case SessionState.MEETING:
+                self._pair(session, now)
+                return True
+            case _:
+                self._counts["unknown_peer"] += 1
+                self._reply(session, Refused("unknown_peer", "this server does not know you (any more): say Hello"))
+                return False
+
+    def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
+        assert isinstance(session, _Route)
+        match message:
+            case Hello():
+                self._greet(session, message, now)
+            case Refused(code="mismatch", reason=reason) if session.instance is not None:
+                self._set_refused(session, reason)
+            case Refused(reason=reason):
+                self._counts["complaints_received"] += 1
+                if self._first_time(str(session), "complaint"):
+                    self._refusals.warning("%s does not understand this server: %s", session, reason)
+            case Welcome():
+                self._complain(session, "Welcome is for decode servers: this is a prefill server", now)
+
+    def _greet(self, route: _Route, hello: Hello, now: float) -> None:
+        # Connection events first: a descriptor may have been reused, and this may be a dead connection's last word.
+        self._read_connections()
+        if route.fd not in self._connections:
+            return
+        if route.instance not in (None, hello.instance):
+            self._forget(route, "another instance took its place")
+            route = _Route(route.name, route.routing_id, route.fd, resend_after_s=route.link.resend_after_s, now=now)
+        previous = self._route_of_fd.get(route.fd)
+        if previous is not None and previous is not route:
+            self._forget(previous, "its connection was closed")
+        self._routes[route.routing_id] = route
+        self._route_of_fd[route.fd] = route
+        route.instance = hello.instance
+        route.introduction = hello
+        if hello.protocol_version != self._me.protocol_version:
+            self._refuse_version(route, hello.protocol_version)
+            return
+        reason = self._check(hello)
+        if reason is not None:
+            self._refuse(route, reason)
+            return
+        if route.state is SessionState.PAIRED:
+            self._lose(route, "it had lost this server and introduces itself again")
+        route.state = SessionState.MEETING
+        self._reply(route, self._me)
+
+    def _pair(self, route: _Route, now: float) -> None:
+        """Decode has our Welcome and uses this connection."""
+        instance, hello = route.instance, route.introduction
+        assert instance is not None
+        assert hello is not None
+        previous = self._route_of.get(instance)
+        if previous is not None and previous is not route:
+            self._forget(previous, "it connected again")
+        self._route_of[instance] = route
+        self._connections.introduced(route.fd)
+        route.state = SessionState.PAIRED
+        route.announced = True
+        route.detail = None
+        route.heartbeat_at = now
+        route.link.restart()
+        self._counts["peers_up"] += 1
+        logger.info("paired with decode %s", route)
+        self._emit(PeerUp(instance, None, hello))
+
+    def _refuse_version(self, session: Session, version: int) -> None:
+        self._refuse(session, describe_versions(prefill=self._me.protocol_version, decode=version))
+
+    def _refuse(self, session: Session, reason: str) -> None:
+        self._set_refused(session, reason)
+        self._reply(session, Refused("mismatch", reason))
+
+    def _set_refused(self, session: Session, reason: str) -> None:
+        if session.state is SessionState.PAIRED:
+            self._lose(session, reason)
+        session.state = SessionState.REFUSED
+        session.detail = reason
+        self._counts["refused"] += 1
+        peer = session.instance or session.name
+        if self._first_time(peer, reason):
+            self._refusals.warning("refused decode %s: %s", session, reason)
+            self._emit(PeerRefused(peer, reason))
+
+    def _forget(self, route: _Route, reason: str) -> None:
+        self._routes.pop(route.routing_id, None)
+        self._route_of_fd.pop(route.fd, None)
+        if route.instance is not None and self._route_of.get(route.instance) is route:
+            del self._route_of[route.instance]
+        self._end(route, reason)
+
+    def _tick(self, now: float) -> None:  # noqa: ARG002
+        """Prefill only answers; decode keeps introducing itself."""
+        self._connections.look()
+
+    def _report_cut(self, reason: str) -> None:
+        self._counts["connections_cut"] += 1
+        self._noise.warning("a connection to the control port was cut: %s", reason)
+
+    def _take_snapshot(self) -> list[PeerSnapshot]:
+        return [route.snapshot(route.name) for route in self._routes.values()]
+
+
+def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Bind and return the port. ZMQ takes addresses only, so a name is resolved here."""
+    try:
+        family, _, _, _, (address, *_) = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
+    except OSError as error:
+        raise StartupError(f"host {host}: cannot be resolved ({error})") from error
+    if family == sockets.AF_INET6:
+        router.setsockopt(zmq.IPV6, 1)
+        address = f"[{address}]"
+    try:
+        router.bind(f"tcp://{address}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise StartupError(
+                f"bootstrap port {port} on {host} is in use: end the process that has it or choose another port with "
+                "--bootstrap-port"
+            ) from error
+        raise StartupError(f"bootstrap port {port} on {host} cannot be bound: {error}") from error
+    bound = router.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return int(bound.rstrip(b"\0").rpartition(b":")[2])

@@ -1,0 +1,83 @@
+"""What a leader has its ranks move, and how that ends. Plain data: schedulers decide with it, sockets carry it."""
+
+from typing import Literal
+
+import msgspec
+
+from ..protocol.messages import InstanceId, StagePart, TransferKey
+
+
+class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
+    """Write KV of tokens [token_start, token_end) into the memory of a decode server.
+
+    `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
+    every page should travel to the ranks once. The first of either is the page that holds token `token_start`; indices
+    are pages of the decode server or, with granularity "token", a row for each token.
+    """
+
+    instance: InstanceId
+    key: TransferKey
+    token_start: int
+    token_end: int
+    source_pages: list[int]
+    indices: list[int]
+    granularity: Literal["page", "token"] = "page"
+    verify: bool = False
+
+
+class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
+    """How a ChunkWrite ended on one prefill rank. `ok`: every byte this rank had to write is in decode's memory.
+
+    With `late_writes`, bytes already on their way may still land for a while. `checksums` is this rank's share of the
+    sum of each decode rank; empty when the chunk is not verified or has failed.
+    """
+
+    instance: InstanceId
+    key: TransferKey
+    token_start: int
+    token_end: int
+    ok: bool
+    reason: str = ""
+    late_writes: bool = False
+    writes: int = 0
+    bytes_written: int = 0
+    checksums: tuple[int, ...] = ()
+
+
+class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Gather a part and write it to `offset` of the ring of its decode rank. Its rank reports one PartWritten.
+
+    `pages` hold its tokens, the first of which is token `start` of the first page. `size_bytes` is that of the grant.
+    """
+
+    instance: InstanceId
+    part: StagePart
+    offset: int
+    size_bytes: int
+    pages: list[int]
+    start: int
+
+
+class PartWritten(msgspec.Struct, array_like=True, frozen=True):
+    """How a PartWrite ended. `ok`: all of it is in the ring; otherwise as in ChunkWritten."""
+
+    instance: InstanceId
+    part: StagePart
+    ok: bool
+    reason: str = ""
+    late_writes: bool = False
+    writes: int = 0
+    bytes_written: int = 0
+
+
+class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Scatter the part at `offset` of the ring. Reported when it is in its pages and the ring has been read.
+
+    `pages` take its tokens, the first of which is token `start` of the first page.
+    """
+
+    part: StagePart
+    offset: int
+    size_bytes: int
+    pages: list[int]
+    start: int

@@ -1,0 +1,42 @@
+"""A KV pool of this rank, as transfers see it: its memory and what it holds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..protocol.layout import KvLayout
+
+
+class KvMemory(Protocol):
+    """What transfers need of a KV pool (`memory/kv_pool.py`)."""
+
+    @property
+    def base_address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def probe(self) -> torch.Tensor:
+        """Bytes behind the pages, registered with them, to try transports with."""
+
+    @property
+    def registered_bytes(self) -> int:
+        """From `base_address` to the end of `probe`."""
+
+    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor: ...
+
+
+class LocalPool(NamedTuple):
+    """A pool of this rank: its memory and what it holds.
+
+    `data` is the pool as `[page, layer, plane, head, token, dim]`; only what is staged needs it.
+    """
+
+    memory: KvMemory
+    layout: KvLayout
+    data: torch.Tensor | None = None

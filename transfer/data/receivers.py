@@ -1,0 +1,74 @@
+"""The receive engines of one decode rank: one per transport it can be reached over."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ...configs.errors import StartupError
+from ...configs.schema import ServerConfig
+from ..mooncake.engine import ReceiveEngine
+from ..mooncake.infiniband import SYSFS
+from ..mooncake.library import Transport
+from ..mooncake.sockets import Region
+from ..mooncake.transports import open_receiver, resolve_transport
+from .local_pool import LocalPool
+
+
+class RingBytes(Protocol):
+    """What is needed of a staging ring (`memory/ring_memory.py`)."""
+
+    @property
+    def base_address(self) -> int: ...
+
+    registered_bytes: int
+    on_gpu: bool
+
+
+class Receivers:
+    """Lets prefill ranks write into this rank's pools and ring. Owns the engines; the memory stays alive until close().
+
+    TCP takes every pool and is always there, nvlink takes pools on a GPU, RDMA takes all. `local_rank` is the index of
+    this rank's GPU on its machine. Raises StartupError.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        pools: Sequence[LocalPool],
+        *,
+        local_rank: int,
+        ring: RingBytes | None = None,
+        sysfs: Path = SYSFS,
+    ) -> None:
+        local = resolve_transport(config, local_rank, sysfs=sysfs)
+        held = [pool.memory for pool in pools] + ([ring] if ring is not None else [])
+        memory = [Region(part.base_address, part.registered_bytes) for part in held]
+        on_gpu = [region for part, region in zip(held, memory, strict=True) if part.on_gpu]
+        if config.transport == "nvlink" and not on_gpu:
+            raise StartupError(
+                "transport nvlink moves KV between GPUs; the KV pool is in host memory: use --transport tcp"
+            )
+        wanted: list[tuple[Transport, list[Region]]] = [("tcp", memory)]
+        if config.transport in ("auto", "nvlink") and on_gpu:
+            wanted.append(("nvlink", on_gpu))
+        if local.rdma_devices:
+            wanted.append(("rdma", memory))
+        self._engines: dict[Transport, ReceiveEngine] = {}
+        try:
+            for transport, regions in wanted:
+                engine = open_receiver(transport, local, regions)
+                if engine is not None:
+                    self._engines[transport] = engine
+        except StartupError:
+            self.close()
+            raise
+
+    @property
+    def sessions(self) -> dict[Transport, str]:
+        """Where each engine listens: what a Rank announces."""
+        return {transport: engine.session for transport, engine in self._engines.items()}
+
+    def close(self) -> None:
+        """Stop receiving. Afterwards nobody writes the pools. May be called twice."""
+        for engine in self._engines.values():
+            engine.close()

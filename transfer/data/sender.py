@@ -1,0 +1,517 @@
+"""One thread that writes KV to one decode server: takes jobs in order, keeps a few writes in flight, never hangs.
+
+The scheduling thread hands over a SendJob and gets exactly one SendResult per job, from the sender's thread. Jobs to
+one peer go strictly one after the other, whatever transfer they belong to: the peer's link is the bottleneck anyway.
+
+When are source pages free again? After the results of all jobs of a transfer. A failed write does not mean that
+Mooncake has stopped reading, so on any failure the engine is destroyed before the result is reported; the next job gets
+a new one. With it goes what our kernel has not delivered yet. Bytes that are on their way by then, or in the peer's
+kernel, may still land: `late_writes` says so, and the peer must not reuse those destination pages for a while.
+"""
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from ...configs.errors import StartupError
+from ...kernels.backends.streams import use_own_stream
+from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine, WriteId, WriteState
+from ..mooncake.library import Transport
+from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
+from ..mooncake.transports import KvRoute, remedy
+from ..plan.copy_runs import PlanError, Runs, check_bounds
+from ..protocol.messages import Pool, TransferKey
+from .probe import probe
+
+log = logging.getLogger(__name__)
+
+_CPU: Final = torch.device("cpu")
+MAX_WINDOW: Final = 512
+"""Writes in flight to one peer. Mooncake's queue breaks for good at 1,024 (2,048 with luck)."""
+MAX_WRITE_BYTES: Final = 4 << 20
+"""Over TCP: Mooncake has several lanes, which a single write does not fill."""
+MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
+"""Over CUDA IPC and RDMA, where each write has a fixed cost and none holds up the others."""
+STALL_BASE_S: Final = 1.0
+STALL_BYTES_PER_S: Final = 200e6
+"""Writes in flight are stalled when none has ended and no byte has been delivered for STALL_BASE_S and as long as they
+take at this rate: the peer may be busy copying them. Once cancelled they have to end within that time, however fast
+they move.
+"""
+DELIVERY_LOOK_S: Final = 0.1
+"""How often a sender looks for delivered bytes while no write ends."""
+NAP_MIN_S: Final = 0.0002
+NAP_MAX_S: Final = 0.002
+ABSENCE_S: Final = 0.25
+"""Between two looks at the writes in flight. When there is more this process was stopped or starved, not the peer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolPair:
+    """The memory that offsets of copies count from: ours, and a pool of the peer. With `probe`, bytes of our memory, it
+    is tried whether writes arrive.
+    """
+
+    source: Region
+    destination: Pool
+    probe: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaSender:
+    """What a sender over RDMA needs besides a session: how the peer reaches us, and our HCAs."""
+
+    host: str
+    devices: tuple[str, ...]
+    gid_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendJob:
+    """Copies of one transfer that belong together, such as a chunk.
+
+    `runs` may be a function: planning takes milliseconds, and is then done on the sender's thread; a PlanError fails
+    the job. `ready` is called there before the first byte is read, and may wait (for a CUDA event, say).
+    `pools` says where the copies are: one of the sender's, by default its first. A job may take as long as it makes
+    progress.
+    """
+
+    key: TransferKey
+    runs: Runs | Callable[[], Runs]
+    ready: Callable[[], None] | None = None
+    pools: PoolPair | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendResult:
+    """How a job ended. `ok`: every byte is in the peer's memory. Otherwise `reason` says why, readably."""
+
+    key: TransferKey
+    ok: bool
+    reason: str | None
+    cancelled: bool
+    late_writes: bool
+    bytes_written: int
+    writes: int
+    job: SendJob
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A job that has no result yet, and what has become of it so far."""
+
+    job: SendJob
+    cancelled: bool = False
+    started_at: float = 0.0
+    complete: bool = False
+    total_bytes: int = 0
+    bytes_written: int = 0
+    writes: int = 0
+    in_flight: dict[WriteId, int] = field(default_factory=dict)
+    """Bytes of each write whose end we have not seen."""
+
+
+class _Progress:
+    """When the writes in flight of a job last made progress: one has ended, or bytes were delivered. Once the job is
+    cancelled, when that was: what is in flight has to end within a bound then, not only to move.
+    """
+
+    def __init__(self, engine: SendEngine) -> None:
+        self._engine = engine
+        self.since = self._looked_at = time.monotonic()
+        self._deliveries_at = self.since + DELIVERY_LOOK_S
+        self._delivered: int | None = None
+        self._cancelled = False
+
+    def look(self, *, ended: bool, cancelled: bool) -> bool:
+        """Some writes may have `ended`; whether there was progress of any kind."""
+        now = time.monotonic()
+        absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
+        self.since += max(0.0, absent_s)
+        if cancelled and not self._cancelled:
+            self._cancelled, self.since = True, now
+        if self._cancelled:
+            return ended
+        moved = ended or self._delivers(now)
+        if moved:
+            self.since = now
+        return moved
+
+    def _delivers(self, now: float) -> bool:
+        """Whether the kernel has got rid of more since it was asked last."""
+        if now < self._deliveries_at:
+            return False
+        self._deliveries_at = now + DELIVERY_LOOK_S
+        before, self._delivered = self._delivered, self._engine.delivered_bytes()
+        return before is not None and self._delivered is not None and self._delivered > before
+
+
+class _SendError(Exception):
+    """Ends a job: the reason, and whether bytes may be under way."""
+
+    def __init__(self, reason: str, *, late_writes: bool) -> None:
+        super().__init__(reason)
+        self.late_writes = late_writes
+
+
+class _WriteError(_SendError):
+    """A write was refused, has failed or does not end: by the transport's fault, or the peer's."""
+
+
+class PeerSender:
+    """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
+
+    `routes` are tried in this order, at once and not with the first job: a route is used when a probe of every pool
+    works over it. One that does not, or that fails later, is not used again as long as another is
+    left. `rdma` is for that transport only. `on_result` and `on_routed`, which is told the transport in use and why
+    others are not, run on the sender's thread; they should hand the result over and return. Owns a thread and a
+    SendEngine; close() ends both.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[KvRoute],
+        pools: Sequence[PoolPair],
+        *,
+        window: int,
+        on_result: Callable[[SendResult], None],
+        on_routed: Callable[[Transport, Mapping[Transport, str]], None] = lambda *_: None,
+        device: torch.device = _CPU,
+        rdma: RdmaSender | None = None,
+    ) -> None:
+        if not 1 <= window <= MAX_WINDOW:
+            raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
+        self._routes = list(routes)
+        self._pools = list(pools)
+        self._window = window
+        self._on_result = on_result
+        self._on_routed = on_routed
+        self._device = device
+        self._rdma = rdma or RdmaSender("127.0.0.1", ())
+        self._dropped: dict[Transport, str] = {}
+        self._engine: SendEngine | None = None
+        self._changed = threading.Condition()
+        self._queue: deque[_Pending] = deque()
+        self._unreported: set[_Pending] = set()
+        self._closing = False
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name=f"send-{self.session}", daemon=True)
+        self._thread.start()
+        # A daemon thread inside Mooncake at interpreter exit aborts the process.
+        atexit.register(self.close)
+
+    @property
+    def transport(self) -> Transport:
+        """What KV travels over now. May be read from another thread, like `session`."""
+        return self._routes[0].transport
+
+    @property
+    def session(self) -> str:
+        return self._routes[0].session
+
+    def submit(self, job: SendJob) -> None:
+        """Queue a job. Raises PlanError, and queues nothing, when a copy of a finished plan leaves either pool."""
+        if isinstance(job.runs, Runs):
+            self._check_bounds(job, job.runs)
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"the sender to {self.session} is closed")
+            if not self._unreported:
+                self._progress_at = time.monotonic()
+            pending = _Pending(job)
+            self._unreported.add(pending)
+            self._queue.append(pending)
+            self._changed.notify_all()
+
+    def cancel(self, key: TransferKey) -> bool:
+        """Stop the jobs of a transfer: issue no more writes, wait for those in flight, then report each job as usual.
+
+        True: at least one result of this transfer is still to come. False: all have been given to `on_result`, or the
+        last one is being given right now. Jobs submitted later are not affected.
+        """
+        return self._cancel(lambda job: job.key == key)
+
+    def cancel_job(self, job: SendJob) -> bool:
+        """Stop one job, as cancel() does all of a transfer."""
+        return self._cancel(lambda other: other is job)
+
+    def stalled_s(self) -> float:
+        """How long there has been work without progress; 0 when there is no work."""
+        with self._changed:
+            return time.monotonic() - self._progress_at if self._unreported else 0.0
+
+    def close(self) -> None:
+        """Cancel everything, wait for what is in flight, report every job, end the thread. May be called twice.
+
+        Bounded by a stall of the active job (about a second), unless a `ready` of the caller hangs.
+        """
+        with self._changed:
+            self._closing = True
+            for pending in self._unreported:
+                pending.cancelled = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _cancel(self, wanted: Callable[[SendJob], bool]) -> bool:
+        with self._changed:
+            found = [pending for pending in self._unreported if wanted(pending.job)]
+            for pending in found:
+                pending.cancelled = True
+            return bool(found)
+
+    def _work(self) -> None:
+        use_own_stream(self._device)
+        try:
+            self._open_engine()
+        except (PeerUnreachableError, StartupError) as error:  # the first job will say so, if it is still true
+            log.debug("opening the way to %s: %s", self.session, error)
+        except Exception:
+            log.exception("opening the way to %s", self.session)
+        while (pending := self._take()) is not None:
+            self._progress_at = pending.started_at = time.monotonic()
+            reason: str | None = None
+            late_writes = False
+            unreachable = False
+            failed_write = False
+            try:
+                self._send(pending)
+            except _SendError as failure:
+                reason, late_writes = str(failure), failure.late_writes
+                failed_write = isinstance(failure, _WriteError)
+            except (PeerUnreachableError, StartupError) as error:  # the latter: no RDMA engine for our own memory
+                reason, unreachable = str(error), True
+            except Exception as error:
+                log.exception("sending to %s", self.session)
+                reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
+            if reason is not None:
+                self._drop_engine()
+                if failed_write:
+                    self._drop_failed_route(reason)
+            self._finish(pending, reason, late_writes)
+            if unreachable:
+                # Everything that waits here is for the same peer: asking again for each would take a second each.
+                for waiting in self._take_all():
+                    self._finish(waiting, reason, False)
+        self._drop_engine()
+
+    def _take(self) -> _Pending | None:
+        """The next job to send; None when closed and empty. Reports cancelled ones on the way."""
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                cancelled = [pending for pending in self._queue if pending.cancelled]
+                for pending in cancelled:
+                    self._queue.remove(pending)
+                if not cancelled:
+                    return self._queue.popleft() if self._queue else None
+            for pending in cancelled:
+                self._finish(pending, None, False)
+
+    def _take_all(self) -> list[_Pending]:
+        with self._changed:
+            waiting = list(self._queue)
+            self._queue.clear()
+            return waiting
+
+    def _send(self, pending: _Pending) -> None:
+        """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""
+        job = pending.job
+        if job.ready is not None:
+            try:
+                job.ready()
+            except Exception as error:
+                raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
+        if pending.cancelled:
+            return
+        runs = self._planned(job)
+        pending.total_bytes = runs.total_bytes
+        if not len(runs):
+            pending.complete = True
+            return
+        engine = self._open_engine()
+        pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+        self._write(pending, pieces, engine)
+        pending.complete = pending.bytes_written == pending.total_bytes
+
+    def _write(self, pending: _Pending, pieces: Runs, engine: SendEngine) -> None:
+        """Keep a window of writes in flight until all have ended; once cancelled, until those in flight have."""
+        pools = pending.job.pools or self._pools[0]
+        waiting = zip(
+            (pieces.source + pools.source.addr).tolist(),
+            (pieces.destination + pools.destination.base_address).tolist(),
+            pieces.length.tolist(),
+            strict=True,
+        )
+        left = len(pieces)
+        in_flight = pending.in_flight
+        nap_s = NAP_MIN_S
+        progress = _Progress(engine)
+        while left or in_flight:
+            if pending.cancelled:
+                left = 0
+            while left and len(in_flight) < self._window:
+                source, destination, size_bytes = next(waiting)
+                write = engine.submit(source, destination, size_bytes)
+                if write is None:
+                    raise _WriteError(f"decode {self.session} is gone", late_writes=bool(pending.writes))
+                in_flight[write] = size_bytes
+                pending.writes += 1
+                left -= 1
+            ended = self._collect(pending, engine)
+            if progress.look(ended=ended, cancelled=pending.cancelled):
+                self._progress_at = time.monotonic()
+            self._check_progress(pending, progress.since)
+            if ended:
+                nap_s = NAP_MIN_S
+            else:
+                time.sleep(nap_s)
+                nap_s = min(1.5 * nap_s, NAP_MAX_S)
+
+    def _planned(self, job: SendJob) -> Runs:
+        if isinstance(job.runs, Runs):
+            return job.runs
+        try:
+            runs = job.runs()
+            self._check_bounds(job, runs)
+        except PlanError as error:
+            raise _SendError(str(error), late_writes=False) from error
+        return runs
+
+    def _check_bounds(self, job: SendJob, runs: Runs) -> None:
+        pools = job.pools or self._pools[0]
+        check_bounds(runs, pools.source.length, pools.destination.size_bytes)
+
+    def _collect(self, pending: _Pending, engine: SendEngine) -> bool:
+        """Take the finished writes out of flight; whether there were any."""
+        finished = False
+        for write, size_bytes in list(pending.in_flight.items()):
+            state = engine.poll(write)
+            if state is WriteState.PENDING:
+                continue
+            del pending.in_flight[write]
+            if state is WriteState.FAILED:
+                raise _WriteError(
+                    f"write of {size_bytes} bytes to decode {self.session} failed after "
+                    f"{time.monotonic() - pending.started_at:.2f} s",
+                    late_writes=True,
+                )
+            pending.bytes_written += size_bytes
+            finished = True
+        return finished
+
+    def _check_progress(self, pending: _Pending, since: float) -> None:
+        """Raise when nothing has moved for too long or, once cancelled, when what is in flight has not ended."""
+        still_s = time.monotonic() - since
+        if still_s <= STALL_BASE_S or not pending.in_flight:
+            return
+        in_flight_bytes = sum(pending.in_flight.values())
+        if still_s > STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S:
+            what = "did not end" if pending.cancelled else "did not move"
+            error = _SendError if pending.cancelled else _WriteError
+            raise error(
+                f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight {what} for "
+                f"{still_s:.2f} s",
+                late_writes=True,
+            )
+
+    def _finish(self, pending: _Pending, reason: str | None, late_writes: bool) -> None:
+        """Report a job. It is cancelled, rather than failed, when it was told to stop and stopped short."""
+        job = pending.job
+        complete = reason is None and pending.complete
+        cancelled = pending.cancelled and not complete
+        result = SendResult(
+            key=job.key,
+            ok=complete,
+            reason="cancelled" if cancelled and reason is None else reason,
+            cancelled=cancelled,
+            late_writes=late_writes,
+            bytes_written=pending.bytes_written,
+            writes=pending.writes,
+            job=job,
+        )
+        with self._changed:
+            self._unreported.remove(pending)
+        try:
+            self._on_result(result)
+        except Exception:
+            log.exception("on_result of the sender to %s", self.session)
+
+    def _open_engine(self) -> SendEngine:
+        """The engine of the first route that works. Raises the last one's error where none does: then it is the peer
+        that is gone, and no route is dropped.
+        """
+        problem = ""
+        for index, route in enumerate(self._routes):
+            if self._engine is not None:
+                break
+            try:
+                self._engine = self._try_route(route)
+            except (PeerUnreachableError, StartupError) as error:
+                if index + 1 == len(self._routes):
+                    raise
+                problem = problem or str(error)
+            else:
+                self._drop_routes(index, problem)
+                self._on_routed(self.transport, self._dropped)
+        assert self._engine is not None, "there is a route"
+        return self._engine
+
+    def _try_route(self, route: KvRoute) -> SendEngine:
+        """An engine that has written to all pools of the peer. Raises PeerUnreachableError and StartupError."""
+        sources = {pair.source for pair in self._pools}
+        targets = {Region(pair.destination.base_address, pair.destination.size_bytes) for pair in self._pools}
+        engine = SendEngine(
+            route.session,
+            sorted(targets, key=lambda region: region.addr),
+            transport=route.transport,
+            host=self._rdma.host,
+            devices=self._rdma.devices,
+            gid_index=self._rdma.gid_index,
+            sources=sorted(sources, key=lambda region: region.addr),
+        )
+        for pair in self._pools:
+            problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
+            if problem is not None:
+                engine.destroy()
+                raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
+        return engine
+
+    def _drop_failed_route(self, reason: str) -> None:
+        """Use the next route, if there is one, from the next job on: the peer is there, so it was the transport."""
+        if len(self._routes) > 1:
+            with contextlib.suppress(PeerUnreachableError):
+                describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)
+                self._drop_routes(1, reason)
+
+    def _drop_routes(self, count: int, reason: str) -> None:
+        """Do without the first `count` routes."""
+        for _ in range(count):
+            route = self._routes.pop(0)
+            self._dropped[route.transport] = reason
+            log.warning(
+                "KV for decode %s goes over %s from now on, because %s does not work: %s. %s",
+                self.session,
+                self.transport,
+                route.transport,
+                reason,
+                remedy(route.transport),
+            )
+
+    def _drop_engine(self) -> None:
+        if self._engine is not None:
+            try:
+                self._engine.destroy()
+            except Exception:
+                log.exception("destroying the engine to %s", self.session)
+            self._engine = None

@@ -1,0 +1,179 @@
+"""Loading the Mooncake wheel: the environment it must find, its log silenced, and the part of its API that we use.
+
+Mooncake reads its settings from MC_* variables, at import and at the first engine. They are set here and nowhere else,
+because the wrong ones are dangerous: see FORBIDDEN. The wheel is imported on first use; a prefill or decode leader that
+moves no KV never loads it.
+
+Mooncake logs through glog, straight to file descriptor 2, one or more lines per failed write; even its highest level
+leaves spurious errors. Replacing fd 2 by a filter would lose tracebacks and faulthandler output at a crash, so the log
+is turned off at its source instead: libglog is a shared library of the wheel, and its exported `FLAGS_minloglevel` is
+set to FATAL after the import (engines leave it alone). A fatal message still reaches the terminal. Set MC_LOG_LEVEL
+yourself (INFO, WARNING, ERROR) to see Mooncake's log.
+"""
+
+import ctypes
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, Protocol, cast
+
+from ...configs.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+Transport = Literal["tcp", "nvlink", "rdma"]
+"""How bytes travel: over sockets, between GPU memory of one machine through CUDA IPC handles, or between HCAs. Mooncake
+picks one transport per engine from its environment when the engine is initialised, so a process may have several.
+"""
+
+PROGRESS_TIMEOUT_S: Final = 5
+"""A receive engine closes a connection on which a write has made no progress for this long: it cannot land later."""
+SENDER_TIMEOUT_S: Final = 600
+"""Of send engines. Mooncake calls it progress when its socket takes bytes or the peer answers: on a slow network there
+are many seconds between the two, while bytes leave the kernel all the time. The sender judges by those, and destroys
+the engine (sender.py).
+"""
+TCP_LANES: Final = 4
+"""Connections of a send engine to its peer. They are opened one after the other, as writes wait for one."""
+
+SETTINGS: Final = {
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # without it every write is a new connection, and ports run out
+    "MC_TCP_LANES_PER_PEER": str(TCP_LANES),
+    "MC_TCP_SLICE_SIZE": str(256 << 10),
+    # An overflow of these queues wedges an engine for good. We stay far below; the limits are raised all the same.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": str(SENDER_TIMEOUT_S),
+    "MC_TRANSFER_TIMEOUT": str(SENDER_TIMEOUT_S),
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+}
+_PROGRESS_VARIABLE: Final = "MC_TCP_PROGRESS_TIMEOUT_SEC"
+TRANSPORT_SETTINGS: Final[dict[Transport, dict[str, str]]] = {
+    "tcp": {"MC_FORCE_TCP": "1"},
+    "nvlink": {"MC_INTRANODE_NVLINK": "1"},
+    "rdma": {"MC_FORCE_HCA": "1"},  # without it a machine whose HCA cannot be opened gets a TCP engine, silently
+}
+GID_INDEX_VARIABLE: Final = "MC_GID_INDEX"
+FORBIDDEN: Final = (
+    "MC_LOG_DIR",  # aborts the process at import
+    "MC_TCP_PROTO",  # framing 1 has no acknowledgement: "done" would not mean "in the peer's memory"
+    "MC_DISABLE_METACACHE",  # ten times the cost per write
+    "MC_USE_IPV6",  # both sides would have to agree
+)
+_GLOG_LEVEL_SYMBOL: Final = "_ZN3fLI17FLAGS_minloglevelE"
+_GLOG_FATAL: Final = 3
+
+_EXTRAS: Final = "pip install 'pdserve[cpu]', 'pdserve[cuda12]' or 'pdserve[cuda13]' (exactly one of them)"
+NOT_INSTALLED: Final = f"the Mooncake transfer engine is not installed: {_EXTRAS}"
+
+
+class MooncakeEngine(Protocol):
+    """`mooncake.engine.TransferEngine`, as far as we use it. Calls return 0 for success unless said otherwise."""
+
+    def initialize(self, local: str, metadata: str, protocol: str, devices: str, /) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def register_memory(self, address: int, size: int, /) -> int: ...
+
+    def transfer_submit_write(self, session: str, source: int, destination: int, size: int, /) -> int:
+        """An id (a raw pointer), or 0 when the peer cannot be reached."""
+
+    def transfer_sync_read(self, session: str, destination: int, source: int, size: int, /) -> int:
+        """Returns when the bytes are here."""
+
+    def transfer_check_status(self, write_id: int, /) -> int:
+        """0 pending, 1 done, negative failed. Anything but 0 frees the id."""
+
+
+class _EngineModule(Protocol):
+    def TransferEngine(self) -> MooncakeEngine: ...  # noqa: N802 (their name)
+
+
+_lock = threading.Lock()
+_module: _EngineModule | None = None
+
+
+def create_engine(
+    local_host: str,
+    transport: Transport = "tcp",
+    *,
+    sends: bool = False,
+    devices: Sequence[str] = (),
+    gid_index: int | None = None,
+) -> MooncakeEngine:
+    """A new, initialised engine. Must not be used across fork. Raises StartupError where there is no usable wheel.
+
+    `devices` are the HCAs an RDMA engine may use (default: all) and `gid_index` the entry of their GID tables, which
+    Mooncake reads once per process.
+    """
+    with _lock:
+        module = _load(transport)
+        os.environ[_PROGRESS_VARIABLE] = str(SENDER_TIMEOUT_S if sends else PROGRESS_TIMEOUT_S)
+        if transport == "rdma" and gid_index is not None:
+            os.environ[GID_INDEX_VARIABLE] = str(gid_index)
+        engine = module.TransferEngine()
+        # Its port is ignored and the protocol argument too; "P2PHANDSHAKE" means no metadata server.
+        status = engine.initialize(
+            f"{local_host}:0", "P2PHANDSHAKE", transport, ",".join(devices) if transport == "rdma" else ""
+        )
+    if status != 0:
+        named = f" with {', '.join(devices)}" if transport == "rdma" and devices else ""
+        raise StartupError(
+            f"Mooncake could not start an engine for {transport}{named} on host {local_host} (status {status})"
+        )
+    return engine
+
+
+def _load(transport: Transport) -> _EngineModule:
+    global _module
+    os.environ.update(SETTINGS)
+    for settings in TRANSPORT_SETTINGS.values():
+        for name in settings:
+            os.environ.pop(name, None)
+    os.environ.update(TRANSPORT_SETTINGS[transport])
+    for name in FORBIDDEN:
+        if os.environ.pop(name, None) is not None:
+            log.warning("%s is set in the environment and does not work with pdserve: ignored", name)
+    if _module is None:
+        _module = _import_engine()
+        if "MC_LOG_LEVEL" not in os.environ:
+            _silence_glog()
+    return _module
+
+
+def _import_engine() -> _EngineModule:
+    try:
+        try:
+            module = importlib.import_module("mooncake.engine")
+        except ModuleNotFoundError:
+            raise
+        except ImportError:
+            # The CUDA wheels need libcudart, which torch brings along and loads.
+            importlib.import_module("torch")
+            module = importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        if error.name not in ("mooncake", "mooncake.engine"):
+            raise
+        raise StartupError(NOT_INSTALLED) from error
+    except ImportError as error:
+        raise StartupError(
+            f"the Mooncake transfer engine does not load on this machine: {error}. It needs libibverbs1, libnuma1 and "
+            f"libcurl4; the CUDA wheels also need the NVIDIA driver. To choose another wheel: {_EXTRAS}"
+        ) from error
+    return cast(_EngineModule, module)
+
+
+def _silence_glog() -> None:
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libglog" in line}
+    for path in sorted(loaded):
+        try:
+            ctypes.c_int.in_dll(ctypes.CDLL(path), _GLOG_LEVEL_SYMBOL).value = _GLOG_FATAL
+        except (OSError, ValueError) as error:
+            log.debug("Mooncake's log stays on: %s", error)
+    if not loaded:
+        log.debug("Mooncake's log stays on: its wheel brings no libglog")

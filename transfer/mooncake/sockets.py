@@ -1,0 +1,223 @@
+"""What we do with Mooncake's TCP sockets from outside: ask an engine who it is, confine and wake its listeners, cut
+and reset its connections.
+
+Every engine opens two listeners on all interfaces, without authentication: one for handshakes (its port is the engine's
+address, the *session*) and one for data. The handshake frame is `uint64 length, uint8 type, JSON`; type 1 asks for the
+engine's description, which names the data port and the registered regions.
+"""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...configs.errors import PdserveError
+from ..tcp_info import NO_LINGER, tcp_counters
+
+_DESCRIBE: Final = 1
+_HEADER: Final = struct.Struct("<QB")
+_REPLY_LIMIT_BYTES: Final = 16 << 20
+_IDLE_S: Final = 3600
+"""After which the kernel hands over a connection that has said nothing."""
+
+
+class PeerUnreachableError(PdserveError):
+    """A peer's engine cannot be reached, does not answer, or is not the one we were told about."""
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Memory that an engine lets others write."""
+
+    addr: int
+    length: int
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """What an engine says of itself; unknown fields are ignored."""
+
+    name: str
+    tcp_data_port: int | None = None
+    buffers: tuple[Region, ...] = ()
+
+    def holds(self, wanted: Region) -> bool:
+        return any(
+            region.addr <= wanted.addr and wanted.addr + wanted.length <= region.addr + region.length
+            for region in self.buffers
+        )
+
+
+def describe_engine(session: str, timeout_s: float) -> EngineDescription:
+    """Ask the engine at `session` (HOST:PORT) for its description, within `timeout_s` overall.
+
+    A stopped or hung process accepts connections (its kernel does) and never answers, which Mooncake itself takes 60 s
+    to notice. Raises PeerUnreachableError with one readable sentence.
+    """
+    host, port = split_session(session)
+    deadline = time.monotonic() + timeout_s
+    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.sendall(_HEADER.pack(3, _DESCRIBE) + b"{}")
+            header = _receive(connection, _HEADER.size, deadline)
+            length, kind = _HEADER.unpack(header)
+            if kind != _DESCRIBE or not 1 < length <= _REPLY_LIMIT_BYTES:
+                raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake")
+            body = _receive(connection, length - 1, deadline)
+        return msgspec.json.decode(body, type=EngineDescription)
+    except TimeoutError as error:
+        raise PeerUnreachableError(f"decode {session} does not answer (waited {timeout_s:g} s)") from error
+    except ConnectionRefusedError as error:
+        raise PeerUnreachableError(f"decode {session} refuses connections: no engine listens there") from error
+    except OSError as error:
+        raise PeerUnreachableError(f"decode {session} cannot be reached: {error}") from error
+    except msgspec.DecodeError as error:
+        raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake: {error}") from error
+
+
+def split_session(session: str) -> tuple[str, int]:
+    """HOST:PORT in its parts."""
+    host, colon, port = session.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise PeerUnreachableError(f"{session!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def confine_to_loopback(ports: set[int]) -> None:
+    """Let this process's listeners on `ports` accept from this machine only. Raises OSError where not permitted."""
+    confined = set()
+    with _own_sockets() as sockets:
+        for sock in sockets:
+            if _is_listener(sock) and sock.getsockname()[1] in ports:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+                confined.add(sock.getsockname()[1])
+    if confined != ports:
+        raise OSError(f"this process has no listeners on ports {sorted(ports - confined)}")
+
+
+def ignore_idle_connections(port: int) -> None:
+    """Have this process's listener on `port` take no connection before its peer has said something.
+
+    Mooncake answers handshakes one after the other and gives each connection 5 s: a few that say nothing would keep
+    everybody else waiting. Those that stop in the middle still do. Raises OSError where there is no such listener.
+    """
+    with _own_sockets() as sockets:
+        found = [sock for sock in sockets if _is_listener(sock) and sock.getsockname()[1] == port]
+        for sock in found:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _IDLE_S)
+    if not found:
+        raise OSError(f"this process has no listener on port {port}")
+
+
+def wake_listener(port: int) -> None:
+    """End the blocking accept() of this process's listener on `port`, for good.
+
+    Mooncake's destructor joins a thread that sits in accept() for up to a second, and holds the GIL meanwhile. To be
+    called directly before the destructor: until then the thread spins on the dead socket.
+    """
+    with _own_sockets() as sockets:
+        for sock in sockets:
+            if _is_listener(sock) and sock.getsockname()[1] == port:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def cut_connections(session: str) -> int:
+    """Shut down every connection of this process to `session`; returns how many.
+
+    Frees a thread that Mooncake holds in a handshake with a peer that stopped answering (it would wait 60 s).
+    """
+    host, port = split_session(session)
+    count = 0
+    with _own_sockets() as sockets:
+        for sock in _connected_to(sockets, addresses_of(host), port):
+            with suppress(OSError):  # not any more
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def acked_bytes(addresses: Collection[str], data_port: int) -> int | None:
+    """How much the peer's kernel has received on this process's connections to `data_port` at one of `addresses`; None
+    where the kernel does not say.
+    """
+    try:
+        with _own_sockets() as sockets:
+            return sum(tcp_counters(sock).acked for sock in _connected_to(sockets, addresses, data_port))
+    except OSError:
+        return None
+
+
+def addresses_of(host: str) -> set[str]:
+    """Raises OSError when the name cannot be resolved."""
+    return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+
+
+def drop_unsent(data_port: int) -> int:
+    """Have the kernel forget what it has not delivered when this process closes its connections to `data_port`; returns
+    how many there are.
+
+    Otherwise it goes on trying: what was written into a network that is down arrives when it is up again, a minute
+    later, in memory that has another owner by then. The host is not looked at: its name may not resolve while the
+    network is down, and what else has this port number is a connection of an engine to another host.
+    """
+    count = 0
+    with _own_sockets() as sockets:
+        for sock in sockets:
+            with suppress(OSError):  # not connected, or not any more
+                if sock.getpeername()[1] == data_port:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+                    count += 1
+    return count
+
+
+def _connected_to(sockets: Iterable[socket.socket], addresses: Collection[str], port: int) -> Iterator[socket.socket]:
+    for sock in sockets:
+        try:
+            address, peer_port = sock.getpeername()[:2]
+        except OSError:
+            continue  # not connected, or not any more
+        if peer_port == port and address.removeprefix("::ffff:") in addresses:
+            yield sock
+
+
+@contextmanager
+def _own_sockets() -> Iterator[list[socket.socket]]:
+    """Duplicates of all TCP sockets of this process: closing a duplicate leaves the original open."""
+    sockets: list[socket.socket] = []
+    try:
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                if str(entry.readlink()).startswith("socket:"):
+                    sockets.append(socket.socket(fileno=os.dup(int(entry.name))))
+            except OSError:
+                continue  # closed by another thread in the meantime
+        yield [
+            sock
+            for sock in sockets
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+        ]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _is_listener(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+
+
+def _receive(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < size_bytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        part = connection.recv(size_bytes - len(received))
+        if not part:
+            raise ConnectionResetError("it closed the connection without an answer")
+        received += part
+    return bytes(received)

@@ -243,7 +243,7 @@ def main() -> None:
     begun = time.perf_counter()
     graphs = engine.runner.capture_graphs(engine.cache, max_batch=256, max_context=65536)
     assert graphs is not None
-    executor = Executor(engine.runner, engine.cache, (), look_ahead=True)
+    executor = Executor(engine.runner, engine.cache, (), overlap=True)
     capture_s = time.perf_counter() - begun
     print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}

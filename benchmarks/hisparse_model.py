@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdserve.kernels.hisparse.slot_tables import buffer_pages, table_bytes
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 
 GIB = 1 << 30
 PAGE = 64
@@ -96,7 +96,8 @@ class Sizes:
     def hisparse_requests(self) -> int:
         """As many as have their index keys, in whole hot pages, their hot buffer and their tables in the budget."""
         counts = itertools.takewhile(
-            lambda count: self._lots(count * self.longest).covered <= self._index_hot_pages(count), itertools.count(1)
+            lambda count: self._overlay(count * self.longest).covered <= self._index_hot_pages(count),
+            itertools.count(1),
         )
         return max(counts, default=0)
 
@@ -112,18 +113,18 @@ class Sizes:
     def resident_requests(self) -> int:
         """As many as have all their rows on the GPU: in what the index leaves, and in what is free of it."""
         most, each = self.hisparse_requests, self.longest // PAGE
-        lots = self._lots(self.hisparse_tokens)
-        own = self._hot_pages(most) - lots.covered
+        overlay = self._overlay(self.hisparse_tokens)
+        own = self._hot_pages(most) - overlay.covered
         free = self.hisparse_tokens // PAGE
         counts = (
             count
             for count in range(most + 1)
-            if count * each <= own + (free - count * each) // lots.kv_pages * lots.hot_pages
+            if count * each <= own + (free - count * each) // overlay.kv_pages * overlay.hot_pages
         )
         return max(counts)
 
-    def _lots(self, tokens: int) -> Lots:
-        return Lots.of(tokens // PAGE, kv_page_bytes=self.index_token, hot_page_bytes=self.latent_token)
+    def _overlay(self, tokens: int) -> PoolOverlay:
+        return PoolOverlay.of(tokens // PAGE, kv_page_bytes=self.index_token, hot_page_bytes=self.latent_token)
 
     def _index_hot_pages(self, requests: int) -> int:
         """Hot pages that are left for the index beside the buffers and tables of so many requests."""

@@ -22,7 +22,7 @@ from pdserve.scheduler.engine import leader
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.ranks import builder as rank_builder
 from pdserve.scheduler.ranks.executor import Executor, PendingStep
-from pdserve.server.launch.frontend import run_front
+from pdserve.server.launch.frontend import run_frontend
 
 
 class Cost(msgspec.Struct):
@@ -92,7 +92,7 @@ def main() -> int:
         return _lead(Path(folder), float(step_ms) / 1000)
     (Path(folder) / "front").write_text(str(os.getpid()))
     command = (sys.executable, "-m", "benchmarks.paced_server", "leader", config, folder, step_ms)
-    return run_front(parse_config(Path(config).read_bytes()), command)
+    return run_frontend(parse_config(Path(config).read_bytes()), command)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import torch
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.transfer.mooncake.engine import ReceiveEngine
 from pdserve.transfer.mooncake.library import Transport, create_engine
-from pdserve.transfer.plan.copy_runs import Runs, expand_runs
+from pdserve.transfer.plan.copy_runs import CopyRuns, expand_runs
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
+    HeadSlice,
     InstanceId,
     StageArrived,
-    StageBlock,
     StageFree,
     StageGrant,
     StagePart,
@@ -85,8 +85,8 @@ class Shape:
     def heads_of(self, rank: int) -> range:
         return range(rank * self.rank_heads, (rank + 1) * self.rank_heads)
 
-    def block(self, rank: int) -> StageBlock:
-        return StageBlock(0, self.layers, self.heads_of(rank).start, self.heads_of(rank).stop)
+    def block(self, rank: int) -> HeadSlice:
+        return HeadSlice(0, self.layers, self.heads_of(rank).start, self.heads_of(rank).stop)
 
     def order(self, page_size: int, seed: int) -> list[int]:
         """Pages in the order of a sequence whose neighbours lie anywhere."""
@@ -300,7 +300,7 @@ class Prefill:
             pool.data.view(-1)[: len(part)] = part
         wait(self.shape.device)
 
-    def plan(self, arm: str) -> Runs:
+    def plan(self, arm: str) -> CopyRuns:
         """The copies of a direct arm; offsets are those of the two processes' buffers."""
         shape = self.shape
         if arm == "token slices":
@@ -314,25 +314,25 @@ class Prefill:
                 target = shape.layout(range(shape.heads), shape.decode_page_size)
                 order, offset = shape.order(shape.decode_page_size, 100), self.whole_offset
             runs = expand_runs(pool.layout, target, self.orders[rank], order, 0, shape.tokens)
-            plans.append(Runs(runs.source + pool.offset, runs.destination + offset, runs.length))
+            plans.append(CopyRuns(runs.source + pool.offset, runs.destination + offset, runs.length))
         return self._join(plans)
 
-    def _token_slices(self, rank: int) -> Runs:
+    def _token_slices(self, rank: int) -> CopyRuns:
         shape = self.shape
         row = np.arange(2 * shape.layers * shape.slice_tokens, dtype=np.int64)
         size = shape.rank_heads * shape.row_bytes
-        return Runs(
+        return CopyRuns(
             self.pools[rank].offset + row * size,
             self.whole_offset + row * shape.heads * shape.row_bytes + rank * size,
             np.full_like(row, size),
         )
 
     @staticmethod
-    def _join(plans: list[Runs]) -> Runs:
+    def _join(plans: list[CopyRuns]) -> CopyRuns:
         columns = ("source", "destination", "length")
-        return Runs(*(np.concatenate([getattr(plan, column) for plan in plans]) for column in columns))
+        return CopyRuns(*(np.concatenate([getattr(plan, column) for plan in plans]) for column in columns))
 
-    def direct(self, arm: str, runs: Runs) -> Run:
+    def direct(self, arm: str, runs: CopyRuns) -> Run:
         tokens = self.shape.slice_tokens if arm == "token slices" else self.shape.tokens
         self.requests = self.bytes_written = 0
         started = time.perf_counter()
@@ -376,7 +376,7 @@ class Prefill:
                 if done is not None:
                     done.synchronize()
                 source, destination = np.array([offset]), np.array([self.ring_offset + write.offset])
-                self.write(Runs(source, destination, np.array([write.size_bytes])))
+                self.write(CopyRuns(source, destination, np.array([write.size_bytes])))
                 gathered.pop(0)
                 for effect in self.sender.written(write.part, 0.0):
                     self.control.send(effect)
@@ -413,7 +413,7 @@ class Prefill:
         )
         return write, offset, mark(self.shape.device)
 
-    def write(self, runs: Runs) -> None:
+    def write(self, runs: CopyRuns) -> None:
         """Write all of it and wait. Counts what Mooncake is given."""
         pieces = runs.split(self.shape.write_bytes)
         source = (pieces.source + self.memory.buffer.data_ptr()).tolist()

@@ -30,8 +30,8 @@ class FreePages(Generic[PageT]):
         return iter(self._pages)
 
     @property
-    def lots(self) -> int:
-        """Lots that are free as a whole."""
+    def overlay(self) -> int:
+        """PoolOverlay that are free as a whole."""
         return len(self._whole_lots)
 
     def divide(self, lot_pages: int) -> None:

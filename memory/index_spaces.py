@@ -7,7 +7,7 @@
     RequestSlot   the number under which a running request has its hot pages and tables (HiSparse)
 
 They come from their allocators and from nowhere else: pages from `PageAllocator` (memory/pages.py), slots from
-`HotBuffers` (scheduler/decode/memory/hot_buffers.py). Free KvPages are HotPages for a while by way of `Lots`
+`HotBuffers` (scheduler/decode/memory/hot_buffers.py). Free KvPages are HotPages for a while by way of `PoolOverlay`
 (memory/hisparse/shared_pool.py), which also knows the places of HotPages. Rows, page * page_size + offset, are only
 ever in tensors: `KvRows` and `HotRows` of kernels/hisparse/slot_tables.py.
 """

@@ -152,17 +152,17 @@ class PageAllocator(Generic[PageT]):
         self._free.divide(lot_pages)
 
     def lendable(self, keep: int) -> int:
-        """Lots that can be lent so that at least `keep` free pages are left beside those for what is reserved.
+        """PoolOverlay that can be lent so that at least `keep` free pages are left beside those for what is reserved.
 
         Idle pages do not count: what the prefix cache has found is worth more than what is lent.
         """
         if not self._lot_pages:
             return 0
-        return max(0, min(self._free.lots, (len(self._free) - self._reserved - keep) // self._lot_pages))
+        return max(0, min(self._free.overlay, (len(self._free) - self._reserved - keep) // self._lot_pages))
 
-    def lend(self, owner: str, lots: int) -> PageGrant[PageT]:
+    def lend(self, owner: str, overlay: int) -> PageGrant[PageT]:
         """Lend so many lots, of those that are `lendable`. Released like any grant: then they are pages again."""
-        grant = PageGrant(owner, self._free.pop_lots(lots), 0)
+        grant = PageGrant(owner, self._free.pop_lots(overlay), 0)
         for page in grant.pages:
             self._holders[page] = 1
         self._grants.add(grant)

@@ -145,9 +145,9 @@ def _serve(role: Role, options: argparse.Namespace) -> int:
         from .launch.node import run_node
 
         return run_node(config)
-    from .launch.frontend import run_front
+    from .launch.frontend import run_frontend
 
-    return run_front(config)
+    return run_frontend(config)
 
 
 def _pair_config(options: argparse.Namespace) -> PairConfig:

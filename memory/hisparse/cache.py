@@ -21,7 +21,7 @@ from ...kernels.hisparse.swap_plan import SwapPlan
 from ..index_spaces import HotPage, HotPlace, KvPage, RequestSlot
 from ..kv_pool import KvCache, KvPool
 from ..page_store import stretches
-from .shared_pool import Lots
+from .shared_pool import PoolOverlay
 
 
 class HiSparseError(AssertionError):
@@ -32,7 +32,7 @@ class HiSparseCache(KvCache):
     """Owns the three pools and the tables. Up to `slots` requests run at a time, each under a number of its own.
 
     Which pages of keys are lent, and so which hot pages exist beside those that are the hot pool's own, is decided
-    elsewhere: the same bytes are never both. HotPages are those of `lots`, on which all ranks have agreed.
+    elsewhere: the same bytes are never both. HotPages are those of `overlay`, on which all ranks have agreed.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class HiSparseCache(KvCache):
         max_context: int,
         top_k: int,
         groups: Sequence[int],
-        lots: Lots | None = None,
+        overlay: PoolOverlay | None = None,
     ) -> None:
         """`groups[i]` is the index group of local layer i: layers of one group are neighbours and select the same
-        tokens. `lots` are by default those of this rank alone. Raises StartupError for sizes that do not go together.
+        tokens. `overlay` are by default those of this rank alone. Raises StartupError for sizes that do not go
+        together.
         """
         super().__init__(host, indexer)
         assert len(groups) == hot.num_layers == host.num_layers, "every layer has an index group"
@@ -57,10 +58,10 @@ class HiSparseCache(KvCache):
         device, page_size = hot.data.device, hot.page_size
         if hot_rows % page_size:
             raise StartupError(f"hot_rows = {hot_rows} must be a multiple of page_size = {page_size}")
-        here = Lots.of(indexer.num_pages, kv_page_bytes=indexer.page_bytes, hot_page_bytes=hot.page_bytes)
-        self.lots, self._lots_here = lots or here, here
+        here = PoolOverlay.of(indexer.num_pages, kv_page_bytes=indexer.page_bytes, hot_page_bytes=hot.page_bytes)
+        self.overlay, self._overlay_here = overlay or here, here
         self._shared = hot.base_address == indexer.base_address
-        first_own, covered = (self.lots.covered, here.covered) if self._shared else (0, 0)
+        first_own, covered = (self.overlay.covered, here.covered) if self._shared else (0, 0)
         self.own_hot_pages = range(first_own, first_own + hot.num_pages - covered)
         """Hot pages that are no keys at any time."""
         if len(self.own_hot_pages) < buffer_pages(hot_rows, page_size):
@@ -133,7 +134,7 @@ class HiSparseCache(KvCache):
         `hot_pages` hold its buffer, or at least its next token for as long as it is shorter. With `tokens` within
         `capacity` it is resident: `load_rows` brings its rows before it runs. Otherwise its buffer starts empty.
         """
-        places = self._lots_here.places(hot_pages, self.lots)
+        places = self._overlay_here.places(hot_pages, self.overlay)
         self._check(places, tokens + 1, capacity)
         self._capacities[slot] = capacity
         self.tables.admit(slot, resident=tokens <= capacity)
@@ -144,7 +145,7 @@ class HiSparseCache(KvCache):
         current stream, which need not be that of the steps.
         """
         used = -(-tokens // self.page_size)
-        places = self._lots_here.places(hot_pages, self.lots)[:used]
+        places = self._overlay_here.places(hot_pages, self.overlay)[:used]
         for target, source, count in stretches(places, pages[:used], self.host.pages_per_chunk):
             self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
@@ -154,7 +155,7 @@ class HiSparseCache(KvCache):
         A capacity may be lowered to the size of the buffer at any time, and raised while the sequence is within the
         old one.
         """
-        places = self._lots_here.places(hot_pages, self.lots)
+        places = self._overlay_here.places(hot_pages, self.overlay)
         self._check(places, 1, capacity)
         self._capacities[slot] = capacity
         self.tables.set_pages(slot, places, capacity)

@@ -25,15 +25,15 @@ from typing import cast
 from ..index_spaces import HotPage, HotPlace, KvPage
 
 MOST_LOT_PAGES = 128
-"""Lots of more KvPages would seldom be free as a whole: shorter ones are agreed on, which lose a part of a hot page at
-either end.
+"""PoolOverlay of more KvPages would seldom be free as a whole: shorter ones are agreed on, which lose a part of a hot
+page at either end.
 """
 LEAST_USE = Fraction(7, 8)
 """They are as short as they can be with so much of their KvPages in use on the rank with the largest hot pages."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Lots:
+class PoolOverlay:
     """How KvPages and HotPages overlap: on one rank, or as all ranks of a server have agreed."""
 
     num_pages: int
@@ -46,22 +46,24 @@ class Lots:
     """HotPages that keys reach into, on the rank where these are fewest. From here on they are the hot pool's own."""
 
     @classmethod
-    def of(cls, num_pages: int, *, kv_page_bytes: int, hot_page_bytes: int) -> "Lots":
+    def of(cls, num_pages: int, *, kv_page_bytes: int, hot_page_bytes: int) -> "PoolOverlay":
         """The lots of `num_pages` pages of keys on one rank; sizes are those of a page in its device memory."""
         lot_bytes = math.lcm(kv_page_bytes, hot_page_bytes)
         covered = -(-num_pages * kv_page_bytes // hot_page_bytes)
         return cls(num_pages, lot_bytes // kv_page_bytes, lot_bytes // hot_page_bytes, covered)
 
     @classmethod
-    def agreed(cls, of_ranks: "Sequence[Lots]") -> "Lots":
+    def agreed(cls, of_ranks: "Sequence[PoolOverlay]") -> "PoolOverlay":
         """What holds on all ranks. They have the same KvPages, and as many hot pages behind them."""
         first = of_ranks[0]
-        if all(lots == first for lots in of_ranks) and first.kv_pages <= MOST_LOT_PAGES:
+        if all(overlay == first for overlay in of_ranks) and first.kv_pages <= MOST_LOT_PAGES:
             return first
-        dearest = max(Fraction(lots.kv_pages, lots.hot_pages) for lots in of_ranks)
-        sizes = ((size, min(lots._hot_pages_within(size) for lots in set(of_ranks))) for size in itertools.count(1))
+        dearest = max(Fraction(overlay.kv_pages, overlay.hot_pages) for overlay in of_ranks)
+        sizes = (
+            (size, min(overlay._hot_pages_within(size) for overlay in set(of_ranks))) for size in itertools.count(1)
+        )
         kv_pages, hot_pages = next((kv, hot) for kv, hot in sizes if hot * dearest >= kv * LEAST_USE)
-        return cls(first.num_pages, kv_pages, hot_pages, min(lots.covered for lots in of_ranks))
+        return cls(first.num_pages, kv_pages, hot_pages, min(overlay.covered for overlay in of_ranks))
 
     @property
     def count(self) -> int:
@@ -75,13 +77,13 @@ class Lots:
         numbers = [page // self.kv_pages * self.hot_pages + at for page in firsts for at in range(self.hot_pages)]
         return cast("list[HotPage]", numbers)
 
-    def places(self, hot_pages: Sequence[HotPage], agreed: "Lots") -> Sequence[HotPlace]:
+    def places(self, hot_pages: Sequence[HotPage], agreed: "PoolOverlay") -> Sequence[HotPlace]:
         """Where this rank, whose lots these are, has HotPages of the `agreed` ones."""
         if self == agreed:
             return cast("Sequence[HotPlace]", hot_pages)
         return [self._place(page, agreed) for page in hot_pages]
 
-    def _place(self, page: HotPage, agreed: "Lots") -> HotPlace:
+    def _place(self, page: HotPage, agreed: "PoolOverlay") -> HotPlace:
         if page >= agreed.covered:
             return HotPlace(page - agreed.covered + self.covered)
         lot, at = divmod(page, agreed.hot_pages)

@@ -16,7 +16,7 @@ from ...configs.schema import DecodeConfig
 from ...kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from ..auto_settings import KvShare
 from ..sizing import GIB
-from .shared_pool import Lots
+from .shared_pool import PoolOverlay
 
 ARRIVING_REQUESTS = 2
 """An automatic size has pages for so many requests beyond those that run: their KV arrives meanwhile, and when a hot
@@ -72,8 +72,8 @@ def hisparse_size(
         hot_floor = min(slots * one_buffer, budget // 2 // latent_page)
         num_pages = min(num_pages, (budget // latent_page - hot_floor) * latent_page // indexer_page)
     most_useful = num_pages + slots * one_buffer
-    lots = Lots.of(num_pages, kv_page_bytes=indexer_page, hot_page_bytes=latent_page)
-    hot_pages = min(most_useful, budget // latent_page - lots.covered)
+    overlay = PoolOverlay.of(num_pages, kv_page_bytes=indexer_page, hot_page_bytes=latent_page)
+    hot_pages = min(most_useful, budget // latent_page - overlay.covered)
     if num_pages < 1 or hot_pages < one_buffer:
         raise StartupError(
             f"the device budget of {budget / GIB:.3f} GiB (kv_memory_gib or kv_memory_fraction) does not hold the "

@@ -18,7 +18,7 @@ from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
 from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
-from ...memory.hisparse.shared_pool import Lots
+from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import KvCache, KvPool, zeroed
 from ..config.sharding import Shard
 from ..layers.batch import ForwardBatch
@@ -87,7 +87,7 @@ class DsaDecoder:
         (memory/hisparse/shared_pool.py). Raises StartupError for sizes that do not go together.
         """
         shard = self.parameters.shard
-        of_stages = [self._lots(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
+        of_stages = [self._overlay(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
         all_hot_pages = of_stages[shard.stage].covered + hot_pages
         host = self._pool("latent", num_pages, page_size, in_host_memory=True)
         memory = zeroed(all_hot_pages * host.page_bytes, self.parameters.device)
@@ -100,7 +100,7 @@ class DsaDecoder:
             max_context=max_context,
             top_k=self._dsa.index_topk,
             groups=self._groups,
-            lots=Lots.agreed(of_stages),
+            overlay=PoolOverlay.agreed(of_stages),
         )
 
     def _pool(
@@ -128,9 +128,9 @@ class DsaDecoder:
             memory=memory,
         )
 
-    def _lots(self, num_pages: int, shard: Shard) -> Lots:
+    def _overlay(self, num_pages: int, shard: Shard) -> PoolOverlay:
         """How pages of keys and hot pages, of as many tokens each, overlap on a rank of this server."""
-        return Lots.of(
+        return PoolOverlay.of(
             num_pages,
             kv_page_bytes=self._token_bytes("indexer", shard),
             hot_page_bytes=self._token_bytes("latent", shard),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ...configs.errors import DeadlineError, RequestError, UnavailableError
 from ..messages.lifecycle import State
-from .dispatch.dispatcher import Intake
+from .dispatch.dispatcher import PrefillDispatcher
 from .requests.request import Request
 
 LAST_CHANCE = 0.25
@@ -17,10 +17,10 @@ until their time is almost up, prefill would compute only for those that are abo
 class Deadlines:
     """Finds those whose time is up, and looks at all requests only when that may be so: not in every turn."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
-        self._limits = intake.limits
-        self._peers = intake.peers
+    def __init__(self, dispatcher: PrefillDispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._limits = dispatcher.limits
+        self._peers = dispatcher.peers
         self._shortest_s = min(
             self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
         )
@@ -29,7 +29,7 @@ class Deadlines:
 
     def watch(self, request: Request) -> None:
         """It is new, or was refused."""
-        self._look_at = min(self._look_at, self._next(request)[0], request.life.since + self._shortest_s)
+        self._look_at = min(self._look_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
 
     def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
         """Which of all requests have to end now, and why."""
@@ -47,7 +47,7 @@ class Deadlines:
 
     def _next(self, request: Request) -> tuple[float, str]:
         """When its time is up as things are, and which limit that is."""
-        limits, since, prompt = self._limits, request.life.since, request.prompt
+        limits, since, prompt = self._limits, request.lifecycle.since, request.prompt
         ends = [(request.deadline, "request_timeout_s")]
         match request.state:
             case State.PREFILLING:
@@ -79,16 +79,16 @@ class Deadlines:
                     retry_after_s=1,
                 )
             case "queue_timeout_s":
-                busy = request.state is State.PREFILLING or self._intake.pace.is_busy(prompt.endpoint)
+                busy = request.state is State.PREFILLING or self._dispatcher.pace.is_busy(prompt.endpoint)
                 waited = f"{limits.queue_timeout_s:g} s ({field})"
                 return UnavailableError(
                     f"prefill did not get to the prompt within {waited}"
                     if busy
                     else f"no KV memory became free within {waited}",
-                    retry_after_s=max(1.0, self._intake.expected_wait_s(now)),
+                    retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),
                 )
             case _:
-                given_s = request.deadline - request.life.started
+                given_s = request.deadline - request.lifecycle.started
                 own = given_s < limits.request_timeout_s and not math.isclose(given_s, limits.request_timeout_s)
                 return DeadlineError(
                     f"not finished within its deadline of {given_s:g} s ({'timeout_s' if own else field})"

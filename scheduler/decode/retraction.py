@@ -14,10 +14,10 @@ from ...memory.pages import pages_for
 from ..messages.effects import DropPages, Effect
 from ..messages.lifecycle import State
 from ..rates import Rates
-from .dispatch.dispatcher import DecodeLimits, Intake
+from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
 from .memory.request_memory import RequestMemory
 from .requests.request import Request
-from .requests.waiting_queue import RequestLine
+from .requests.waiting_queue import WaitingQueue
 from .run_queue import RunQueue
 
 
@@ -29,17 +29,17 @@ class Retractions:
         limits: DecodeLimits,
         memory: RequestMemory,
         runs: RunQueue,
-        intake: Intake,
+        dispatcher: PrefillDispatcher,
         counters: "collections.Counter[str]",
     ) -> None:
         self.rates = Rates()
         self._limits = limits
         self._memory = memory
         self._runs = runs
-        self._intake = intake
+        self._dispatcher = dispatcher
         self._counters = counters
-        self._effects: list[Effect] = intake.effects
-        self.line = RequestLine()
+        self._effects: list[Effect] = dispatcher.effects
+        self.line = WaitingQueue()
 
     def __len__(self) -> int:
         return len(self.line)
@@ -87,7 +87,7 @@ class Retractions:
         """Take the hot buffer of a request that is in no step: it waits for another one, with its KV in its pages."""
         self._runs.remove(request)
         self._memory.close_hot(request)
-        request.life.to(State.ARRIVED, now)
+        request.lifecycle.advance(State.ARRIVED, now)
         self._runs.arrived.push(request)
 
     def _retract(self, request: Request, now: float) -> None:
@@ -96,17 +96,17 @@ class Retractions:
         """
         self._counters["retractions"] += 1
         self._runs.remove(request)
-        request.life.to(State.RETRACTED, now)
+        request.lifecycle.advance(State.RETRACTED, now)
         pages = pages_for(request.kv_tokens, self._limits.page_size)
-        can_compute = request.kv_tokens + 1 <= self._intake.peers.largest_prompt(request.prompt.endpoint)
+        can_compute = request.kv_tokens + 1 <= self._dispatcher.peers.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
             self.line.push(request)
             self._memory.save(request, pages)
         else:
             self._counters["retractions_recomputed"] += 1
-            request.life.to(State.QUEUED, now)
-            self._intake.compute_anew(request, now)
+            request.lifecycle.advance(State.QUEUED, now)
+            self._dispatcher.compute_anew(request, now)
             self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
@@ -115,7 +115,7 @@ class Retractions:
         """
         saved = sum(request.saved_pages for request in self.line)
         cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
-        absent = self._intake.peers.absent_since(request.prompt.endpoint) is not None
+        absent = self._dispatcher.peers.absent_since(request.prompt.endpoint) is not None
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
     # -- coming back -------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Retractions:
 
     def loaded(self, request: Request, now: float) -> None:
         """Its KV is in its pages again."""
-        request.life.to(State.ARRIVED, now)
+        request.lifecycle.advance(State.ARRIVED, now)
         self._runs.arrived.push(request)
 
     def drop(self, request: Request) -> None:
@@ -157,7 +157,7 @@ def _least(requests: Iterable[Request]) -> Request | None:
         key=lambda request: (
             -request.priority,
             request.state is not State.RUNNING,
-            request.life.started,
+            request.lifecycle.started,
             request.sample,
         ),
         default=None,

@@ -9,7 +9,7 @@ from ...memory.index_spaces import KvPage, RequestSlot
 from ..messages.lifecycle import State
 from .memory.hot_buffers import HotBuffers
 from .requests.request import Request
-from .requests.waiting_queue import RequestLine
+from .requests.waiting_queue import WaitingQueue
 
 
 class DecodeRow(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class DecodeRow(msgspec.Struct, frozen=True):
 class DecodeStep:
     """A batch that is under way. Steps end in the order in which they were given."""
 
-    order: int
+    command_id: int
     rows: list[DecodeRow]
 
 
@@ -40,16 +40,16 @@ class RunQueue:
     """ARRIVED and READY requests in line, RUNNING ones, and the steps these are in.
 
     With several stages, as many batches of different requests are under way. With one, the step after the one under way
-    is given already if `look_ahead` is on: its rows feed tokens that are drawn by then.
+    is given already if `overlap` is on: its rows feed tokens that are drawn by then.
     """
 
-    def __init__(self, *, stages: int, look_ahead: bool, most_running: int) -> None:
+    def __init__(self, *, stages: int, overlap: bool, most_running: int) -> None:
         self._stages = stages
-        self._look_ahead = look_ahead
+        self._look_ahead = overlap
         self._most_running = most_running
-        self.arrived = RequestLine()
+        self.arrived = WaitingQueue()
         """They wait for a hot buffer."""
-        self.ready = RequestLine()
+        self.ready = WaitingQueue()
         """They wait for a place in the batch."""
         self.running: list[Request] = []
         self.held_back: Request | None = None
@@ -91,20 +91,20 @@ class RunQueue:
         waiting = sorted((request for request in able if not request.in_flight), key=lambda request: request.last_step)
         return waiting[: -(-len(self.running) // self._stages)]
 
-    def give(self, batch: list[Request], order: int, hot: HotBuffers | None) -> DecodeStep:
+    def give(self, batch: list[Request], command_id: int, hot: HotBuffers | None) -> DecodeStep:
         """The step of a batch, which is under way from now on."""
         before = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
-        step = DecodeStep(order, [_row(request, before, hot) for request in batch])
+        step = DecodeStep(command_id, [_row(request, before, hot) for request in batch])
         for request in batch:
             request.in_flight += 1
-            request.last_step = order
+            request.last_step = command_id
         self._steps.append(step)
         return step
 
-    def take(self, order: int) -> list[DecodeRow]:
+    def take(self, command_id: int) -> list[DecodeRow]:
         """The rows of a step that has ended."""
         step = self._steps.popleft()
-        assert step.order == order, f"step {order} has ended before step {step.order}"
+        assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"
         for row in step.rows:
             row.request.in_flight -= 1
         return step.rows

@@ -10,7 +10,7 @@ Three rules carry the safety of the whole thing:
 - **One door.** `admit()` is the only edge into READY: after a transfer, after a retraction, after being parked.
 - **One terminal event.** `_end()` is the only place that sends Finished or Failed, and it is the edge into DRAINING.
 - **A page that a remote writer may still write is not free.** The pages of an attempt that was given up go behind a
-  fence (`fences.py`) until the writer has stopped.
+  fence (`quarantine.py`) until the writer has stopped.
 
 Memory is over-committed on purpose: a request reserves its prompt and some growth, not all it might ever generate. When
 the pool runs dry, somebody is retracted (`retraction.py`) and goes on later with the same tokens.
@@ -27,7 +27,7 @@ from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, PageGrant
 from ...memory.prefix_cache import PrefixCache
-from ...transfer.plan.staged_regions import StagedLink
+from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     ChunkArrived,
     InstanceId,
@@ -41,11 +41,11 @@ from ...transfer.protocol.messages import (
 )
 from ...transfer.staging.receiver import StageReceiver
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import ConnectPeer, CopyPage, Effect, SendToFront
+from ..messages.effects import ConnectPeer, CopyPage, Effect, SendToFrontend
 from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from ..messages.lifecycle import State
 from .deadlines import Deadlines
-from .dispatch.dispatcher import DecodeLimits, Intake
+from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
 from .memory.background_copies import CopyKind
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
@@ -83,16 +83,14 @@ class DecodeScheduler:
         self.requests: dict[str, Request] = {}
         """Requests whose client has no answer yet, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
-        self.intake = Intake(limits, pages, self.cache, self.counters, receivers)
-        self._effects = self.intake.effects  # one list for all, so that the order is kept
+        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, receivers)
+        self._effects = self.dispatcher.effects  # one list for all, so that the order is kept
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._effects)
-        self.orders = self.memory.orders
+        self.commands = self.memory.commands
         self.hot = self.memory.hot
-        self.runs = RunQueue(
-            stages=limits.stages, look_ahead=limits.look_ahead, most_running=limits.max_running_requests
-        )
-        self.retracted = Retractions(limits, self.memory, self.runs, self.intake, self.counters)
-        self._deadlines = Deadlines(self.intake)
+        self.runs = RunQueue(stages=limits.stages, overlap=limits.overlap, most_running=limits.max_running_requests)
+        self.retracted = Retractions(limits, self.memory, self.runs, self.dispatcher, self.counters)
+        self._deadlines = Deadlines(self.dispatcher)
         self._starving = False
         """A running request waits for a page: what becomes free is for it."""
         self._draining: set[Request] = set()
@@ -110,10 +108,10 @@ class DecodeScheduler:
         error = self._refusal(submit, now)
         if error is not None:
             self.counters["requests_refused"] += len(rids)
-            self._effects += [SendToFront(failed(rid, error)) for rid in rids]
+            self._effects += [SendToFrontend(failed(rid, error)) for rid in rids]
             return
         deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
-        prompt = self.intake.new_prompt(
+        prompt = self.dispatcher.new_prompt(
             submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
         )
         for index, rid in enumerate(rids):
@@ -124,7 +122,7 @@ class DecodeScheduler:
             prompt.members.append(request)
             self._deadlines.watch(request)
         self.counters["requests"] += len(rids)
-        self.intake.enqueue(prompt, now)
+        self.dispatcher.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._effects.append(ConnectPeer(prompt.endpoint, submit.client))
 
@@ -149,75 +147,75 @@ class DecodeScheduler:
         self,
         instance: InstanceId,
         endpoint: str,
-        staged: Iterable[StagedLink] = (),
+        staged: Iterable[StagedRegion] = (),
         *,
         capacity: float = math.inf,
     ) -> None:
         """A prefill server paired, which stages these links."""
-        self.intake.peers.up(instance, endpoint, capacity)
-        self.intake.staging.peer_up(instance, staged)
-        for prompt in self.intake.queue:
+        self.dispatcher.peers.up(instance, endpoint, capacity)
+        self.dispatcher.staging.peer_up(instance, staged)
+        for prompt in self.dispatcher.queue:
             prompt.refused_since = None  # not by this one
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
-        self.intake.peers.alias(instance, endpoint)
+        self.dispatcher.peers.alias(instance, endpoint)
         self._peers_changed = True
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
-        self.intake.peers.report(instance, load)
+        self.dispatcher.peers.report(instance, load)
 
     def peer_leaving(self, instance: InstanceId, now: float) -> None:
         """It gets no more prompts. Those that it has it may finish."""
-        self.intake.peers.leaving(instance, now)
+        self.dispatcher.peers.leaving(instance, now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """What it has not finished goes elsewhere, or waits a moment for it to return. It may still be writing."""
-        self.intake.peers.lost(instance, now)
+        self.dispatcher.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
-        for prompt in self.intake.of_peer(instance):
-            self.intake.give_up(prompt, f"prefill server lost: {reason}", tell=True)
+        for prompt in self.dispatcher.of_peer(instance):
+            self.dispatcher.give_up(prompt, f"prefill server lost: {reason}", tell=True)
             self._retry_or_fail(prompt, now)
         self._peers_changed = True
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
-        self.intake.fences.writer_closed(instance, now)
-        self.intake.staging.peer_closed(instance, now)
+        self.dispatcher.quarantine.writer_closed(instance, now)
+        self.dispatcher.staging.peer_closed(instance, now)
 
     def chunk_arrived(self, chunk: ChunkArrived) -> None:
-        self.counters["chunks" if self.intake.chunk_arrived(chunk) else "stale_messages"] += 1
+        self.counters["chunks" if self.dispatcher.chunk_arrived(chunk) else "stale_messages"] += 1
 
     def prompt_of(self, key: TransferKey) -> Prompt | None:
         """The prompt this transfer serves now; None for a stale or unknown key."""
-        return self.intake.prefilling.get(key)
+        return self.dispatcher.prefilling.get(key)
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample are here."""
-        self.intake.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
-        prompt = self.intake.prefilling.get(done.key)
+        self.dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
+        prompt = self.dispatcher.prefilling.get(done.key)
         if prompt is None:
             self.counters["stale_messages"] += 1
             return
-        problem = self.intake.check_complete(prompt, done)
+        problem = self.dispatcher.check_complete(prompt, done)
         if problem is not None:
             self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
             return
         self._count_transfer(prompt, done)
-        self.intake.pace.served(now)
-        self.intake.leave(prompt)
+        self.dispatcher.pace.served(now)
+        self.dispatcher.leave(prompt)
         grant = prompt.grant
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
         prompt.grant = None
         self.cache.insert(prompt.token_ids, grant.pages)
         for request in prompt.waiting:
-            request.life.to(State.ARRIVED, now)
+            request.lifecycle.advance(State.ARRIVED, now)
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
-                self._effects.append(SendToFront(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+                self._effects.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
             self.runs.arrived.push(request)
             self._accept_token(request, done.first_tokens[request.sample], now)
-        self.orders.release(grant)
+        self.commands.release(grant)
         self._admit_arrived(now)
 
     def transfer_failed(
@@ -234,11 +232,11 @@ class DecodeScheduler:
         """The writer has stopped without having finished, or has `refused` to begin because it is `full` or shuts down.
         Nobody may be waiting any more.
         """
-        prompt = self.intake.prefilling.get(key)
+        prompt = self.dispatcher.prefilling.get(key)
         self.counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
-            self.intake.give_up(prompt, reason, tell=False)
-        self.intake.writer_stopped(key, late_writes=late_writes, now=now)
+            self.dispatcher.give_up(prompt, reason, tell=False)
+        self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
         if prompt is None:
             return
         if retryable and refused:
@@ -249,21 +247,21 @@ class DecodeScheduler:
             self._end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
-        self.intake.writer_stopped(key, late_writes=late_writes, now=now)
+        self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
 
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
     ) -> None:
         """Prefill asks for room in a staging ring, has filled it or will not. One that asks for nonsense is refused."""
-        problem = self.intake.staging.receive(instance, message, now)
-        prompt = self.intake.prefilling.get(message.part.key)
-        if problem is not None and prompt is not None and prompt in self.intake.of_peer(instance):
-            self.intake.give_up(prompt, problem, tell=True)
+        problem = self.dispatcher.staging.receive(instance, message, now)
+        prompt = self.dispatcher.prefilling.get(message.part.key)
+        if problem is not None and prompt is not None and prompt in self.dispatcher.of_peer(instance):
+            self.dispatcher.give_up(prompt, problem, tell=True)
             self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
     def part_scattered(self, rank: int, part: StagePart) -> PrefillDone | None:
         """A rank has scattered a staged part. The PrefillDone that has waited for it, when it was the last one."""
-        return self.intake.staging.scattered(rank, part)
+        return self.dispatcher.staging.scattered(rank, part)
 
     # -- the one door ------------------------------------------------------------------------------------------
 
@@ -273,7 +271,7 @@ class DecodeScheduler:
         This is the only edge into READY. What a running request needs it has by now: with HiSparse its hot buffer, with
         all its rows where it is resident.
         """
-        request.life.to(State.READY, now)
+        request.lifecycle.advance(State.READY, now)
         self.runs.ready.push(request)
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -284,10 +282,10 @@ class DecodeScheduler:
             self._end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self._end(request, error, now)
-        self.intake.staging.due(now)
-        for fence in self.intake.fences.take_due(now, scattering=self.intake.staging.scattering):
-            self.pages.release(fence.grant)
-            self._free_drained(fence.prompt, now)
+        self.dispatcher.staging.due(now)
+        for quarantined in self.dispatcher.quarantine.take_due(now, scattering=self.dispatcher.staging.scattering):
+            self.pages.release(quarantined.grant)
+            self._free_drained(quarantined.prompt, now)
         self._admit_arrived(now)
         self._let_in(now)
         while self.memory.call_in([*self.runs.ready, *self.runs.running]):
@@ -299,7 +297,7 @@ class DecodeScheduler:
         if not self.runs.may_give_step():
             return None
         for request in self.runs.fill():
-            request.life.to(State.RUNNING, now)
+            request.lifecycle.advance(State.RUNNING, now)
         batch = self.runs.next_batch()
         # one that lacks a page is left out until there is one
         able = {
@@ -311,25 +309,25 @@ class DecodeScheduler:
             for request in batch
             if request in able and request.state is State.RUNNING and request is not self.runs.held_back
         ]
-        return self.runs.give(batch, self.orders.next(), self.hot) if batch else None
+        return self.runs.give(batch, self.commands.next(), self.hot) if batch else None
 
-    def step_done(self, order: int, tokens: list[TokenLogprob], now: float) -> None:
+    def step_done(self, command_id: int, tokens: list[TokenLogprob], now: float) -> None:
         """The sampled token of each row. Those of requests that ended during the step are dropped."""
         self.counters["decode_steps"] += 1
-        for row, token in zip(self._take_step(order), tokens, strict=True):
+        for row, token in zip(self._take_step(command_id), tokens, strict=True):
             if row.request.state is State.RUNNING:
                 self._accept_token(row.request, token, now)
 
-    def step_failed(self, order: int, reason: str, now: float) -> None:
+    def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in self._take_step(order):
+        for row in self._take_step(command_id):
             if row.request.state is State.RUNNING:
                 self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
 
-    def order_done(self, order: int) -> None:
+    def command_done(self, command_id: int) -> None:
         """All ranks have copied a page to another."""
-        self.orders.done(order)
+        self.commands.done(command_id)
 
     def copy_done(self, number: int, now: float) -> None:
         """All ranks have made a copy beside the steps. Its request may have ended."""
@@ -357,8 +355,8 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request anywhere, not even one that drains, and nothing under way."""
-        under_way = len(self.orders) or self.orders.resting or len(self.memory.copies)
-        return not (self.requests or self._draining or len(self.intake.fences) or under_way)
+        under_way = len(self.commands) or self.commands.resting or len(self.memory.copies)
+        return not (self.requests or self._draining or len(self.dispatcher.quarantine) or under_way)
 
     @property
     def running(self) -> int:
@@ -372,20 +370,20 @@ class DecodeScheduler:
 
     def load(self) -> Load:
         return Load(
-            waiting_requests=len(self.intake.queue),
+            waiting_requests=len(self.dispatcher.queue),
             running_requests=len(self.runs.running),
-            waiting_tokens=self.intake.queue.tokens,
+            waiting_tokens=self.dispatcher.queue.tokens,
         )
 
     def check_integrity(self) -> None:
         """Every page accounted for, every request in exactly the place its state says."""
         self.memory.check_integrity(self.requests, idle=self.idle)
-        self.intake.staging.check_integrity(idle=self.idle)
+        self.dispatcher.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
             places = {
-                State.QUEUED: prompt in self.intake.queue and request in prompt.waiting,
-                State.PREFILLING: prompt in self.intake.prefilling.values() and request in prompt.waiting,
+                State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
+                State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
                 State.ARRIVED: request in self.runs.arrived or self._is_copied(request, "open"),
                 State.READY: request in self.runs.ready,
                 State.RUNNING: request in self.runs.running,
@@ -405,21 +403,21 @@ class DecodeScheduler:
         """
         if not self._accepting:
             return UnavailableError("the server is shutting down")
-        prefill_tokens = self.intake.peers.largest_prompt(submit.endpoint)
+        prefill_tokens = self.dispatcher.peers.largest_prompt(submit.endpoint)
         error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
         if error is not None or (submit.follows is not None and submit.follows == self._call):
             return error
-        if len(self.intake.queue) >= self.limits.max_queued_requests:
+        if len(self.dispatcher.queue) >= self.limits.max_queued_requests:
             self._call = None
-            return overloaded(self.limits.max_queued_requests, self.intake.expected_wait_s(now))
+            return overloaded(self.limits.max_queued_requests, self.dispatcher.expected_wait_s(now))
         self._call = submit.rid
         return None
 
     def _end_too_long(self, now: float) -> None:
         """End those in the queue that none of the prefill servers there are now can hold."""
         self._peers_changed = False
-        for prompt in list(self.intake.queue):
-            most_tokens = self.intake.peers.largest_prompt(prompt.endpoint)
+        for prompt in list(self.dispatcher.queue):
+            most_tokens = self.dispatcher.peers.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
                 self._end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
 
@@ -437,7 +435,7 @@ class DecodeScheduler:
         """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""
         full = prompt.tokens // self.limits.page_size
         if prompt.tokens % self.limits.page_size and request.pages[full] != grant.pages[full]:
-            self._effects.append(CopyPage(self.orders.next(), grant.pages[full], request.pages[full]))
+            self._effects.append(CopyPage(self.commands.next(), grant.pages[full], request.pages[full]))
 
     def _let_in(self, now: float) -> None:
         """Those that wait for pages: who had some before goes first, unless somebody of a higher priority waits. What
@@ -449,14 +447,14 @@ class DecodeScheduler:
             pass
         waits = self.retracted.line
         above = waits.first.priority if len(waits) else None
-        for priority in self.intake.dispatch(now, above=above, keep=self._growth()):
+        for priority in self.dispatcher.dispatch(now, above=above, keep=self._growth()):
             waits.passed_by(priority)
 
     def _growth(self) -> int:
         """Pages to be left for those that run, while enough wait for a place in the batch: one more of those would only
         be retracted for them.
         """
-        if len(self.runs.ready) < READY_AHEAD or not len(self.intake.queue):
+        if len(self.runs.ready) < READY_AHEAD or not len(self.dispatcher.queue):
             return 0
         return sum(self.memory.growth(request) for request in self.runs.running)
 
@@ -486,9 +484,9 @@ class DecodeScheduler:
         self.retracted.park(request, now)
         self._admit_arrived(now)
 
-    def _take_step(self, order: int) -> list[DecodeRow]:
-        rows = self.runs.take(order)
-        self.orders.done(order)
+    def _take_step(self, command_id: int) -> list[DecodeRow]:
+        rows = self.runs.take(command_id)
+        self.commands.done(command_id)
         return rows
 
     # -- retry -------------------------------------------------------------------------------------------------
@@ -512,7 +510,7 @@ class DecodeScheduler:
         that is full is there, so its prompts wait as if they had not been sent.
         """
         assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused by nobody"
-        self.intake.peers.refused(prompt.attempt.instance, now)
+        self.dispatcher.peers.refused(prompt.attempt.instance, now)
         if not full and prompt.refused_since is None:
             prompt.refused_since = now
         prompt.times_refused += 1
@@ -520,12 +518,12 @@ class DecodeScheduler:
 
     def _queue_again(self, prompt: Prompt, now: float) -> None:
         self.counters["redispatches"] += 1
-        self.intake.leave(prompt)
+        self.dispatcher.leave(prompt)
         for request in prompt.waiting:
             self.memory.release(request)
-            request.life.to(State.QUEUED, now)
+            request.lifecycle.advance(State.QUEUED, now)
             self._deadlines.watch(request)
-        self.intake.enqueue(prompt, now, again=True)
+        self.dispatcher.enqueue(prompt, now, again=True)
 
     # -- tokens and endings ------------------------------------------------------------------------------------
 
@@ -533,7 +531,7 @@ class DecodeScheduler:
         request.output_ids.append(token.token)
         self.counters["generation_tokens"] += 1
         logprobs = (token,) if request.logprobs is not None else ()
-        self._effects.append(SendToFront(Tokens(request.rid, (token.token,), logprobs)))
+        self._effects.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
         reason = request.finish_reason(self.eos_token_ids)
         if reason is not None:
             self._end(request, reason, now)
@@ -546,7 +544,7 @@ class DecodeScheduler:
         """The one terminal event of a request. Its memory follows as soon as nobody can write it."""
         match request.state:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
-                self.intake.withdraw(request.prompt, str(outcome), now)
+                self.dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.ARRIVED if self._is_copied(request, "open"):
                 pass  # it is in no line
             case State.ARRIVED | State.READY | State.RUNNING:
@@ -560,18 +558,18 @@ class DecodeScheduler:
         self.memory.release(request)
         del self.requests[request.rid]
         self._draining.add(request)
-        request.life.to(State.DRAINING, now)
+        request.lifecycle.advance(State.DRAINING, now)
         if isinstance(outcome, RequestError):
             self.counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
-            self._effects.append(SendToFront(failed(request.rid, outcome)))
+            self._effects.append(SendToFrontend(failed(request.rid, outcome)))
         else:
             self.counters["requests_finished"] += 1
-            self._effects.append(SendToFront(finished(request, outcome, now)))
+            self._effects.append(SendToFrontend(finished(request, outcome, now)))
         self._free_drained(request.prompt, now)
 
     def _free_drained(self, prompt: Prompt, now: float) -> None:
         """Requests that have ended are gone for good once no page of their prompt can be written any more."""
-        if prompt.fences == 0:
+        if prompt.quarantined == 0:
             for request in [request for request in prompt.members if request in self._draining]:
-                request.life.to(State.FREED, now)
+                request.lifecycle.advance(State.FREED, now)
                 self._draining.remove(request)

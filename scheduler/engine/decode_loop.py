@@ -23,7 +23,7 @@ from ...transfer.control.events import (
     SendFailed,
 )
 from ...transfer.data.chunks import PartScatter
-from ...transfer.plan.staged_regions import staged_links
+from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import (
     AbortAck,
     ChunkArrived,
@@ -53,11 +53,11 @@ from ..messages.effects import (
 )
 from ..messages.frontend import Cancel, FlushCache, Submit
 from ..messages.ranks import (
+    CommandDone,
     CopyDone,
     ExpectedChunk,
     HotCounters,
     KvVerified,
-    OrderDone,
     PartScattered,
     RunStep,
     StepDone,
@@ -65,7 +65,7 @@ from ..messages.ranks import (
 )
 from ..messages.step import Draw, StepRow
 from ..ranks.group import Ranks
-from .frontend_link import FrontLink
+from .frontend_link import FrontendLink
 from .loop import EngineLoop
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
     def __init__(
         self,
         scheduler: DecodeScheduler,
-        front: FrontLink,
+        frontend: FrontendLink,
         inbox: "queue.SimpleQueue[object]",
         *,
         ranks: Ranks,
@@ -95,7 +95,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         hello: Hello,
         verify_kv: bool,
     ) -> None:
-        super().__init__(scheduler, front, inbox, ranks, world_size)
+        super().__init__(scheduler, frontend, inbox, ranks, world_size)
         self._control = control
         self._hello = hello
         self._verify_kv = verify_kv
@@ -116,7 +116,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
-            case OrderDone():
+            case CommandDone():
                 self._order_done(event)
             case CopyDone():
                 self._copy_done(event, now)
@@ -147,7 +147,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 assert endpoint is not None, "decode connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
                 capacity = layout.num_pages * layout.page_size
-                scheduler.peer_up(instance, endpoint, staged_links(self._hello, welcome), capacity=capacity)
+                scheduler.peer_up(instance, endpoint, staged_regions(self._hello, welcome), capacity=capacity)
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):
@@ -157,7 +157,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case SendFailed(message=KvDestination() as message, reason=reason):
                 scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
             case PeersUnreachable(reasons=reasons):
-                scheduler.intake.peers.unreachable = reasons
+                scheduler.dispatcher.peers.unreachable = reasons
             case PeerRefused() | SendFailed():
                 pass  # the control plane has logged it and shows it in its peers
             case _:
@@ -169,7 +169,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
             case PrefillDone():
-                if scheduler.intake.written(message):
+                if scheduler.dispatcher.written(message):
                     self._all_landed(message, now)
             case TransferFailed(key=key, reason=reason):
                 log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
@@ -233,9 +233,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")
 
-    def _order_done(self, report: OrderDone) -> None:
-        if self._all_have("order", report.order):
-            self.scheduler.order_done(report.order)
+    def _order_done(self, report: CommandDone) -> None:
+        if self._all_have("order", report.command_id):
+            self.scheduler.command_done(report.command_id)
 
     def _copy_done(self, report: CopyDone, now: float) -> None:
         if not self._all_have("copy", report.copy):
@@ -255,21 +255,21 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
 
     def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
-        return RunStep(step.order, tuple(_step_row(row) for row in step.rows)) if step is not None else None
+        return RunStep(step.command_id, tuple(_step_row(row) for row in step.rows)) if step is not None else None
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
-            self.scheduler.step_done(done.order, [result.drawn[0] for result in done.results], now)
+            self.scheduler.step_done(done.command_id, [result.drawn[0] for result in done.results], now)
         else:
-            self.scheduler.step_failed(done.order, done.error, now)
+            self.scheduler.step_failed(done.command_id, done.error, now)
 
     def _gauges(self) -> dict[str, float]:
         hot = self.scheduler.hot
         return {
             **(hot.gauges() if hot is not None else {}),
-            **self.scheduler.intake.staging.gauges(),
+            **self.scheduler.dispatcher.staging.gauges(),
             "running_requests": self.scheduler.running,
-            "fenced_pages": self.scheduler.intake.fences.pages,
+            "fenced_pages": self.scheduler.dispatcher.quarantine.pages,
             "cached_pages": len(self.scheduler.cache),
             "saved_requests": len(self.scheduler.retracted),
         }

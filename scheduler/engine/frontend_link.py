@@ -11,14 +11,14 @@ import msgspec
 import zmq
 
 from ...transfer.control.wakeup import Wakeup
-from ..messages.frontend import Status, ToFront, ToFrontBatch, ToLeader
+from ..messages.frontend import Status, ToFrontend, ToFrontendBatch, ToLeader
 
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.25
 
 
-class FrontLink:
+class FrontendLink:
     """Delivers the front's messages to `on_message` and sends ours in order. `send()` may be called from any thread.
 
     `on_message` runs on the link's thread. Once `status` is set, a Status goes out four times a second, whether or not
@@ -28,7 +28,7 @@ class FrontLink:
     def __init__(self, address: str, on_message: Callable[[ToLeader], None]) -> None:
         self._on_message = on_message
         self._status: Callable[[], Status] | None = None
-        self._outbox: queue.SimpleQueue[Sequence[ToFront] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sequence[ToFrontend] | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup(self._context)
         self._closed = False
@@ -39,7 +39,7 @@ class FrontLink:
         """From now on report what `status` says; it is called on the link's thread."""
         self._status = status
 
-    def send(self, *messages: ToFront) -> None:
+    def send(self, *messages: ToFrontend) -> None:
         self._outbox.put(messages)
         self._wakeup.ring()
 
@@ -89,7 +89,7 @@ class FrontLink:
 
     def _flush(self, socket: "zmq.Socket[bytes]", encoder: msgspec.msgpack.Encoder) -> bool:
         """Send everything queued, at once; False once close() was reached."""
-        batch: ToFrontBatch = []
+        batch: ToFrontendBatch = []
         closing = False
         with contextlib.suppress(queue.Empty):
             while (messages := self._outbox.get_nowait()) is not None:

@@ -22,7 +22,7 @@ from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
 from ...configs.logs import configure_logging
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ...memory.hisparse.shared_pool import Lots
+from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.sizing import GIB
@@ -49,7 +49,7 @@ from ..prefill.scheduler import PrefillScheduler
 from ..ranks.builder import STEP_SETTING, looks_ahead
 from ..ranks.group import RankLostError, Ranks
 from .decode_loop import DecodeLoop
-from .frontend_link import FrontLink
+from .frontend_link import FrontendLink
 from .prefill_loop import NO_ROUTES, PrefillLoop
 
 log = logging.getLogger(__name__)
@@ -70,26 +70,26 @@ def main() -> int:
     config = parse_config(introduction["config"])
     configure_logging(config.log_level, config.role)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_watch_front, args=(inbox,), name="front-watch", daemon=True).start()
-    front = FrontLink(introduction["front"], inbox.put)
+    threading.Thread(target=_watch_frontend, args=(inbox,), name="front-watch", daemon=True).start()
+    frontend = FrontendLink(introduction["front"], inbox.put)
     status, all_ended = 0, False
     try:
-        all_ended = Leader(config, front, inbox).serve()
+        all_ended = Leader(config, frontend, inbox).serve()
     except StartupError as error:
-        front.send(StartupFailed(str(error)))
+        frontend.send(StartupFailed(str(error)))
         status = 2
     except RankLostError as error:
         log.error("the server ends: %s", error)
         status = 1
     finally:
-        front.close()
+        frontend.close()
     if not all_ended:
         logging.shutdown()
         os._exit(status)  # rank 0 may be in a long step, or stuck in a collective: a normal exit would wait for it
     return status
 
 
-def _watch_front(inbox: "queue.SimpleQueue[object]") -> NoReturn:
+def _watch_frontend(inbox: "queue.SimpleQueue[object]") -> NoReturn:
     """End with the front: stop the loop, and leave anyway if it does not turn (a long step, a start-up)."""
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
         pass
@@ -101,9 +101,9 @@ def _watch_front(inbox: "queue.SimpleQueue[object]") -> NoReturn:
 class Leader:
     """Builds a server's engine from its configuration, in the order in which things can fail, and runs it."""
 
-    def __init__(self, config: AnyServerConfig, front: FrontLink, inbox: "queue.SimpleQueue[object]") -> None:
+    def __init__(self, config: AnyServerConfig, frontend: FrontendLink, inbox: "queue.SimpleQueue[object]") -> None:
         self._config = config
-        self._front = front
+        self._frontend = frontend
         self._inbox = inbox
         self._instance = InstanceId(uuid.uuid4().hex[:16])
         self._source = locate_model(config.model, config.load_format)
@@ -176,7 +176,7 @@ class Leader:
             prefix_cache=config.prefix_cache,
             hisparse=config.enable_hisparse,
             stages=config.pp,
-            look_ahead=looks_ahead(config),
+            overlap=looks_ahead(config),
         )
         scheduler = DecodeScheduler(
             limits,
@@ -197,7 +197,7 @@ class Leader:
         )
         loop = DecodeLoop(
             scheduler,
-            self._front,
+            self._frontend,
             self._inbox,
             ranks=self._ranks,
             world_size=config.world_size,
@@ -219,9 +219,9 @@ class Leader:
         first = self._ready[0]
         if first.hot_pages is None or first.hot_rows is None:
             return None
-        lots = Lots.agreed([_lots(report.place) for report in self._ready])
-        own_pages = min(report.hot_pages or 0 for report in self._ready) - lots.covered
-        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, lots=lots)
+        overlay = PoolOverlay.agreed([_overlay(report.place) for report in self._ready])
+        own_pages = min(report.hot_pages or 0 for report in self._ready) - overlay.covered
+        return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, overlay=overlay)
 
     def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
         """One for each rank, where they have rings."""
@@ -267,7 +267,7 @@ class Leader:
         )
         loop = PrefillLoop(
             scheduler,
-            self._front,
+            self._frontend,
             self._inbox,
             ranks=self._ranks,
             world_size=config.world_size,
@@ -309,8 +309,8 @@ class Leader:
 
         keep_for_good()
         control.start()
-        self._front.start_status(status)
-        self._front.send(self._introduction())
+        self._frontend.start_status(status)
+        self._frontend.send(self._introduction())
         loop.run()
 
     def _introduction(self) -> Ready:
@@ -366,10 +366,10 @@ def _sessions(rank: Rank) -> dict[str, str]:
     return {transport: session for transport, session in sessions.items() if session is not None}
 
 
-def _lots(rank: Rank) -> Lots:
+def _overlay(rank: Rank) -> PoolOverlay:
     """How a rank's pages of keys lie under its hot pages, which are as large as those in host memory."""
     latent, keys = (pool.layout for pool in rank.pools)
-    return Lots.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
+    return PoolOverlay.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
 
 
 def _rank_info(report: RankReady) -> RankInfo:

@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 from ...configs.errors import PdserveError
 from ...transfer.protocol.messages import Load
 from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import Effect, SendToFront
-from ..messages.frontend import Stop, ToFrontBatch
+from ..messages.effects import Effect, SendToFrontend
+from ..messages.frontend import Stop, ToFrontendBatch
 from ..messages.ranks import CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankLostError, Ranks
 from ..shutdown import LAST_WRITES_S
-from .frontend_link import FrontLink
+from .frontend_link import FrontendLink
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,12 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     """What the two roles share. `run()` returns when a Stop has been carried out."""
 
     def __init__(
-        self, scheduler: SchedulerT, front: FrontLink, inbox: "queue.SimpleQueue[object]", ranks: Ranks, world_size: int
+        self,
+        scheduler: SchedulerT,
+        frontend: FrontendLink,
+        inbox: "queue.SimpleQueue[object]",
+        ranks: Ranks,
+        world_size: int,
     ) -> None:
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
@@ -66,7 +71,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self.snapshot = Snapshot({}, {}, {}, time.time())
         self.load = Load()
         """What heartbeats tell our peers; replaced as a whole."""
-        self._front = front
+        self._frontend = frontend
         self._inbox = inbox
         self._reports: collections.deque[Report] = collections.deque()
         self._others: collections.deque[object] = collections.deque()
@@ -196,14 +201,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         return waiting.popleft() if waiting else None
 
     def _carry_out(self) -> None:
-        to_front: ToFrontBatch = []
+        to_frontend: ToFrontendBatch = []
         for effect in self.scheduler.take_effects():
-            if isinstance(effect, SendToFront):
-                to_front.append(effect.message)
+            if isinstance(effect, SendToFrontend):
+                to_frontend.append(effect.message)
             else:
                 self._perform(effect)
-        if to_front:
-            self._front.send(*to_front)
+        if to_frontend:
+            self._frontend.send(*to_frontend)
 
     def _begin_stop(self, drain_s: float) -> None:
         self.scheduler.stop_accepting()

@@ -20,7 +20,7 @@ from ...transfer.control.events import (
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite
 from ...transfer.plan.page_sizes import describe_page_sizes
-from ...transfer.plan.staged_regions import staged_links
+from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.checksum import add_sums
 from ...transfer.protocol.messages import (
     Abort,
@@ -43,7 +43,7 @@ from ..messages.step import Draw, StepRow
 from ..prefill.request import PageSpace, PrefillRow
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import Ranks
-from .frontend_link import FrontLink
+from .frontend_link import FrontendLink
 from .loop import EngineLoop
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
     def __init__(
         self,
         scheduler: PrefillScheduler,
-        front: FrontLink,
+        frontend: FrontendLink,
         inbox: "queue.SimpleQueue[object]",
         *,
         ranks: Ranks,
@@ -75,7 +75,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         control: PrefillControl,
         welcome: Welcome,
     ) -> None:
-        super().__init__(scheduler, front, inbox, ranks, world_size)
+        super().__init__(scheduler, frontend, inbox, ranks, world_size)
         self._control = control
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
@@ -109,7 +109,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 self._ranks.tell(OpenPeer(hello, self._welcome))
                 layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
                 pages = PageSpace(layout.num_pages, layout.page_size)
-                scheduler.peer_up(instance, pages, staged_links(hello, self._welcome))
+                scheduler.peer_up(instance, pages, staged_regions(hello, self._welcome))
                 remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
                 if remark is not None:
                     log.warning("decode %s: %s", instance, remark)
@@ -161,14 +161,14 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
-        return RunStep(step.order, tuple(step_row(row) for row in step.rows)) if step is not None else None
+        return RunStep(step.command_id, tuple(step_row(row) for row in step.rows)) if step is not None else None
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
             drawn = [result.drawn for result in done.results]
-            self.scheduler.step_done(done.order, drawn, [result.prompt_logprobs for result in done.results], now)
+            self.scheduler.step_done(done.command_id, drawn, [result.prompt_logprobs for result in done.results], now)
         else:
-            self.scheduler.step_failed(done.order, done.error, now)
+            self.scheduler.step_failed(done.command_id, done.error, now)
 
     def _gauges(self) -> dict[str, float]:
         load = self.scheduler.load()

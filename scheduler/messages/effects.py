@@ -1,7 +1,7 @@
 """What a scheduler wants done. It decides with plain integers and returns these; the engine loop carries them out.
 
-Those with an `order` go to the ranks, which do them in this order and in line with the steps (`orders.py`). Those with
-the number of a `copy` are begun in that line and go on beside the steps (`background_copies.py`).
+Those with an `command_id` go to the ranks, which do them in this order and in line with the steps (`commands.py`).
+Those with the number of a `copy` are begun in that line and go on beside the steps (`background_copies.py`).
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import msgspec
 from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...transfer.data.chunks import ChunkWrite, PartScatter, PartWrite
 from ...transfer.protocol.messages import AnyMessage, InstanceId, TransferKey
-from .frontend import ToFront
+from .frontend import ToFrontend
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class SendToPeer:
     arrays: tuple[Sequence[int], ...] = ()
 
 
-class SendToFront(msgspec.Struct, frozen=True):
+class SendToFrontend(msgspec.Struct, frozen=True):
     """One for every token: a Struct is made in a tenth of the time that a frozen dataclass takes."""
 
-    message: ToFront
+    message: ToFrontend
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ConnectPeer:
 class CopyPage(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Copy the KV of one page to another (a sample's own copy of the prompt's last page)."""
 
-    order: int
+    command_id: int
     source: KvPage
     destination: KvPage
 
@@ -101,7 +101,7 @@ class CancelChunks(msgspec.Struct, array_like=True, frozen=True, tag=True):
 PageEffect = CopyPage | SavePages | LoadPages | DropPages
 HotEffect = OpenHot | ResizeHot
 StageEffect = PartWrite | PartScatter
-Effect = SendToPeer | SendToFront | ConnectPeer | PageEffect | HotEffect | StageEffect | ChunkWrite | CancelChunks
+Effect = SendToPeer | SendToFrontend | ConnectPeer | PageEffect | HotEffect | StageEffect | ChunkWrite | CancelChunks
 """A ChunkWrite is KV that prefill has computed and decode should get. A PartWrite is a part of it that is staged, and a
 PartScatter brings it to its pages; each is for one rank, which does it out of line with the steps.
 """

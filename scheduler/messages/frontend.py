@@ -12,11 +12,11 @@ import msgspec
 from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 
 
-class FrontMessage(msgspec.Struct, frozen=True, tag=True):
+class FrontendMessage(msgspec.Struct, frozen=True, tag=True):
     """Base; the tag is the class name."""
 
 
-class Submit(FrontMessage, frozen=True):
+class Submit(FrontendMessage, frozen=True):
     """Generate for this prompt (decode). `endpoint` pins the prefill server: HOST:PORT of its control port.
 
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: one prefill, one transfer, and
@@ -38,7 +38,7 @@ class Submit(FrontMessage, frozen=True):
     follows: str | None = None
 
 
-class Cancel(FrontMessage, frozen=True):
+class Cancel(FrontendMessage, frozen=True):
     """End a request; a no-op when it has ended. It is answered with `Failed` (aborted).
 
     With `stopped`, the front has found a stop string: the request is complete, and the answer is `Finished`.
@@ -48,17 +48,17 @@ class Cancel(FrontMessage, frozen=True):
     stopped: bool = False
 
 
-class FlushCache(FrontMessage, frozen=True):
+class FlushCache(FrontendMessage, frozen=True):
     """Forget all cached prefixes that no request uses."""
 
 
-class Stop(FrontMessage, frozen=True):
+class Stop(FrontendMessage, frozen=True):
     """Refuse new work, finish or fail what runs within `drain_s`, then exit."""
 
     drain_s: float
 
 
-class ModelInfo(FrontMessage, frozen=True):
+class ModelInfo(FrontendMessage, frozen=True):
     """What the front needs to know of the loaded model to validate requests."""
 
     name: str
@@ -82,7 +82,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     transports: tuple[str, ...]
 
 
-class Ready(FrontMessage, frozen=True):
+class Ready(FrontendMessage, frozen=True):
     """The leader serves. `max_total_tokens` is the longest prompt + output that fits the KV pool."""
 
     model: ModelInfo
@@ -95,13 +95,13 @@ class Ready(FrontMessage, frozen=True):
     """Settings that were left open, as they were chosen."""
 
 
-class StartupFailed(FrontMessage, frozen=True):
+class StartupFailed(FrontendMessage, frozen=True):
     """The leader cannot start and is about to exit with code 2."""
 
     message: str
 
 
-class Tokens(FrontMessage, frozen=True):
+class Tokens(FrontendMessage, frozen=True):
     """New output tokens of one request, in order, with their log-probabilities where the request wants them."""
 
     rid: str
@@ -109,7 +109,7 @@ class Tokens(FrontMessage, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Prefilled(FrontMessage, frozen=True):
+class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; comes before the first Tokens.
 
     So much of it was cached. Its log-probabilities, from `LogprobParams.start` on, are there if the request wants them.
@@ -128,7 +128,7 @@ class FinishReason(msgspec.Struct, frozen=True):
     length: int | None = None
 
 
-class Finished(FrontMessage, frozen=True):
+class Finished(FrontendMessage, frozen=True):
     """Terminal: the request is complete. `timeline` maps stage names to seconds, in order."""
 
     rid: str
@@ -139,7 +139,7 @@ class Finished(FrontMessage, frozen=True):
     timeline: dict[str, float]
 
 
-class Failed(FrontMessage, frozen=True):
+class Failed(FrontendMessage, frozen=True):
     """Terminal: the request ended without (all of) its result; `status` is the HTTP status, `code` its error's code."""
 
     rid: str
@@ -163,7 +163,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """Those that should work between the two servers and do not, and why (prefill)."""
 
 
-class Status(FrontMessage, frozen=True):
+class Status(FrontendMessage, frozen=True):
     """The leader's gauges and counters by metric name, its peers, and how many requests are in each state.
 
     Sent a few times a second. `loop_age_s` is how long ago the engine loop last turned; `problems` make it unhealthy.
@@ -180,6 +180,6 @@ class Status(FrontMessage, frozen=True):
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop
-ToFront = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
-ToFrontBatch = list[ToFront]
+ToFrontend = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
+ToFrontendBatch = list[ToFrontend]
 """What one message on the socket holds, in order."""

@@ -73,7 +73,7 @@ class Lifecycle(Generic[S]):
         self.started = now
         self._spent: dict[S, float] = {}
 
-    def to(self, state: S, now: float) -> None:
+    def advance(self, state: S, now: float) -> None:
         """Move to `state`, or raise IllegalTransitionError."""
         if state not in self._table[self.state]:
             raise IllegalTransitionError(f"{self.state.name} -> {state.name}")

@@ -20,7 +20,7 @@ class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class RunStep(Command, frozen=True):
     """Run a step; the rank that samples reports StepDone."""
 
-    order: int
+    command_id: int
     rows: tuple[StepRow, ...]
 
 
@@ -38,7 +38,7 @@ class SentStep(Command, frozen=True):
     again.
     """
 
-    order: int
+    command_id: int
     rows: tuple[SentRow, ...]
     forgotten: tuple[int, ...]
 
@@ -132,15 +132,15 @@ class RankFailed(Report, frozen=True):
 class StepDone(Report, frozen=True):
     """From the rank that samples: the results of a step, whose KV is complete on all ranks, or why it failed."""
 
-    order: int
+    command_id: int
     results: tuple[StepResult, ...]
     error: str | None = None
 
 
-class OrderDone(Report, frozen=True):
+class CommandDone(Report, frozen=True):
     """From every rank: a page was copied to another."""
 
-    order: int
+    command_id: int
 
 
 class CopyDone(Report, frozen=True):
@@ -209,7 +209,7 @@ RankReport = (
     RankReady
     | RankFailed
     | StepDone
-    | OrderDone
+    | CommandDone
     | CopyDone
     | KvVerified
     | CacheChecked

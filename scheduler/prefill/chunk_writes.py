@@ -4,11 +4,11 @@ from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...transfer.data.chunks import ChunkWrite
 from ...transfer.plan.staged_regions import pages_holding
-from .request import PageSpace, Transfer
+from .request import PageSpace, PrefillRequest
 
 
 def chunk_order(
-    transfer: Transfer, grant: PageGrant[KvPage], start: int, end: int, *, page_size: int, theirs: PageSpace
+    transfer: PrefillRequest, grant: PageGrant[KvPage], start: int, end: int, *, page_size: int, theirs: PageSpace
 ) -> ChunkWrite | None:
     """The order to write what decode lacks of tokens [start, end); None when it has them all.
 

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from ..rates import Rate
-from .fair_queue import TransferLine
+from .fair_queue import FairQueue
 from .limits import PrefillLimits
-from .request import PrefillRow, PrefillStep, Transfer
+from .request import PrefillRequest, PrefillRow, PrefillStep
 
 
 class ComputeQueue:
@@ -21,9 +21,9 @@ class ComputeQueue:
 
     def __init__(self, limits: PrefillLimits) -> None:
         self._limits = limits
-        self._line = TransferLine()
+        self._line = FairQueue()
         """Those of which something is in no step yet."""
-        self._given: set[Transfer] = set()
+        self._given: set[PrefillRequest] = set()
         """Those that are in steps with all that is left of them."""
         self._steps: collections.deque[tuple[PrefillStep, float]] = collections.deque()
         """Under way, oldest first, and when each was given."""
@@ -31,14 +31,14 @@ class ComputeQueue:
         """When the last steps have ended: as many as the pipeline has stages."""
         self._owed = 0
         """Tokens of steps that the oldest is owed: its half may be no whole page."""
-        self._orders = 0
+        self._commands = 0
         self.rate = Rate()
         """Tokens a second, while there is something to compute."""
 
     def __len__(self) -> int:
         return len(self._line) + len(self._given)
 
-    def __iter__(self) -> Iterator[Transfer]:
+    def __iter__(self) -> Iterator[PrefillRequest]:
         return itertools.chain(self._line, self._given)
 
     @property
@@ -47,21 +47,21 @@ class ComputeQueue:
         return len(self._steps)
 
     @property
-    def running(self) -> set[Transfer]:
+    def running(self) -> set[PrefillRequest]:
         """Those that are in steps under way. The others wait."""
         return {row.transfer for step, _ in self._steps for row in step.rows}
 
-    def computing_for(self, seconds: float, now: float) -> list[Transfer]:
+    def computing_for(self, seconds: float, now: float) -> list[PrefillRequest]:
         """Those in the step that ends next, if that has been under way for so long."""
         if not self._steps or now - self._steps[0][1] < seconds:
             return []
         return [row.transfer for row in self._steps[0][0].rows]
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: PrefillRequest) -> None:
         """It has its pages."""
         self._line.push(transfer)
 
-    def remove(self, transfer: Transfer) -> None:
+    def remove(self, transfer: PrefillRequest) -> None:
         """All of it is computed, or it has ended. Steps that it is in go on without meaning."""
         if transfer in self._line:
             self._line.remove(transfer)
@@ -83,17 +83,17 @@ class ComputeQueue:
             if row.last:
                 self._line.remove(row.transfer)
                 self._given.add(row.transfer)
-        self._orders += 1
-        step = PrefillStep(self._orders, rows)
+        self._commands += 1
+        step = PrefillStep(self._commands, rows)
         self._steps.append((step, now))
         return step
 
-    def take(self, order: int, now: float) -> list[PrefillRow]:
+    def take(self, command_id: int, now: float) -> list[PrefillRow]:
         """The rows of a step that has ended. Their transfers have computed since it began: when it was given, or when
         the pipeline was done with the step before it.
         """
         step, given_at = self._steps.popleft()
-        assert step.order == order, f"step {order} has ended before step {step.order}"
+        assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"
         entered_at = self._ended_at[0] if len(self._ended_at) == self._limits.stages else given_at
         last_ended_at = self._ended_at[-1] if self._ended_at else given_at
         self._ended_at.append(now)
@@ -103,10 +103,10 @@ class ComputeQueue:
         self.rate.measured(sum(row.end - row.start for row in step.rows), now - max(given_at, last_ended_at))
         return step.rows
 
-    def _share_out(self) -> dict[Transfer, int]:
+    def _share_out(self) -> dict[PrefillRequest, int]:
         """Up to which token each transfer is computed in the next step; there is somebody in line."""
         first, budget = self._line.first, self._limits.chunk_size
-        ends: dict[Transfer, int] = {}
+        ends: dict[PrefillRequest, int] = {}
         if not self._line.oldest_is_due:
             self._owed = min(budget, self._owed + budget // 2)
             kept = self._slice(first, first.given, self._owed) - first.given
@@ -122,7 +122,7 @@ class ComputeQueue:
         return ends
 
     def _fill(
-        self, ends: dict[Transfer, int], transfers: Iterable[Transfer], budget: int, *, whole: bool = False
+        self, ends: dict[PrefillRequest, int], transfers: Iterable[PrefillRequest], budget: int, *, whole: bool = False
     ) -> int:
         """Give them, in this order, what they lack of up to `budget` tokens, or only `whole` prompts. What is left."""
         for transfer in transfers:
@@ -134,7 +134,7 @@ class ComputeQueue:
             budget -= end - start
         return budget
 
-    def _slice(self, transfer: Transfer, start: int, tokens: int) -> int:
+    def _slice(self, transfer: PrefillRequest, start: int, tokens: int) -> int:
         """Where a slice of at most so many tokens ends. One that does not end its prompt ends on a page border, so no
         page is sent twice.
         """
@@ -142,6 +142,6 @@ class ComputeQueue:
         return end if end == transfer.prompt_tokens else max(start, end - end % self._limits.page_size)
 
 
-def _row(transfer: Transfer, end: int) -> PrefillRow:
+def _row(transfer: PrefillRequest, end: int) -> PrefillRow:
     assert transfer.grant is not None, f"{transfer.ref} computes without pages"
     return PrefillRow(transfer, transfer.given, end, transfer.grant.pages, end == transfer.prompt_tokens)

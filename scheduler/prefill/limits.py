@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection
 
 from ...memory.pages import pages_for
-from .request import PageSpace, Transfer
+from .request import PageSpace, PrefillRequest
 
 MAX_SAMPLES = 256
 """First tokens that one transfer may ask for."""
@@ -25,7 +25,7 @@ class PrefillLimits:
     steps_in_flight: int = 2
     """Steps given to the ranks at once: one that computes, and more so that no stage waits for the next."""
 
-    def describe_problem(self, transfer: Transfer, destination: PageSpace, num_pages: int) -> str | None:
+    def describe_problem(self, transfer: PrefillRequest, destination: PageSpace, num_pages: int) -> str | None:
         """One sentence when this transfer can never be served by `num_pages` pages of ours; everything in it came from
         a peer. None when it can.
         """
@@ -47,7 +47,7 @@ class PrefillLimits:
         return _describe_destination(transfer, destination)
 
 
-def _describe_destination(transfer: Transfer, space: PageSpace) -> str | None:
+def _describe_destination(transfer: PrefillRequest, space: PageSpace) -> str | None:
     wanted, indices = transfer.destination, transfer.indices
     if not 0 <= wanted.prefix_tokens <= transfer.prompt_tokens:
         return f"prefix_tokens {wanted.prefix_tokens} is outside [0, {transfer.prompt_tokens}]"

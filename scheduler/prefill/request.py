@@ -26,7 +26,7 @@ class PageSpace(NamedTuple):
     page_size: int
 
 
-class Transfer:
+class PrefillRequest:
     """One prompt on its way to one decode server. Mutable, owned by the scheduler."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Transfer:
         self.prompt = prompt
         self.indices = indices
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
-        self.life = Lifecycle(TRANSFER, TransferState.WAITING, now)
+        self.lifecycle = Lifecycle(TRANSFER, TransferState.WAITING, now)
         self.grant: PageGrant[KvPage] | None = None
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache."""
@@ -85,7 +85,7 @@ class Transfer:
 
     @property
     def state(self) -> TransferState:
-        return self.life.state
+        return self.lifecycle.state
 
     @property
     def prompt_tokens(self) -> int:
@@ -101,7 +101,7 @@ class Transfer:
 class PrefillRow:
     """One slice of a prefill step: compute tokens [start, end) of this prompt; draw first tokens when `last`."""
 
-    transfer: Transfer
+    transfer: PrefillRequest
     start: int
     end: int
     pages: list[KvPage]
@@ -120,5 +120,5 @@ class PrefillRow:
 class PrefillStep:
     """A batch that is under way. Steps end in the order in which they were given."""
 
-    order: int
+    command_id: int
     rows: list[PrefillRow]

@@ -20,7 +20,7 @@ from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.data.chunks import ChunkWritten, PartWritten
-from ...transfer.plan.staged_regions import StagedLink
+from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     Abort,
     AbortAck,
@@ -38,9 +38,9 @@ from ..messages.effects import CancelChunks, Effect, SendToPeer
 from ..messages.lifecycle import TransferState
 from .chunk_writes import chunk_order
 from .compute_queue import ComputeQueue
-from .fair_queue import TransferLine
+from .fair_queue import FairQueue
 from .limits import PrefillLimits
-from .request import PageSpace, PrefillStep, Transfer, TransferRef
+from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
 from .staged_sends import StagedSends
 
 MAX_MISFITS = 8
@@ -67,8 +67,8 @@ class PrefillScheduler:
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
-        self.transfers: dict[TransferRef, Transfer] = {}
-        self._waiting = TransferLine()
+        self.transfers: dict[TransferRef, PrefillRequest] = {}
+        self._waiting = FairQueue()
         self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
         self._look_at = math.inf
@@ -79,7 +79,7 @@ class PrefillScheduler:
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedLink] = ()) -> None:
+    def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired; these are the pages of its pools, and the links that are staged to it."""
         self._spaces[instance] = pages
         self.staging.peer_up(instance, staged)
@@ -104,7 +104,7 @@ class PrefillScheduler:
         now: float,
     ) -> None:
         """Queue a transfer, or answer at once why not."""
-        transfer = Transfer(instance, destination, prompt, indices, now)
+        transfer = PrefillRequest(instance, destination, prompt, indices, now)
         if transfer.ref in self.transfers:
             self.counters["stale_messages"] += 1
             return
@@ -168,7 +168,7 @@ class PrefillScheduler:
 
     def step_done(
         self,
-        order: int,
+        command_id: int,
         first_tokens: Sequence[tuple[TokenLogprob, ...]],
         input_logprobs: Sequence[tuple[TokenLogprob, ...]],
         now: float,
@@ -179,7 +179,9 @@ class PrefillScheduler:
         that the slice yields.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs in zip(self._computing.take(order, now), first_tokens, input_logprobs, strict=True):
+        for row, tokens, logprobs in zip(
+            self._computing.take(command_id, now), first_tokens, input_logprobs, strict=True
+        ):
             transfer = row.transfer
             if transfer.state is not TransferState.COMPUTING:
                 continue
@@ -191,13 +193,13 @@ class PrefillScheduler:
                 transfer.first_tokens = tokens
                 self.cache.insert(transfer.prompt, row.pages)
                 self._computing.remove(transfer)
-                transfer.life.to(TransferState.SENDING, now)
+                transfer.lifecycle.advance(TransferState.SENDING, now)
                 self._finish_if_sent(transfer, now)
 
-    def step_failed(self, order: int, reason: str, now: float) -> None:
+    def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its transfers fail, the server goes on."""
         self.counters["steps_failed"] += 1
-        for row in self._computing.take(order, now):
+        for row in self._computing.take(command_id, now):
             if row.transfer.state is TransferState.COMPUTING:
                 self._close(row.transfer, f"the prefill step failed: {reason}", now)
 
@@ -260,7 +262,7 @@ class PrefillScheduler:
         """Transfers of which something is being computed."""
         return sum(transfer.state is TransferState.COMPUTING for transfer in self._computing.running)
 
-    def _refusal(self, transfer: Transfer) -> Refusal | None:
+    def _refusal(self, transfer: PrefillRequest) -> Refusal | None:
         if not self._accepting:
             return Refusal("the prefill server is shutting down", retryable=True)
         if len(self._waiting) >= self.limits.max_queued_requests:
@@ -303,7 +305,7 @@ class PrefillScheduler:
                 return False
         return False
 
-    def _start(self, transfer: Transfer, now: float) -> bool:
+    def _start(self, transfer: PrefillRequest, now: float) -> bool:
         """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
         if transfer.no_room_at == self.pages.chances:
             return False
@@ -320,7 +322,7 @@ class PrefillScheduler:
         transfer.grant = grant
         transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
         self.counters["prefix_tokens_reused"] += transfer.cached
-        transfer.life.to(TransferState.COMPUTING, now)
+        transfer.lifecycle.advance(TransferState.COMPUTING, now)
         self._computing.add(transfer)
         # checksums are made of a whole chunk in host memory: not of a cached prefix of any length
         span = self.limits.chunk_size if transfer.destination.verify else max(1, transfer.cached)
@@ -328,7 +330,7 @@ class PrefillScheduler:
             self._send(transfer, start, min(start + span, transfer.cached), now)
         return True
 
-    def _send(self, transfer: Transfer, start: int, end: int, now: float) -> None:
+    def _send(self, transfer: PrefillRequest, start: int, end: int, now: float) -> None:
         assert transfer.grant is not None, f"{transfer.ref} sends without pages"
         chunk = chunk_order(
             transfer,
@@ -369,11 +371,13 @@ class PrefillScheduler:
         else:
             self._close(transfer, written.reason, now)
 
-    def _finish_if_sent(self, transfer: Transfer, now: float) -> None:
+    def _finish_if_sent(self, transfer: PrefillRequest, now: float) -> None:
         if transfer.state is not TransferState.SENDING or transfer.sending:
             return
         assert transfer.first_tokens, f"{transfer.ref} was computed without a first token"
-        before_s = transfer.life.spent(TransferState.WAITING, now) + transfer.life.spent(TransferState.COMPUTING, now)
+        before_s = transfer.lifecycle.spent(TransferState.WAITING, now) + transfer.lifecycle.spent(
+            TransferState.COMPUTING, now
+        )
         self._tell(
             transfer,
             PrefillDone(
@@ -385,7 +389,7 @@ class PrefillScheduler:
                 bytes_written=transfer.bytes_written,
                 queue_s=max(0.0, before_s - transfer.compute_s),
                 compute_s=transfer.compute_s,
-                transfer_tail_s=transfer.life.spent(TransferState.SENDING, now),
+                transfer_tail_s=transfer.lifecycle.spent(TransferState.SENDING, now),
                 cached_tokens=transfer.cached,
                 input_logprobs=tuple(transfer.input_logprobs),
             ),
@@ -393,7 +397,7 @@ class PrefillScheduler:
         self.counters["requests_finished"] += 1
         self._release(transfer, now)
 
-    def _close(self, transfer: Transfer, reason: str, now: float, *, aborted: bool = False) -> None:
+    def _close(self, transfer: PrefillRequest, reason: str, now: float, *, aborted: bool = False) -> None:
         """Stop: no further chunk is computed or handed out; what is on its way is cancelled and waited for."""
         transfer.aborted |= aborted
         if transfer.state is TransferState.CLOSING:
@@ -403,13 +407,13 @@ class PrefillScheduler:
         elif transfer.state is TransferState.COMPUTING:
             self._computing.remove(transfer)
         transfer.failure = reason
-        transfer.life.to(TransferState.CLOSING, now)
+        transfer.lifecycle.advance(TransferState.CLOSING, now)
         if transfer.sending:
             self._effects.append(CancelChunks(transfer.instance, transfer.key))
         self.staging.abort(transfer.ref, reason, now)
         self._conclude_if_drained(transfer, now)
 
-    def _conclude_if_drained(self, transfer: Transfer, now: float) -> None:
+    def _conclude_if_drained(self, transfer: PrefillRequest, now: float) -> None:
         if transfer.sending:
             return
         reason = transfer.failure or "unknown"
@@ -425,14 +429,14 @@ class PrefillScheduler:
             )
         self._release(transfer, now)
 
-    def _release(self, transfer: Transfer, now: float) -> None:
-        transfer.life.to(TransferState.CLOSED, now)
+    def _release(self, transfer: PrefillRequest, now: float) -> None:
+        transfer.lifecycle.advance(TransferState.CLOSED, now)
         del self.transfers[transfer.ref]
         if transfer.grant is not None:
             self.pages.release(transfer.grant)
             transfer.grant = None
 
-    def _tell(self, transfer: Transfer, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
+    def _tell(self, transfer: PrefillRequest, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
         self._effects.append(SendToPeer(transfer.instance, message))
 
     def _pages_for(self, tokens: int) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
-from ...transfer.plan.staged_regions import StagedLink, pages_holding
+from ...transfer.plan.staged_regions import StagedRegion, pages_holding
 from ...transfer.protocol.messages import (
     InstanceId,
     StageArrived,
@@ -35,7 +35,7 @@ from .request import TransferRef
 
 @dataclasses.dataclass(slots=True)
 class _Peer:
-    links: Sequence[StagedLink]
+    links: Sequence[StagedRegion]
     sender: StageSender
     up: bool = True
 
@@ -51,7 +51,7 @@ class _Chunk:
     waiting: dict[StagePart, None] = dataclasses.field(default_factory=dict)
     """In the order in which room was asked for."""
     writing: set[StagePart] = dataclasses.field(default_factory=set)
-    order: ChunkWrite | None = None
+    write: ChunkWrite | None = None
     """Once it is computed."""
     direct: ChunkWritten | None = None
     """How the writes beside the staged parts have ended, on all ranks."""
@@ -105,7 +105,7 @@ class StagedSends:
         """No part of any transfer is under way, and decode is done with all that were."""
         return not self._chunk_of and all(peer.sender.idle for peer in self._peers.values())
 
-    def peer_up(self, instance: InstanceId, links: Iterable[StagedLink]) -> None:
+    def peer_up(self, instance: InstanceId, links: Iterable[StagedRegion]) -> None:
         """A decode server paired, to which these links are staged. One that was only silent goes on where it was."""
         staged = list(links)
         if instance in self._peers:
@@ -140,26 +140,26 @@ class StagedSends:
             self._chunk_of[instance, part] = chunk
             self._act(instance, peer.sender.request(part, part.tokens * link.token_bytes, now), now)
 
-    def send(self, order: ChunkWrite, now: float) -> None:
+    def send(self, write: ChunkWrite, now: float) -> None:
         """The KV of a chunk is there: write its parts, as soon as there is room."""
-        ref = (order.instance, order.key)
-        peer = self._peers.get(order.instance)
+        ref = (write.instance, write.key)
+        peer = self._peers.get(write.instance)
         if peer is None:
             return
-        if (ref, order.token_start) not in self._chunks:
-            self.request(ref, order.token_start, order.token_end, now)
-        chunk = self._chunks[ref, order.token_start]
-        chunk.order = order
+        if (ref, write.token_start) not in self._chunks:
+            self.request(ref, write.token_start, write.token_end, now)
+        chunk = self._chunks[ref, write.token_start]
+        chunk.write = write
         for part in list(chunk.waiting):
             effects = peer.sender.computed(part)
             self._counters["staged_grants_waited"] += not effects
-            self._act(order.instance, effects, now)
+            self._act(write.instance, effects, now)
 
     def abort(self, ref: TransferRef, reason: str, now: float) -> None:
         """Write nothing more of a transfer. Chunks that were handed over still end, when what is being written has."""
         self._stop(ref, reason, now)
         for chunk in self._of(ref):
-            if chunk.order is None:
+            if chunk.write is None:
                 del self._chunks[ref, chunk.token_start]
 
     def receive(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
@@ -229,15 +229,15 @@ class StagedSends:
                     pass  # the chunks that were handed over say so
 
     def _write(self, chunk: _Chunk, part: StagePart, offset: int, size_bytes: int) -> None:
-        order = chunk.order
-        assert order is not None, f"{part} is written before it is computed"
+        write = chunk.write
+        assert write is not None, f"{part} is written before it is computed"
         del chunk.waiting[part]
         chunk.writing.add(part)
-        first = order.token_start - order.token_start % self._page_size  # token, of the chunk's first page
+        first = write.token_start - write.token_start % self._page_size  # token, of the chunk's first page
         pages, start = pages_holding(
-            order.source_pages, self._page_size, part.token_start - first, part.token_end - first
+            write.source_pages, self._page_size, part.token_start - first, part.token_end - first
         )
-        self._effects.append(PartWrite(order.instance, part, offset, size_bytes, pages, start))
+        self._effects.append(PartWrite(write.instance, part, offset, size_bytes, pages, start))
 
     def _stop(self, ref: TransferRef, reason: str, now: float) -> None:
         """Start no more writes for a transfer; its chunks end without what they lack."""

@@ -97,7 +97,7 @@ class RankBuilder:
                 self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
-        return Executor(runner, cache, source.config.eos_token_ids, look_ahead=looks_ahead(config))
+        return Executor(runner, cache, source.config.eos_token_ids, overlap=looks_ahead(config))
 
     def _choose_step_limit(self) -> int:
         config, model = self._config, self._source.config
@@ -153,8 +153,8 @@ class RankBuilder:
             "in the buffer of a request",
             hot_pages,
             config.page_size,
-            cache.lots.count * cache.lots.hot_pages,
-            cache.lots.hot_pages,
+            cache.overlay.count * cache.overlay.hot_pages,
+            cache.overlay.hot_pages,
             hot_rows,
         )
         return cache

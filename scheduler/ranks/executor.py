@@ -50,16 +50,16 @@ class PendingStep:
 class Executor:
     """The model and its KV on one rank. Called from one thread; every rank of a server makes the same calls.
 
-    None of `eos_token_ids`, nor of a request's stop tokens, is drawn before its `min_new_tokens`. With `look_ahead` a
+    None of `eos_token_ids`, nor of a request's stop tokens, is drawn before its `min_new_tokens`. With `overlap` a
     step may follow the one before it: the tokens drawn last stay on the device, on every rank of the only stage.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: KvCache, eos_token_ids: Iterable[int], *, look_ahead: bool = False
+        self, runner: ModelRunner, cache: KvCache, eos_token_ids: Iterable[int], *, overlap: bool = False
     ) -> None:
         self._runner = runner
         self._sampler = Sampler([token for token in eos_token_ids if token < runner.config.vocab_size])
-        self._look_ahead = look_ahead
+        self._look_ahead = overlap
         self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
         self.cache = cache
 

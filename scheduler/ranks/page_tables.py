@@ -65,7 +65,7 @@ class SentTables:
         rows = tuple(self._pack_row(row) for row in step.rows)
         self._forget_unused()
         forgotten, self._forgotten = self._forgotten, []
-        return SentStep(step.order, rows, tuple(forgotten))
+        return SentStep(step.command_id, rows, tuple(forgotten))
 
     def _pack_row(self, row: StepRow) -> SentRow:
         table, kept, new_pages = self._extend(row.pages)
@@ -109,17 +109,19 @@ class KnownTables:
 
     def unpack(self, sent: SentStep) -> RunStep:
         """The step that was packed. Raises UnknownPagesError when one before it was not unpacked here."""
-        step = RunStep(sent.order, tuple(self._unpack_row(row, sent.order) for row in sent.rows))
+        step = RunStep(sent.command_id, tuple(self._unpack_row(row, sent.command_id) for row in sent.rows))
         for number in sent.forgotten:
             if self._tables.pop(number, None) is None:
-                raise UnknownPagesError(f"step {sent.order} forgets page table {number}, which this rank does not have")
+                raise UnknownPagesError(
+                    f"step {sent.command_id} forgets page table {number}, which this rank does not have"
+                )
         return step
 
-    def _unpack_row(self, sent: SentRow, order: int) -> StepRow:
+    def _unpack_row(self, sent: SentRow, command_id: int) -> StepRow:
         pages = self._tables.setdefault(sent.table, [])
         if len(pages) != sent.kept:
             raise UnknownPagesError(
-                f"step {order} adds to {sent.kept} pages of table {sent.table}, of which this rank has {len(pages)}"
+                f"step {command_id} extends table {sent.table} of {sent.kept} pages; this rank has {len(pages)} of them"
             )
         pages += sent.new_pages
         return msgspec.structs.replace(sent.row, pages=pages)

@@ -45,12 +45,12 @@ from ..messages.ranks import (
     CheckCache,
     ChunkReport,
     ClosePeer,
+    CommandDone,
     ComputeCommand,
     CopyDone,
     HotCounters,
     KvVerified,
     OpenPeer,
-    OrderDone,
     PartReport,
     PartScattered,
     PeerRoutes,
@@ -80,7 +80,7 @@ COMMAND_POLL_S = 1e-4
 class PendingCommand(NamedTuple):
     """A step, or a copy of a page, that the device may still be at."""
 
-    order: int
+    command_id: int
     step: PendingStep
     is_step: bool = True
 
@@ -246,42 +246,42 @@ class RankEngine:
         if self._receivers is not None:
             wait_for_arrivals(self._device)
         try:
-            self._pending.append(PendingCommand(command.order, self._executor.start(command.rows)))
+            self._pending.append(PendingCommand(command.command_id, self._executor.start(command.rows)))
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
-            self._step_failed(command.order, error)
+            self._step_failed(command.command_id, error)
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
-        order, step, is_step = self._pending.popleft()
+        command_id, step, is_step = self._pending.popleft()
         started = time.monotonic()
         try:
             results = step.finish()
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
-            self._step_failed(order, error)
+            self._step_failed(command_id, error)
             return
         if not is_step:
-            self._report(OrderDone(self._rank, order))
+            self._report(CommandDone(self._rank, command_id))
             return
         self._stepping_s += time.monotonic() - started
         if results is not None:
-            self._report(StepDone(self._rank, order, tuple(results)))
+            self._report(StepDone(self._rank, command_id, tuple(results)))
         self._report_hot()
 
-    def _step_failed(self, order: int, error: Exception) -> None:
+    def _step_failed(self, command_id: int, error: Exception) -> None:
         while self._pending:  # reports are in order
             self._finish_step()
-        log.exception("step %d failed", order, exc_info=error)
-        self._report(StepDone(self._rank, order, (), f"{type(error).__name__}: {error}"))
+        log.exception("step %d failed", command_id, exc_info=error)
+        self._report(StepDone(self._rank, command_id, (), f"{type(error).__name__}: {error}"))
 
     def _copy_page(self, command: CopyPage) -> None:
         """In line with the steps, like one of them: done when it is reported, and peers may write the page then."""
         wait_for_arrivals(self._device)
         self._executor.cache.copy_page(command.source, command.destination)
-        self._pending.append(PendingCommand(command.order, PendingStep(self._device), is_step=False))
+        self._pending.append(PendingCommand(command.command_id, PendingStep(self._device), is_step=False))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:
         """In line with the steps: the device does it after those that were started."""

@@ -32,8 +32,8 @@ from ...scheduler.messages.frontend import (
     Status,
     Stop,
     Submit,
-    ToFront,
-    ToFrontBatch,
+    ToFrontend,
+    ToFrontendBatch,
     Tokens,
     ToLeader,
 )
@@ -153,7 +153,7 @@ class LeaderClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # such a name can be seen by other users
         self._socket.bind(self.address)
-        self._decoder = msgspec.msgpack.Decoder(ToFrontBatch)
+        self._decoder = msgspec.msgpack.Decoder(ToFrontendBatch)
         self._encoder = msgspec.msgpack.Encoder()
         self._open: dict[str, OpenRequest] = {}
         self._overdue: set[str] = set()
@@ -357,7 +357,7 @@ class LeaderClient:
             except Exception:
                 log.exception("message from the leader could not be handled: %s", type(message).__name__)
 
-    def _dispatch(self, message: ToFront) -> None:
+    def _dispatch(self, message: ToFrontend) -> None:
         match message:
             case Tokens() | Prefilled() | Finished() | Failed():
                 self._deliver(message)

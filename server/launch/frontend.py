@@ -49,7 +49,7 @@ STARTUP_EXIT_S = 2.0
 """Between the two when the leader cannot start: its saying so, and its end."""
 
 
-def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
+def run_frontend(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
     """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
     configure_logging(config.log_level, config.role)
     raise_open_files_limit()
@@ -62,7 +62,7 @@ def run_front(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_CO
         sampling = NEUTRAL_SAMPLING
         if isinstance(config, DecodeConfig) and config.sampling_defaults == "model":
             sampling = read_default_sampling(source)
-        return uvloop.run(Front(config, load_tokenizer(source), sampling, leader_command).serve(http_socket))
+        return uvloop.run(Frontend(config, load_tokenizer(source), sampling, leader_command).serve(http_socket))
 
 
 def raise_open_files_limit() -> None:
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-class Front:
+class Frontend:
     """One run of a server: the leader process, its client and the HTTP server, started and ended in order."""
 
     def __init__(

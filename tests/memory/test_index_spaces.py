@@ -14,18 +14,18 @@ from pdserve.kernels.hisparse.slot_tables import SlotTables
 from pdserve.kernels.hisparse.write_back import write_back
 from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.models.layers.batch import ForwardBatch
 from pdserve.models.layers.latent_rows import new_token_rows
 from pdserve.scheduler.messages.effects import CopyPage, OpenHot, ResizeHot
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers
 from pdserve.scheduler.decode.memory.page_lending import Loan
-from pdserve.scheduler.decode.memory.command_log import Orders
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.requests.request import Request
 
 
-def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders, prefixes: PrefixCache) -> None:
+def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: CommandLog, prefixes: PrefixCache) -> None:
     assert request.grant is not None
     OpenHot(1, buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
     OpenHot(1, buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # no
@@ -41,7 +41,7 @@ def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Orders,
     request.pages.append(7)  # no
 
 
-def lender(buffer: HotBuffer, loan: Loan, lots: Lots, orders: Orders, hot: HotBuffers) -> None:
+def lender(buffer: HotBuffer, loan: Loan, lots: PoolOverlay, orders: CommandLog, hot: HotBuffers) -> None:
     buffer.pages += lots.hot_pages_under(loan.grant.pages)
     buffer.pages += loan.grant.pages  # no
     lots.hot_pages_under(loan.hot_pages)  # no

@@ -16,8 +16,8 @@ class PoolMachine(RuleBasedStateMachine):
     """Requests with few different tokens come, share what is cached, grow and go.
 
     The model: `content` says which tokens each held page was filled with. Whatever the cache returns must have exactly
-    that content, and pages that somebody holds must not change hands. Lots of three pages are lent: the memory of each
-    is something else until it is released.
+    that content, and pages that somebody holds must not change hands. PoolOverlay of three pages are lent: the memory
+    of each is something else until it is released.
     """
 
     def __init__(self) -> None:
@@ -78,17 +78,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache.insert(tokens, grant.pages)
         self.pages.release(grant)
 
-    @rule(lots=st.integers(1, 3), keep=st.integers(0, 3))
-    def lend(self, lots: int, keep: int) -> None:
+    @rule(overlay=st.integers(1, 3), keep=st.integers(0, 3))
+    def lend(self, overlay: int, keep: int) -> None:
         taken = {page for grant in [*self.requests, *self.loans] for page in grant.pages}
         free = {page for page in range(self.size) if page not in taken} - set(self.pages._idle)
         whole = [lot for lot in range(self.size // 3) if {*range(3 * lot, 3 * lot + 3)} <= free]
         reserved = sum(grant.reserved for grant in self.requests)
         most = max(0, min(len(whole), (len(free) - reserved - keep) // 3))
         assert self.pages.lendable(keep) == most
-        if lots <= most:
-            loan = self.pages.lend("y", lots)
-            assert loan.pages == [page for lot in whole[-lots:] for page in range(3 * lot, 3 * lot + 3)]
+        if overlay <= most:
+            loan = self.pages.lend("y", overlay)
+            assert loan.pages == [page for lot in whole[-overlay:] for page in range(3 * lot, 3 * lot + 3)]
             self.loans.append(loan)
 
     @precondition(lambda self: self.loans)

@@ -10,7 +10,7 @@ from pdserve.scheduler.engine.decode_loop import DecodeLoop
 from pdserve.scheduler.messages.effects import SavePages
 from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, Rates
-from tests.scheduler.simulation.simulator import World
+from tests.scheduler.simulation.simulator import Simulator
 
 
 def rate(*samples: tuple[int, float]) -> Rate:
@@ -63,24 +63,24 @@ def test_kv_is_copied_unless_computing_is_known_to_be_cheaper() -> None:
 
 
 def test_what_prefill_computed_is_measured_and_not_what_it_had() -> None:
-    world = World(prefix_cache=False)
-    world.kill(1)
+    simulator = Simulator(prefix_cache=False)
+    simulator.kill(1)
     for tokens in (9, 19):
-        world.submit(tokens, 0, 1, 1, None, 0)
-        while world.decode.requests:
-            world.decode_turn()
-            world.deliver(0, up=False)
-            world.prefill_turn(0)
-            world.end_write(0, ok=True, late=False)
-            world.deliver(0, up=True)
-            world.pass_time(0.01)
-    done = list(world.decode.retracted.rates.prefilled_tokens._samples)
+        simulator.submit(tokens, 0, 1, 1, None, 0)
+        while simulator.decode.requests:
+            simulator.decode_turn()
+            simulator.deliver(0, up=False)
+            simulator.prefill_turn(0)
+            simulator.end_write(0, ok=True, late=False)
+            simulator.deliver(0, up=True)
+            simulator.pass_time(0.01)
+    done = list(simulator.decode.retracted.rates.prefilled_tokens._samples)
     assert [tokens for _, tokens in done] == [9, 11], "four pages of the second were there"
-    world.finish()
+    simulator.finish()
 
 
 def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
-    scheduler = World().decode
+    scheduler = Simulator().decode
     loop = DecodeLoop(
         scheduler,
         Mock(),

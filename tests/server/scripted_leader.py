@@ -29,7 +29,7 @@ from pdserve.scheduler.messages.frontend import (
     Status,
     Stop,
     Submit,
-    ToFront,
+    ToFrontend,
     Tokens,
     ToLeader,
 )
@@ -96,7 +96,7 @@ class ScriptedLeader:
         self._socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
 
-    async def send(self, *messages: ToFront) -> None:
+    async def send(self, *messages: ToFrontend) -> None:
         """At once, as a leader sends what one turn of its loop has brought."""
         await self.send_raw(msgspec.msgpack.encode(messages))
 
@@ -132,7 +132,7 @@ def main(behaviour: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(introduction["front"])
 
-        def send(message: ToFront) -> None:
+        def send(message: ToFrontend) -> None:
             socket.send(msgspec.msgpack.encode([message]))
 
         if behaviour == "startup-failed":

@@ -33,7 +33,7 @@ class LinkProtocolError(PdserveError):
     """The peer acknowledges what was never sent to it."""
 
 
-class Link:
+class ReliableChannel:
     """One end of a link: what was sent and is not acknowledged, and how far the other side was received.
 
     At most `window` messages are under way; more wait here, up to `limit_messages` and `limit_bytes`. Not thread-safe:

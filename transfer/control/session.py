@@ -5,7 +5,7 @@ from enum import Enum
 
 from ..protocol.messages import Hello, InstanceId, Load, Welcome
 from .events import PeerSnapshot, PublicState
-from .reliable_channel import Link
+from .reliable_channel import ReliableChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Session:
 
     def __init__(self, name: str, *, resend_after_s: float, now: float) -> None:
         self.name = name
-        self.link = Link(resend_after_s=resend_after_s)
+        self.link = ReliableChannel(resend_after_s=resend_after_s)
         self.state = SessionState.STRANGER
         self.instance: InstanceId | None = None
         self.introduction: Hello | Welcome | None = None

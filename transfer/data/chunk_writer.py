@@ -4,8 +4,9 @@ For every decode server that is paired, the writer knows its links (`links.py`):
 this rank writes to which decode rank. A chunk becomes one job per link, on one sender thread per session of a decode
 rank, and ends in exactly one `ChunkWritten`, after the last of its jobs.
 
-Links that are staged (`staged_links.py`) are no part of that: what goes over them is ordered part by part, as room for
-it is granted, and each part ends in one `PartWritten` (`part_writer.py`). Of those links a chunk has the checksum only.
+Links that are staged (`staged_regions.py`) are no part of that: what goes over them is ordered part by part, as room
+for it is granted, and each part ends in one `PartWritten` (`part_writer.py`). Of those links a chunk has the checksum
+only.
 """
 
 import logging
@@ -24,9 +25,9 @@ from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import KvRoute, drop_unusable_rdma, possible_routes, resolve_transport
-from ..plan.copy_regions import Link
-from ..plan.copy_runs import Runs, expand_runs, expand_token_runs
-from ..plan.staged_regions import STAGED_KIND, StagedLink, pair_links, staged_links
+from ..plan.copy_regions import CopyRegion
+from ..plan.copy_runs import CopyRuns, expand_runs, expand_token_runs
+from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
 from ..protocol.checksum import add_sums, block_sum
 from ..protocol.messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
 from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
@@ -36,7 +37,7 @@ from .sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
 
 log = logging.getLogger(__name__)
 
-NO_RUNS: Final = Runs(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+NO_RUNS: Final = CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
 GONE: Final = "the decode server is gone"
 STALL_S: Final = 30.0
@@ -47,7 +48,7 @@ STALL_S: Final = 30.0
 class _LinkPlan:
     """Where one link goes, before its sender has been started."""
 
-    link: Link
+    link: CopyRegion
     source: LocalPool
     pools: PoolPair
     routes: tuple[KvRoute, ...]
@@ -63,7 +64,7 @@ class _LinkRoute(_LinkPlan):
     sender: PeerSender
     staged: bool
 
-    def plan(self, chunk: ChunkWrite) -> Runs:
+    def plan(self, chunk: ChunkWrite) -> CopyRuns:
         """The copies of a chunk; raises PlanError."""
         if self.staged:
             return NO_RUNS
@@ -308,7 +309,7 @@ class ChunkWriter:
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the links to a decode server, and start a sender for each session they go to."""
-        staged = {one.link: one for one in staged_links(hello, welcome) if one.link.source == self._rank}
+        staged = {one.link: one for one in staged_regions(hello, welcome) if one.link.source == self._rank}
         buffers = self._make_buffers(staged.values())
         plans = list(self._plan_links(hello, welcome, {link: buffers[link.destination] for link in staged}))
         by_routes: dict[tuple[KvRoute, ...], list[_LinkPlan]] = {}
@@ -333,12 +334,14 @@ class ChunkWriter:
         )
         return _Route(len(hello.ranks), tuple(senders.values()), tuple(links), writers)
 
-    def _plan_links(self, hello: Hello, welcome: Welcome, staged: Mapping[Link, StageBuffers]) -> Iterator[_LinkPlan]:
+    def _plan_links(
+        self, hello: Hello, welcome: Welcome, staged: Mapping[CopyRegion, StageBuffers]
+    ) -> Iterator[_LinkPlan]:
         """Where this rank's KV goes: into pools of decode ranks or, for the links with buffers, into their rings."""
         for kind, source in self._pools.items():
             ours = Region(source.memory.base_address, source.memory.registered_bytes)
             direct = [PoolPair(ours, _pool_of(rank, kind), source.memory.probe) for rank in hello.ranks]
-            for link in pair_links(hello, welcome, kind):
+            for link in pair_regions(hello, welcome, kind):
                 if link.source != self._rank:
                     continue
                 pools = staged[link].pair if link in staged else direct[link.destination]
@@ -350,9 +353,9 @@ class ChunkWriter:
                 )
                 yield _LinkPlan(link, source, pools, routes)
 
-    def _make_buffers(self, staged: Iterable[StagedLink]) -> dict[int, StageBuffers]:
+    def _make_buffers(self, staged: Iterable[StagedRegion]) -> dict[int, StageBuffers]:
         """Room to gather parts in, for each decode rank that they go to."""
-        largest: dict[int, StagedLink] = {}
+        largest: dict[int, StagedRegion] = {}
         for one in staged:
             other = largest.setdefault(one.link.destination, one)
             largest[one.link.destination] = max(one, other, key=lambda link: link.part_bytes)

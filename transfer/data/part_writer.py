@@ -17,7 +17,7 @@ import torch
 from ...kernels.backends.streams import use_own_stream
 from ...kernels.staging.kv_stage import kv_gather, warm_up_kv_stage
 from ..mooncake.sockets import Region
-from ..plan.copy_runs import Runs
+from ..plan.copy_runs import CopyRuns
 from ..plan.ring import ALIGNMENT
 from ..protocol.layout import KvLayout, Plane
 from ..protocol.messages import Pool, StageRing, TransferKey
@@ -176,7 +176,7 @@ class PartWriter:
         span = (slot * self._buffers.slot_bytes, order.offset, order.size_bytes)
         job = PartJob(
             key=order.part.key,
-            runs=Runs(*(np.array([number], dtype=np.int64) for number in span)),
+            runs=CopyRuns(*(np.array([number], dtype=np.int64) for number in span)),
             ready=ready,
             pools=self._buffers.pair,
             order=order,

@@ -27,7 +27,7 @@ from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine, WriteId, WriteSta
 from ..mooncake.library import Transport
 from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
 from ..mooncake.transports import KvRoute, remedy
-from ..plan.copy_runs import PlanError, Runs, check_bounds
+from ..plan.copy_runs import CopyRuns, PlanError, check_bounds
 from ..protocol.messages import Pool, TransferKey
 from .probe import probe
 
@@ -85,7 +85,7 @@ class SendJob:
     """
 
     key: TransferKey
-    runs: Runs | Callable[[], Runs]
+    runs: CopyRuns | Callable[[], CopyRuns]
     ready: Callable[[], None] | None = None
     pools: PoolPair | None = None
 
@@ -219,7 +219,7 @@ class PeerSender:
 
     def submit(self, job: SendJob) -> None:
         """Queue a job. Raises PlanError, and queues nothing, when a copy of a finished plan leaves either pool."""
-        if isinstance(job.runs, Runs):
+        if isinstance(job.runs, CopyRuns):
             self._check_bounds(job, job.runs)
         with self._changed:
             if self._closing:
@@ -344,7 +344,7 @@ class PeerSender:
         self._write(pending, pieces, engine)
         pending.complete = pending.bytes_written == pending.total_bytes
 
-    def _write(self, pending: _Pending, pieces: Runs, engine: SendEngine) -> None:
+    def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
         """Keep a window of writes in flight until all have ended; once cancelled, until those in flight have."""
         pools = pending.job.pools or self._pools[0]
         waiting = zip(
@@ -378,8 +378,8 @@ class PeerSender:
                 time.sleep(nap_s)
                 nap_s = min(1.5 * nap_s, NAP_MAX_S)
 
-    def _planned(self, job: SendJob) -> Runs:
-        if isinstance(job.runs, Runs):
+    def _planned(self, job: SendJob) -> CopyRuns:
+        if isinstance(job.runs, CopyRuns):
             return job.runs
         try:
             runs = job.runs()
@@ -388,7 +388,7 @@ class PeerSender:
             raise _SendError(str(error), late_writes=False) from error
         return runs
 
-    def _check_bounds(self, job: SendJob, runs: Runs) -> None:
+    def _check_bounds(self, job: SendJob, runs: CopyRuns) -> None:
         pools = job.pools or self._pools[0]
         check_bounds(runs, pools.source.length, pools.destination.size_bytes)
 

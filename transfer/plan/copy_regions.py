@@ -20,7 +20,7 @@ class CoverageError(PdserveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CopyRegion:
     """Prefill rank `source` writes these global layers and heads to decode rank `destination`."""
 
     source: int
@@ -29,7 +29,7 @@ class Link:
     heads: range
 
 
-def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[Link, ...]:
+def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[CopyRegion, ...]:
     """The links for one kind of pool, of which rank i of each side holds the i-th layout.
 
     Decode ranks are served in order. Each takes the prefill rank that holds most of what it still lacks: few, large
@@ -39,7 +39,7 @@ def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first
     """
     load = [0] * len(prefill)
     turns = [(first + rank) % len(prefill) for rank in range(len(prefill))]
-    links: list[Link] = []
+    links: list[CopyRegion] = []
     for destination, wanted in enumerate(decode):
         overlaps = {rank: _overlap(prefill[rank], wanted.layers, wanted.heads) for rank in turns}
         holders = [rank for rank in turns if _holds_any(overlaps[rank])]
@@ -58,7 +58,7 @@ def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first
             taken[overlaps[source]] = missing[overlaps[source]]
             missing[overlaps[source]] = False
             links.extend(
-                Link(source, destination, wanted.layers[layers], wanted.heads[heads])
+                CopyRegion(source, destination, wanted.layers[layers], wanted.heads[heads])
                 for layers, heads in _rectangles(taken)
             )
     return tuple(links)

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...configs.errors import PdserveError
 from ..protocol.layout import KvLayout
-from .copy_regions import Link
+from .copy_regions import CopyRegion
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -30,7 +30,7 @@ class PlanError(PdserveError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class CopyRuns:
     """Contiguous copies, as three arrays: offsets from the source and the destination pool's base, and bytes."""
 
     source: Int64s
@@ -44,14 +44,14 @@ class Runs:
     def total_bytes(self) -> int:
         return int(self.length.sum())
 
-    def split(self, limit_bytes: int) -> "Runs":
+    def split(self, limit_bytes: int) -> "CopyRuns":
         """The same copies, in order, in pieces of at most `limit_bytes`."""
         if not len(self) or int(self.length.max()) <= limit_bytes:
             return self
         pieces = -(-self.length // limit_bytes)
         first = np.cumsum(pieces) - pieces
         shift = (np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(first, pieces)) * limit_bytes
-        return Runs(
+        return CopyRuns(
             np.repeat(self.source, pieces) + shift,
             np.repeat(self.destination, pieces) + shift,
             np.minimum(np.repeat(self.length, pieces) - shift, limit_bytes),
@@ -78,8 +78,8 @@ def expand_runs(
     destination_pages: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
-    link: Link | None = None,
-) -> Runs:
+    link: CopyRegion | None = None,
+) -> CopyRuns:
     """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold, or those of `link`.
 
     Both page lists start with the page of token `token_start`. With equal page sizes a partly filled last page is
@@ -115,8 +115,8 @@ def expand_token_runs(
     destination_tokens: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
-    link: Link | None = None,
-) -> Runs:
+    link: CopyRegion | None = None,
+) -> CopyRuns:
     """Like expand_runs, with the destination given as one row of the pool per token (granularity "token").
 
     Row r is slot `r % page_size` of page `r // page_size`. The first is that of token `token_start`. Exactly the named
@@ -146,7 +146,7 @@ def expand_token_runs(
     return _copies(_Cells(source, destination, link), segments, whole)
 
 
-def check_bounds(runs: Runs, source_pool_bytes: int, destination_pool_bytes: int) -> None:
+def check_bounds(runs: CopyRuns, source_pool_bytes: int, destination_pool_bytes: int) -> None:
     """Raise PlanError, naming offset, length and limit, unless every copy lies inside both pools."""
     if not len(runs):
         return
@@ -168,7 +168,7 @@ def check_bounds(runs: Runs, source_pool_bytes: int, destination_pool_bytes: int
 class _Cells:
     """The global layers and heads to copy, and the layouts of both sides."""
 
-    def __init__(self, source: KvLayout, destination: KvLayout, link: Link | None) -> None:
+    def __init__(self, source: KvLayout, destination: KvLayout, link: CopyRegion | None) -> None:
         if source.planes != destination.planes:
             raise PlanError(f"planes differ: source has {source.planes}, destination has {destination.planes}")
         self.source = source
@@ -185,10 +185,10 @@ class _Cells:
         return self.source.heads == self.heads == self.destination.heads
 
 
-def _copies(cells: _Cells, segments: _Segments, whole: Bools) -> Runs:
+def _copies(cells: _Cells, segments: _Segments, whole: Bools) -> CopyRuns:
     """Turn segments into copies; `whole` marks those that are copied as whole pages (equal page sizes only)."""
     if not (len(cells.layers) and len(cells.heads)):
-        return Runs(_EMPTY, _EMPTY, _EMPTY)
+        return CopyRuns(_EMPTY, _EMPTY, _EMPTY)
     pages = _copy_pages(cells, segments.select(whole))
     rows = _copy_rows(cells, segments.select(~whole))
     return _merge(*(np.concatenate(columns) for columns in zip(pages, rows, strict=True)))
@@ -243,17 +243,17 @@ def _shared(left: range, right: range) -> range:
     return range(max(left.start, right.start), min(left.stop, right.stop))
 
 
-def _merge(source: Int64s, destination: Int64s, length: Int64s) -> Runs:
+def _merge(source: Int64s, destination: Int64s, length: Int64s) -> CopyRuns:
     """Join copies that are neighbours on both sides. The result is in source order."""
     if len(source) < 2:
-        return Runs(source, destination, length)
+        return CopyRuns(source, destination, length)
     if not (source[1:] > source[:-1]).all():
         order = np.argsort(source, kind="stable")
         source, destination, length = source[order], destination[order], length[order]
     starts = np.ones(len(source), dtype=np.bool_)
     starts[1:] = (source[1:] != source[:-1] + length[:-1]) | (destination[1:] != destination[:-1] + length[:-1])
     first = np.flatnonzero(starts)
-    return Runs(source[first], destination[first], np.add.reduceat(length, first))
+    return CopyRuns(source[first], destination[first], np.add.reduceat(length, first))
 
 
 def _page_starts(token_start: int, token_end: int, page_size: int) -> Int64s:

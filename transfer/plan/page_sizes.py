@@ -6,10 +6,10 @@ import msgspec
 
 from ..protocol.layout import KvLayout
 from ..protocol.messages import Hello, Welcome
-from .copy_regions import Link
+from .copy_regions import CopyRegion
 from .copy_runs import expand_runs
 from .pairing import layouts_of
-from .staged_regions import pair_links, staged_links
+from .staged_regions import pair_regions, staged_regions
 
 
 def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> str | None:
@@ -19,7 +19,7 @@ def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> st
     staged is gathered into one write whatever the pages are.
     """
     prefill, decode = welcome.ranks[0].pools[0].layout.page_size, hello.ranks[0].pools[0].layout.page_size
-    staged = {each.link for each in staged_links(hello, welcome)}
+    staged = {each.link for each in staged_regions(hello, welcome)}
     if prefill == decode:
         return None
     writes = _count_writes(hello, welcome, chunk_tokens, staged, decode)
@@ -32,19 +32,21 @@ def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> st
     )
 
 
-def _count_writes(hello: Hello, welcome: Welcome, tokens: int, staged: Collection[Link], decode_page_size: int) -> int:
+def _count_writes(
+    hello: Hello, welcome: Welcome, tokens: int, staged: Collection[CopyRegion], decode_page_size: int
+) -> int:
     """Writes of a chunk to pages that do not lie side by side, over all direct links, if decode had such pages."""
     writes = 0
     for pool in welcome.ranks[0].pools:
         kind = pool.layout.kind
         sources, destinations = layouts_of(welcome.ranks, kind), layouts_of(hello.ranks, kind)
-        for link in pair_links(hello, welcome, kind):
+        for link in pair_regions(hello, welcome, kind):
             if link not in staged:
                 destination = msgspec.structs.replace(destinations[link.destination], page_size=decode_page_size)
                 writes += _link_writes(sources[link.source], destination, tokens, link)
     return writes
 
 
-def _link_writes(source: KvLayout, destination: KvLayout, tokens: int, link: Link) -> int:
+def _link_writes(source: KvLayout, destination: KvLayout, tokens: int, link: CopyRegion) -> int:
     source_pages, destination_pages = (range(0, 2 * layout.pages_for(tokens), 2) for layout in (source, destination))
     return len(expand_runs(source, destination, source_pages, destination_pages, 0, tokens, link))

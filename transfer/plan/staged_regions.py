@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import xxhash
 
 from ..protocol.layout import KvLayout
-from ..protocol.messages import Hello, StageBlock, StageRing, Welcome
-from .copy_regions import Link, plan_links
+from ..protocol.messages import HeadSlice, Hello, StageRing, Welcome
+from .copy_regions import CopyRegion, plan_links
 from .pairing import layouts_of
 from .ring import ALIGNMENT
 
@@ -23,27 +23,27 @@ MAX_PART_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StagedLink:
+class StagedRegion:
     """A link whose KV goes through `ring` of its destination, in parts of at most `part_bytes`."""
 
-    link: Link
+    link: CopyRegion
     ring: StageRing
     token_bytes: int
     """Of one token, over all layers, planes and heads of the link."""
     part_bytes: int
 
     @property
-    def block(self) -> StageBlock:
+    def block(self) -> HeadSlice:
         layers, heads = self.link.layers, self.link.heads
-        return StageBlock(layers.start, layers.stop, heads.start, heads.stop)
+        return HeadSlice(layers.start, layers.stop, heads.start, heads.stop)
 
 
-def pair_links(hello: Hello, welcome: Welcome, kind: tuple[str, ...]) -> tuple[Link, ...]:
+def pair_regions(hello: Hello, welcome: Welcome, kind: tuple[str, ...]) -> tuple[CopyRegion, ...]:
     """All links of a pair for its pools of one kind. `check_pair` has found nothing wrong with these two."""
     return plan_links(layouts_of(welcome.ranks, kind), layouts_of(hello.ranks, kind), first=_first_turn(hello, welcome))
 
 
-def staged_links(hello: Hello, welcome: Welcome) -> tuple[StagedLink, ...]:
+def staged_regions(hello: Hello, welcome: Welcome) -> tuple[StagedRegion, ...]:
     """The links of a pair that are staged. `off` on either side is off; `on` on either side stages all dense KV."""
     settings = {rank.staging for rank in (*hello.ranks, *welcome.ranks)}
     prefill, decode = layouts_of(welcome.ranks, STAGED_KIND), layouts_of(hello.ranks, STAGED_KIND)
@@ -51,7 +51,7 @@ def staged_links(hello: Hello, welcome: Welcome) -> tuple[StagedLink, ...]:
         return ()
     wanted = [
         link
-        for link in pair_links(hello, welcome, STAGED_KIND)
+        for link in pair_regions(hello, welcome, STAGED_KIND)
         if "on" in settings or not prefill[link.source].heads == decode[link.destination].heads == link.heads
     ]
     staged = []
@@ -61,7 +61,7 @@ def staged_links(hello: Hello, welcome: Welcome) -> tuple[StagedLink, ...]:
         writers = sum(other.destination == link.destination for other in wanted)
         if ring is not None and _rounded(token_bytes) <= ring.size_bytes:
             most = min(MAX_PART_BYTES, ring.size_bytes // (2 * writers))  # so that everybody has one, and one to come
-            staged.append(StagedLink(link, ring, token_bytes, max(most, token_bytes)))
+            staged.append(StagedRegion(link, ring, token_bytes, max(most, token_bytes)))
     return tuple(staged)
 
 

@@ -21,7 +21,7 @@ Who sends what (P prefill, D decode):
 A transfer is named by (transfer_id, generation): decode mints the id, and a retry of the same request into fresh pages
 is the next generation. A message of another generation is stale and ignored.
 
-Where prefill and decode share heads out differently, KV goes through a ring in decode's memory (`staged_links.py`). A
+Where prefill and decode share heads out differently, KV goes through a ring in decode's memory (`staged_regions.py`). A
 part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree. A part that is given up
 goes to StageStopped -> StageFree from wherever it is. A part is named by its content and by the life of the ring it is
 for, so every message can be repeated or late: the same request is answered with the same region, and what concerns a
@@ -220,7 +220,7 @@ class AbortAck(Message, frozen=True):
     late_writes: bool = False
 
 
-class StageBlock(msgspec.Struct, array_like=True, frozen=True):
+class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
     """The layers and heads of a link: half-open ranges, global."""
 
     layer_start: int
@@ -244,7 +244,7 @@ class StagePart(msgspec.Struct, array_like=True, frozen=True):
     key: TransferKey
     writer: int
     destination: int
-    block: StageBlock
+    block: HeadSlice
     token_start: int
     token_end: int
 

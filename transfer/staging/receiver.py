@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from ..plan.ring import Region, StagingRing
 from ..protocol.messages import (
+    HeadSlice,
     InstanceId,
     StageArrived,
-    StageBlock,
     StageFree,
     StageGrant,
     StagePart,
@@ -97,7 +97,7 @@ class _Transfer:
     instance: InstanceId
     token_start: int
     token_end: int
-    spans: dict[tuple[int, StageBlock], list[tuple[int, int]]]
+    spans: dict[tuple[int, HeadSlice], list[tuple[int, int]]]
     """For each writer and block, the tokens that its parts were named for: ascending, and apart."""
     missing: int
     """Tokens that are not in their pages yet, summed over the blocks."""
@@ -136,7 +136,7 @@ class StageReceiver:
         instance: InstanceId,
         token_start: int,
         token_end: int,
-        blocks: Collection[tuple[int, StageBlock]],
+        blocks: Collection[tuple[int, HeadSlice]],
     ) -> None:
         """Expect these tokens of these (writer, block) pairs. To be called before the peer hears of the transfer."""
         assert key not in self._transfers, f"transfer {key} is already open"

@@ -50,8 +50,8 @@ class WriterStopped:
     late_writes: bool
 
 
-Word = StageRequest | StageArrived | StageStopped
-SenderEffect = Word | WritePart | PartFailed | WriterStopped
+StagingMessage = StageRequest | StageArrived | StageStopped
+SenderEffect = StagingMessage | WritePart | PartFailed | WriterStopped
 
 
 def split_tokens(token_start: int, token_end: int, *, token_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
@@ -90,7 +90,7 @@ class _Outgoing:
 
     part: StagePart
     size_bytes: int
-    repeat: Word
+    repeat: StagingMessage
     said_at: float
     state: _Sending = _Sending.REQUESTED
     computed: bool = False
@@ -209,7 +209,7 @@ class StageSender:
         outgoing.state = _Sending.STOPPED
         return [self._say(outgoing, StageStopped(outgoing.part, late_writes), now)]
 
-    def _say(self, outgoing: _Outgoing, message: Word, now: float) -> Word:
+    def _say(self, outgoing: _Outgoing, message: StagingMessage, now: float) -> StagingMessage:
         outgoing.repeat, outgoing.said_at = message, now
         return message
 

@@ -22,7 +22,7 @@ from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
 from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
-from .quarantine import Fences
+from .quarantine import Quarantine
 from .queue_pace import QueuePace
 from .staged_arrivals import StagedArrivals
 
@@ -51,11 +51,11 @@ class DecodeLimits:
     hisparse: bool = False
     stages: int = 1
     """Pipeline stages: so many batches are under way at once, of different requests."""
-    look_ahead: bool = False
+    overlap: bool = False
     """With one stage: the next step of a batch is given before the tokens of the last one are known."""
 
 
-class Intake:
+class PrefillDispatcher:
     """The queue, the prefill servers, the transfers under way and the fences around those that were given up."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Intake:
         self.queue = PromptQueue()
         self.pace = QueuePace()
         self.peers = PrefillPeers()
-        self.fences = Fences(limits.quarantine_s)
+        self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.effects: list[Effect] = []
         """What is to be sent; the scheduler takes it."""
@@ -229,8 +229,8 @@ class Intake:
         for request, grant in zip(members, reservation.members, strict=True):
             request.grant = grant
             request.prefill_wait_s += busy_s
-            request.life.to(State.RESERVED, now)
-            request.life.to(State.PREFILLING, now)
+            request.lifecycle.advance(State.RESERVED, now)
+            request.lifecycle.advance(State.PREFILLING, now)
         first = members[0]
         message = KvDestination(
             key=key,
@@ -251,16 +251,16 @@ class Intake:
         self.effects.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
 
     def give_up(self, prompt: Prompt, reason: str, *, tell: bool) -> None:
-        """Fence the pages of an attempt; `tell` its writer to stop unless it has."""
+        """QuarantinedPages the pages of an attempt; `tell` its writer to stop unless it has."""
         attempt = _attempt(prompt)
         prompt.last_problem = reason
         if tell:
             self.effects.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
-        self.fences.put(prompt)
+        self.quarantine.put(prompt)
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer of a transfer will issue nothing more, neither into its pages nor into the rings."""
-        self.fences.writer_stopped(key, late_writes=late_writes, now=now)
+        self.quarantine.writer_stopped(key, late_writes=late_writes, now=now)
         self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:

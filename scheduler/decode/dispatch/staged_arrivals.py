@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Container, Iterable, Sequence
 
 from ....transfer.data.chunks import PartScatter
-from ....transfer.plan.staged_regions import StagedLink, pages_holding
+from ....transfer.plan.staged_regions import StagedRegion, pages_holding
 from ....transfer.protocol.messages import (
+    HeadSlice,
     InstanceId,
     PrefillDone,
     StageArrived,
-    StageBlock,
     StagePart,
     StageRequest,
     StageStopped,
@@ -31,7 +31,7 @@ from ....transfer.staging.receiver import (
 )
 from ...messages.effects import Effect, SendToPeer
 
-Writers = dict[int, list[tuple[int, StageBlock]]]
+Writers = dict[int, list[tuple[int, HeadSlice]]]
 """By decode rank: which prefill ranks stage which blocks to it."""
 
 
@@ -92,7 +92,7 @@ class StagedArrivals:
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def peer_up(self, instance: InstanceId, links: Iterable[StagedLink]) -> None:
+    def peer_up(self, instance: InstanceId, links: Iterable[StagedRegion]) -> None:
         """A prefill server paired, which stages these links."""
         writers: Writers = {}
         for link in links:

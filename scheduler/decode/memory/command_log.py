@@ -11,7 +11,7 @@ from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator, PageGrant
 
 
-class Orders:
+class CommandLog:
     """Numbers orders, and releases grants when the orders before them are done."""
 
     def __init__(self, pages: PageAllocator[KvPage]) -> None:
@@ -21,7 +21,7 @@ class Orders:
         self._resting: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
 
     def __len__(self) -> int:
-        """Orders under way."""
+        """CommandLog under way."""
         return self._told - self._done
 
     @property
@@ -34,10 +34,10 @@ class Orders:
         self._told += 1
         return self._told
 
-    def done(self, order: int) -> None:
+    def done(self, command_id: int) -> None:
         """All ranks have carried out this order, and with it every earlier one, whether reported yet or not."""
-        assert order <= self._told, f"order {order} is done, but only {self._told} were given"
-        self._done = max(self._done, order)
+        assert command_id <= self._told, f"order {command_id} is done, but only {self._told} were given"
+        self._done = max(self._done, command_id)
         while self._resting and self._resting[0][0] <= self._done:
             self._pages.release(self._resting.popleft()[1])
 

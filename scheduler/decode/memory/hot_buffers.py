@@ -15,10 +15,10 @@ Hot pages are touched by the ranks' orders alone, which they carry out in line, 
 
 import dataclasses
 
-from ....memory.hisparse.shared_pool import Lots
+from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant
-from .page_lending import Loan, Loans
+from .page_lending import Loan, PageLending
 
 FETCHED_PER_STEP = 128
 """Rows of a sequence that a step fetches when its buffer cycles, roughly: 6 % of a selection of 2,048."""
@@ -32,7 +32,7 @@ class HotLimits:
     page_size: int
     hot_rows: int
     slots: int
-    lots: Lots | None = None
+    overlay: PoolOverlay | None = None
 
     @property
     def buffer_pages(self) -> int:
@@ -45,7 +45,7 @@ class HotBuffer:
     longer one cycles through its first pages.
     """
 
-    __slots__ = ("capacity", "cycles_from", "grant", "loading", "loans", "pages", "rid", "slot", "spare", "tokens")
+    __slots__ = ("capacity", "evicting_since", "grant", "loading", "loans", "pages", "rid", "slot", "spare", "tokens")
 
     def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
         self.rid = rid
@@ -60,14 +60,14 @@ class HotBuffer:
         self.capacity = 0
         self.tokens = 0
         """Of the sequence, with that of the last step that was given."""
-        self.cycles_from: int | None = None
+        self.evicting_since: int | None = None
         """How many tokens there were when it began to cycle; None while it is resident."""
         self.loading = False
         """Its rows are being copied there. Until they are, it gives nothing up."""
 
     @property
-    def cycles(self) -> bool:
-        return self.cycles_from is not None
+    def evicting(self) -> bool:
+        return self.evicting_since is not None
 
     @property
     def borrowed(self) -> int:
@@ -78,10 +78,12 @@ class HotBuffer:
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(self, limits: HotLimits, loans: Loans | None = None) -> None:
+    def __init__(self, limits: HotLimits, loans: PageLending | None = None) -> None:
         self.limits = limits
-        self.pages = PageAllocator[HotPage](limits.num_pages, limits.lots.covered if limits.lots is not None else 0)
-        self._loans = loans
+        self.pages = PageAllocator[HotPage](
+            limits.num_pages, limits.overlay.covered if limits.overlay is not None else 0
+        )
+        self._lending = loans
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[str, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
@@ -98,7 +100,7 @@ class HotBuffers:
     @property
     def resident(self) -> int:
         """Requests that have all their rows on the GPU."""
-        return sum(not buffer.cycles for buffer in self._buffers.values())
+        return sum(not buffer.evicting for buffer in self._buffers.values())
 
     def room_to_spare(self, coming: int) -> int:
         """Pages for one more resident that nobody wants soon: neither the `coming` requests, which have no buffer yet,
@@ -134,7 +136,7 @@ class HotBuffers:
         if self._extend(buffer, wanted - first):
             buffer.loading = True
         else:
-            buffer.cycles_from = tokens
+            buffer.evicting_since = tokens
         self._set_capacity(buffer)
         return buffer, shrunk
 
@@ -143,7 +145,7 @@ class HotBuffers:
         much as has to be copied, and takes no more than the `room_to_spare`.
         """
         buffer = self._buffers[rid]
-        if buffer.cycles_from is None or (tokens - 1 - buffer.cycles_from) * FETCHED_PER_STEP < tokens:
+        if buffer.evicting_since is None or (tokens - 1 - buffer.evicting_since) * FETCHED_PER_STEP < tokens:
             return False
         return -(-tokens // self.limits.page_size) - len(buffer.pages) <= room
 
@@ -154,7 +156,7 @@ class HotBuffers:
         """
         buffer = self._buffers[rid]
         buffer.tokens = tokens
-        if buffer.cycles or tokens <= len(buffer.pages) * self.limits.page_size:
+        if buffer.evicting or tokens <= len(buffer.pages) * self.limits.page_size:
             return None
         while len(buffer.pages) * self.limits.page_size < tokens:
             if len(buffer.pages) < self.limits.buffer_pages:
@@ -180,8 +182,8 @@ class HotBuffers:
         self.pages.give_back(buffer.grant, self._beyond_first(buffer))
         del buffer.pages[self.limits.buffer_pages :]
         self._give_back(buffer)
-        if buffer.cycles_from is None:
-            buffer.cycles_from = buffer.tokens
+        if buffer.evicting_since is None:
+            buffer.evicting_since = buffer.tokens
         self._set_capacity(buffer)
 
     def close(self, rid: str) -> None:
@@ -242,7 +244,7 @@ class HotBuffers:
 
     @property
     def _lendable(self) -> int:
-        return self._loans.room if self._loans is not None else 0
+        return self._lending.room if self._lending is not None else 0
 
     def _extend(self, buffer: HotBuffer, count: int) -> bool:
         """Give a resident `count` pages behind its first ones; False, and nothing has changed, where there are not as
@@ -256,8 +258,8 @@ class HotBuffers:
         buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
         self._take_own(buffer, missing - borrowed)
         if borrowed:
-            assert self._loans is not None
-            loan = self._loans.borrow(buffer.rid, borrowed)
+            assert self._lending is not None
+            loan = self._lending.borrow(buffer.rid, borrowed)
             buffer.loans.append(loan)
             buffer.pages += loan.hot_pages[:borrowed]
             buffer.spare = loan.hot_pages[: borrowed - 1 : -1]
@@ -271,12 +273,12 @@ class HotBuffers:
 
     def _give_back(self, buffer: HotBuffer) -> None:
         for loan in buffer.loans:
-            assert self._loans is not None
-            self._loans.give_back(loan)
+            assert self._lending is not None
+            self._lending.give_back(loan)
         buffer.loans, buffer.spare = [], []
 
     def _set_capacity(self, buffer: HotBuffer) -> None:
-        rows = 0 if buffer.cycles else len(buffer.pages) * self.limits.page_size
+        rows = 0 if buffer.evicting else len(buffer.pages) * self.limits.page_size
         buffer.capacity = max(self.limits.hot_rows, rows)
 
     def _beyond_first(self, buffer: HotBuffer) -> int:

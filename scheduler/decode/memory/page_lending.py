@@ -8,29 +8,29 @@ that comes home rests until the ranks have done all they were told (orders.py).
 
 import dataclasses
 
-from ....memory.hisparse.shared_pool import Lots
+from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, KvPage
 from ....memory.pages import PageAllocator, PageGrant
-from .command_log import Orders
+from .command_log import CommandLog
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loan:
-    """Lots that one hot buffer has."""
+    """PoolOverlay that one hot buffer has."""
 
     grant: PageGrant[KvPage]
     hot_pages: list[HotPage]
 
 
-class Loans:
+class PageLending:
     """Lends what is free beyond what is reserved and `margin`."""
 
-    def __init__(self, pages: PageAllocator[KvPage], lots: Lots, orders: Orders) -> None:
+    def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, commands: CommandLog) -> None:
         self._pages = pages
-        self._lots = lots
-        self._orders = orders
-        if lots.count:
-            pages.divide(lots.kv_pages)
+        self._overlay = overlay
+        self._commands = commands
+        if overlay.count:
+            pages.divide(overlay.kv_pages)
         self.allowed = True
         """Nobody waits for pages: what is free is not lent before they have had theirs."""
         self.margin = 0
@@ -48,15 +48,15 @@ class Loans:
         """Hot pages that can be borrowed. Twice the margin stays: with once, the next page somebody takes would call
         the loan in again.
         """
-        return self._pages.lendable(2 * self.margin) * self._lots.hot_pages if self.allowed else 0
+        return self._pages.lendable(2 * self.margin) * self._overlay.hot_pages if self.allowed else 0
 
     def borrow(self, owner: str, hot_pages: int) -> Loan:
         """As many hot pages, of those for which there is `room`, or a few more: whole lots."""
-        grant = self._pages.lend(f"hot buffer of {owner}", -(-hot_pages // self._lots.hot_pages))
+        grant = self._pages.lend(f"hot buffer of {owner}", -(-hot_pages // self._overlay.hot_pages))
         self.borrowed += len(grant.pages)
-        return Loan(grant, self._lots.hot_pages_under(grant.pages))
+        return Loan(grant, self._overlay.hot_pages_under(grant.pages))
 
     def give_back(self, loan: Loan) -> None:
         """The ranks will have been told, before anything else, to use these hot pages no more."""
         self.borrowed -= len(loan.grant.pages)
-        self._orders.release(loan.grant)
+        self._commands.release(loan.grant)

@@ -8,9 +8,9 @@ from ...messages.effects import Effect, LoadPages, OpenHot, ResizeHot, SavePages
 from ...messages.lifecycle import State
 from ..requests.request import Request
 from .background_copies import BackgroundCopies, Copy
-from .command_log import Orders
+from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits
-from .page_lending import Loans
+from .page_lending import PageLending
 
 _WITH_HOT_BUFFER = (State.READY, State.RUNNING)
 MARGIN_PAGES = 2
@@ -33,14 +33,14 @@ class RequestMemory:
         self, pages: PageAllocator[KvPage], page_size: int, hot_limits: HotLimits | None, effects: list[Effect]
     ) -> None:
         self.pages = pages
-        self.orders = Orders(pages)
+        self.commands = CommandLog(pages)
         self.copies = BackgroundCopies()
-        self._loans: Loans | None = None
+        self._lending: PageLending | None = None
         self.hot: HotBuffers | None = None
         if hot_limits is not None:
-            lots = hot_limits.lots
-            self._loans = Loans(pages, lots, self.orders) if lots is not None else None
-            self.hot = HotBuffers(hot_limits, self._loans)
+            overlay = hot_limits.overlay
+            self._lending = PageLending(pages, overlay, self.commands) if overlay is not None else None
+            self.hot = HotBuffers(hot_limits, self._lending)
         self._page_size = page_size
         self._effects = effects
 
@@ -100,7 +100,7 @@ class RequestMemory:
         """All ranks have made a copy: what it held is released."""
         copy = self.copies.end(number)
         if copy.grant is not None:
-            self.orders.release(copy.grant)
+            self.commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
             self.hot.free(copy.buffer)
         elif self.hot is not None and copy.kind == "open":
@@ -129,7 +129,7 @@ class RequestMemory:
         and before those who run lack what is not reserved for them. Whether pages are back already: those under which
         nothing is under way. The others rest.
         """
-        loans, hot, pages = self._loans, self.hot, self.pages
+        loans, hot, pages = self._lending, self.hot, self.pages
         if loans is None or hot is None:
             return False
         shortfalls = pages.take_shortfalls()
@@ -157,7 +157,7 @@ class RequestMemory:
     def pages_are_coming(self) -> bool:
         """Pages were given up that are not free yet, or are lent until a copy is done."""
         borrowing = self.hot is not None and self.hot.borrower_is_loading
-        return bool(self.orders.resting) or self.copies.hold_pages or borrowing
+        return bool(self.commands.resting) or self.copies.hold_pages or borrowing
 
     def release(self, request: Request) -> None:
         """Take everything. A request without memory has nothing to give."""
@@ -169,7 +169,7 @@ class RequestMemory:
             return
         self.close_hot(request)
         if request.grant is not None:
-            self.orders.release(request.grant)
+            self.commands.release(request.grant)
             request.grant = None
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
@@ -186,8 +186,8 @@ class RequestMemory:
                 or (request.state is State.ARRIVED and self.copies.of(request) is not None)
             }
             assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} are not as their states say"
-        if self._loans is not None and not self.orders.resting:
-            assert self._loans.coming == 0, f"{self._loans.coming} pages were given back and are not here"
+        if self._lending is not None and not self.commands.resting:
+            assert self._lending.coming == 0, f"{self._lending.coming} pages were given back and are not here"
 
 
 def _resized(buffer: HotBuffer) -> ResizeHot:

@@ -81,7 +81,7 @@ class Prompt:
         """The pages prefill writes to, behind those of the cached prefix; held for as long as it may write."""
         self.attempt: Attempt | None = None
         self.attempts = 0
-        self.fences = 0
+        self.quarantined = 0
         """Grants of earlier attempts that a remote writer may still write."""
         self.refusal: Refusal | None = None
         """Of the last try to find memory for it."""
@@ -135,7 +135,7 @@ class Request:
         self.sampling = sampling
         self.logprobs = logprobs
         self.deadline = deadline
-        self.life = Lifecycle(REQUEST, State.QUEUED, now)
+        self.lifecycle = Lifecycle(REQUEST, State.QUEUED, now)
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.output_ids: list[int] = []
@@ -150,7 +150,7 @@ class Request:
 
     @property
     def state(self) -> State:
-        return self.life.state
+        return self.lifecycle.state
 
     @property
     def pages(self) -> list[KvPage]:
@@ -200,7 +200,7 @@ class Request:
         `control` is what the prefill round trip took beyond prefill's own account of it: messages, polling, and
         attempts that failed.
         """
-        spent = {state: self.life.spent(state, now) for state in State}
+        spent = {state: self.lifecycle.spent(state, now) for state in State}
         remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
         prefilling = spent[State.RESERVED] + spent[State.PREFILLING]
         return {

@@ -7,7 +7,7 @@ from .ageing import Ageing
 from .request import Request
 
 
-class RequestLine:
+class WaitingQueue:
     """A line in the order of precedence. Who comes back to it stands where it would have stood all the time. Nobody is
     passed for ever (ageing.py).
     """
@@ -53,7 +53,7 @@ class RequestLine:
         if not self._requests or (raised := self._ageing.passed(priority, self._requests[-1].priority)) is None:
             return
         passed = [request for request in self._requests if request.priority < raised]
-        oldest = min(passed, key=lambda request: (request.life.started, request.sample))
+        oldest = min(passed, key=lambda request: (request.lifecycle.started, request.sample))
         self.remove(oldest)
         oldest.priority = raised
         self.push(oldest)
@@ -64,4 +64,4 @@ class RequestLine:
 
 
 def _precedence(request: Request) -> tuple[int, float, int]:
-    return -request.priority, request.life.started, request.sample
+    return -request.priority, request.lifecycle.started, request.sample

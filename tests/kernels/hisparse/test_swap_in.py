@@ -97,7 +97,7 @@ class Geometry:
         return max(buffer_pages(self.hot_rows, self.page_size), -(-self.max_context // self.page_size))
 
 
-class World:
+class Simulator:
     """Both pools, the tables, and what they should hold by the list model. `step` runs a step and checks all of it."""
 
     def __init__(self, geometry: Geometry, where: Where, *, batch: int, seed: int = 0) -> None:
@@ -308,7 +308,7 @@ def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
     """
     geometry = data.draw(st.sampled_from(GEOMETRIES))
     capacities = st.integers(geometry.hot_rows, geometry.max_context)
-    world = World(geometry, where, batch=3, seed=data.draw(st.integers(0, 3)))
+    world = Simulator(geometry, where, batch=3, seed=data.draw(st.integers(0, 3)))
     for _ in range(data.draw(st.integers(1, 10))):
         selected = {}
         for request in data.draw(st.permutations(range(geometry.requests))):
@@ -329,7 +329,7 @@ def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
         world.step(selected)
 
 
-def drifting_trace(world: World, generator: random.Random, steps: int, admitted: Sequence[int]) -> None:
+def drifting_trace(world: Simulator, generator: random.Random, steps: int, admitted: Sequence[int]) -> None:
     """Top-k that changes a little or a lot per step, with duplicates and entries that are masked or out of range."""
     g = world.geometry
     for request, length in enumerate(admitted):
@@ -352,7 +352,7 @@ def test_long_traces_of_many_requests(times: int, row_bytes: int, where: Where) 
     geometry = Geometry(
         top_k=72, hot_rows=72 * times, page_size=8, row_bytes=row_bytes, requests=5, max_context=72 * times + 120
     )
-    world = World(geometry, where, batch=4, seed=times)
+    world = Simulator(geometry, where, batch=4, seed=times)
     admitted = [geometry.hot_rows + offset for offset in (-9, -1, 0, 1, 90)]
     drifting_trace(world, random.Random(times), steps=20, admitted=admitted)
 
@@ -378,14 +378,14 @@ def test_every_block_size_plans_the_same(
 
     monkeypatch.setattr(swap_in_cuda, "plan_threads", lambda *_: threads)
     geometry = Geometry(top_k, hot_rows, page_size=64, row_bytes=16, requests=3, max_context=hot_rows + 3000)
-    world = World(geometry, ("cuda", torch.device("cuda", 0)), batch=3, seed=threads)
+    world = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=3, seed=threads)
     drifting_trace(world, random.Random(threads), steps=4, admitted=[hot_rows - 2, hot_rows + 1, hot_rows + 2900])
 
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_what_runs_eagerly() -> None:
     geometry = Geometry(top_k=64, hot_rows=128, page_size=16, row_bytes=656, requests=4, max_context=400)
-    world = World(geometry, ("cuda", torch.device("cuda", 0)), batch=4)
+    world = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=4)
     world.set_inputs({})
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
@@ -400,7 +400,7 @@ def test_a_cuda_graph_replays_what_runs_eagerly() -> None:
 
 def test_what_was_just_loaded_is_not_evicted_next() -> None:
     """With room for two steps' tokens, a step's victims are never among those of the step before (SGLang #22170)."""
-    world = World(Geometry(4, 8, 4, 16), ("reference", torch.device("cpu")), batch=1)
+    world = Simulator(Geometry(4, 8, 4, 16), ("reference", torch.device("cpu")), batch=1)
     world.admit(0, 30)
     for step in range(6):
         tokens = [4 * step % 24 + i for i in range(4)]
@@ -410,7 +410,7 @@ def test_what_was_just_loaded_is_not_evicted_next() -> None:
 
 
 def test_the_previous_newest_token_is_a_hit() -> None:
-    world = World(Geometry(2, 4, 4, 16), ("reference", torch.device("cpu")), batch=1)
+    world = Simulator(Geometry(2, 4, 4, 16), ("reference", torch.device("cpu")), batch=1)
     world.admit(0, 20)
     world.step({0: [20, 3]})
     world.step({0: [20, 21]})
@@ -506,7 +506,7 @@ def test_tables_take_what_was_planned(hot_rows: int, max_context: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    world = World(Geometry(4, 4, 4, 16), ("reference", torch.device("cpu")), batch=2)
+    world = Simulator(Geometry(4, 4, 4, 16), ("reference", torch.device("cpu")), batch=2)
 
     def plan(**changed: object) -> None:
         arguments = {
@@ -557,6 +557,6 @@ def test_a_missing_cuda_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_unpinned_host_memory_is_refused() -> None:
-    world = World(Geometry(4, 4, 4, 16), ("cuda", torch.device("cuda", 0)), batch=2)
+    world = Simulator(Geometry(4, 4, 4, 16), ("cuda", torch.device("cuda", 0)), batch=2)
     with pytest.raises(ValueError, match="not pinned"):
         copy_misses(world.plan, world.host[:, 0].clone(), world.hot[:, 0])

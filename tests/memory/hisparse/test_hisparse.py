@@ -8,7 +8,7 @@ import torch
 from pdserve.configs.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.hisparse.cache import HiSparseCache, HiSparseError
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.memory.pinned import PinnedMemory
@@ -153,10 +153,10 @@ def test_a_lot_is_keys_or_hot_rows_and_nothing_else_changes() -> None:
     cache = make_shared_cache(own_pages=9)
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     _, keys = cache.pools
-    lots = Lots.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=cache.hot.page_bytes)
-    assert (lots.kv_pages, lots.hot_pages, lots.count, lots.covered) == (3, 2, 10, 21)
+    overlay = PoolOverlay.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=cache.hot.page_bytes)
+    assert (overlay.kv_pages, overlay.hot_pages, overlay.count, overlay.covered) == (3, 2, 10, 21)
     pages = [KvPage(page) for page in (12, 13, 14)]
-    borrowed = lots.hot_pages_under(pages)
+    borrowed = overlay.hot_pages_under(pages)
     around = [page for page in range(keys.num_pages) if page not in pages]
     own = cache.own_hot_pages
     for number in range(3):

@@ -11,19 +11,19 @@ from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.write_back import write_back
 from pdserve.memory.hisparse.cache import HiSparseCache
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.scheduler.decode.run_queue import DecodeRow
 from pdserve.scheduler.messages.effects import OpenHot, ResizeHot
 from tests.scheduler.decode.test_scheduler_traces import Mode
 from tests.scheduler.simulation.random_workloads import ACTIONS, live
-from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES, LOST, PAGE_SIZE, Prefix, Row, World
+from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES, LOST, PAGE_SIZE, Prefix, Row, Simulator
 
 LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
 CPU = torch.device("cpu")
 
 
-class CacheWorld(World):
+class CacheWorld(Simulator):
     """A world whose ranks are one HiSparse cache. A row, and its key, is a number that stands for the whole prefix."""
 
     def __init__(self, mode: Mode) -> None:
@@ -33,10 +33,10 @@ class CacheWorld(World):
         host, keys = self._pool(self.pages, "latent"), self._pool(self.pages, "indexer")
         hot = self._pool(hot_pages, "latent")
         if mode.lends:
-            lots = Lots.of(self.pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=hot.page_bytes)
-            memory = zeroed((lots.covered + hot_pages) * hot.page_bytes, CPU)
+            overlay = PoolOverlay.of(self.pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=hot.page_bytes)
+            memory = zeroed((overlay.covered + hot_pages) * hot.page_bytes, CPU)
             keys = self._pool(self.pages, "indexer", memory)
-            hot = self._pool(lots.covered + hot_pages, "latent", memory)
+            hot = self._pool(overlay.covered + hot_pages, "latent", memory)
         self.cache = HiSparseCache(
             host,
             keys,
@@ -143,11 +143,11 @@ class CacheWorld(World):
 
 
 MODES = (
-    Mode(look_ahead=True, hot_pages=7, lends=True, prefix_cache=False),
+    Mode(overlap=True, hot_pages=7, lends=True, prefix_cache=False),
     Mode(stages=2, hot_pages=9, lends=True, prefix_cache=False),
     Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
     Mode(hot_pages=3, lends=True),
-    Mode(look_ahead=True, hot_pages=7),
+    Mode(overlap=True, hot_pages=7),
     Mode(stages=2, hot_pages=9),
 )
 BUSY = {**ACTIONS, "submit": 20, "decode_turn": 40, "rank_turn": 60, "prefill_turn": 40, "end_write": 40, "deliver": 90}
@@ -157,12 +157,12 @@ def test_every_row_that_is_read_is_the_right_one() -> None:
     """And all that can become of a hot buffer has happened on the way."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(12):
-        world = CacheWorld(MODES[seed % len(MODES)])
-        live(world, BUSY, seed, steps=600)
-        world.cache.check_integrity()
-        seen.update(world.hot_seen)
-        seen.update(world.cache.counters())
-        seen["rows"] += world.rows_seen
+        simulator = CacheWorld(MODES[seed % len(MODES)])
+        live(simulator, BUSY, seed, steps=600)
+        simulator.cache.check_integrity()
+        seen.update(simulator.hot_seen)
+        seen.update(simulator.cache.counters())
+        seen["rows"] += simulator.rows_seen
     for event in (
         "opened resident",
         "opened cold",

@@ -1,4 +1,4 @@
-"""Lots: where the pages of two pools that lie over each other begin and end together."""
+"""PoolOverlay: where the pages of two pools that lie over each other begin and end together."""
 
 from fractions import Fraction
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.memory.hisparse.shared_pool import LEAST_USE, MOST_LOT_PAGES, Lots
+from pdserve.memory.hisparse.shared_pool import LEAST_USE, MOST_LOT_PAGES, PoolOverlay
 from pdserve.memory.index_spaces import HotPage, KvPage
 
 
@@ -25,21 +25,21 @@ from pdserve.memory.index_spaces import HotPage, KvPage
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_lot_is_whole_pages_of_both(keys: int, rows: int, lot: tuple[int, int], num_pages: int, layers: int) -> None:
     """On a rank with any number of layers the same."""
-    lots = Lots.of(num_pages, kv_page_bytes=keys * layers, hot_page_bytes=rows * layers)
-    assert (lots.kv_pages, lots.hot_pages) == lot
-    assert lots.kv_pages * keys == lots.hot_pages * rows
-    assert lots.count * lots.kv_pages <= num_pages < (lots.count + 1) * lots.kv_pages
-    assert (lots.covered - 1) * rows < num_pages * keys <= lots.covered * rows
-    for number in range(lots.count):
-        pages = [KvPage(page) for page in range(number * lots.kv_pages, (number + 1) * lots.kv_pages)]
-        hot_pages = lots.hot_pages_under(pages)
+    overlay = PoolOverlay.of(num_pages, kv_page_bytes=keys * layers, hot_page_bytes=rows * layers)
+    assert (overlay.kv_pages, overlay.hot_pages) == lot
+    assert overlay.kv_pages * keys == overlay.hot_pages * rows
+    assert overlay.count * overlay.kv_pages <= num_pages < (overlay.count + 1) * overlay.kv_pages
+    assert (overlay.covered - 1) * rows < num_pages * keys <= overlay.covered * rows
+    for number in range(overlay.count):
+        pages = [KvPage(page) for page in range(number * overlay.kv_pages, (number + 1) * overlay.kv_pages)]
+        hot_pages = overlay.hot_pages_under(pages)
         assert hot_pages[0] * rows == pages[0] * keys
         assert (hot_pages[-1] + 1) * rows == (pages[-1] + 1) * keys
         assert hot_pages == list(range(hot_pages[0], hot_pages[-1] + 1))
-        assert hot_pages[-1] < lots.covered
-    assert Lots.agreed([lots, lots]) == lots
-    everything = [HotPage(page) for page in range(lots.covered + 9)]
-    assert [int(place) for place in lots.places(everything, lots)] == everything
+        assert hot_pages[-1] < overlay.covered
+    assert PoolOverlay.agreed([overlay, overlay]) == overlay
+    everything = [HotPage(page) for page in range(overlay.covered + 9)]
+    assert [int(place) for place in overlay.places(everything, overlay)] == everything
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_lot_is_whole_pages_of_both(keys: int, rows: int, lot: tuple[int, int]
     ],
 )
 def test_ranks_that_differ_agree_on_short_lots(ranks: list[tuple[int, int]], lot: tuple[int, int]) -> None:
-    agreed = Lots.agreed([Lots.of(1000, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks])
+    agreed = PoolOverlay.agreed([PoolOverlay.of(1000, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks])
     assert (agreed.kv_pages, agreed.hot_pages) == lot
 
 
@@ -65,27 +65,27 @@ def test_ranks_that_differ_agree_on_short_lots(ranks: list[tuple[int, int]], lot
 )
 def test_on_every_rank_a_lot_lies_in_its_pages_of_keys(ranks: list[tuple[int, int]], num_pages: int, own: int) -> None:
     """No byte is of two hot pages, none of a lot's is of another lot's keys, and those behind the keys are no keys."""
-    of_ranks = [Lots.of(num_pages, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks]
-    agreed = Lots.agreed(of_ranks)
+    of_ranks = [PoolOverlay.of(num_pages, kv_page_bytes=keys, hot_page_bytes=rows) for keys, rows in ranks]
+    agreed = PoolOverlay.agreed(of_ranks)
     dearest = max(Fraction(rows, keys) for keys, rows in ranks)
     assert agreed.hot_pages * dearest >= agreed.kv_pages * LEAST_USE
     assert agreed.kv_pages <= max(Fraction(MOST_LOT_PAGES), 16 * dearest + 1)
     assert agreed.count * agreed.hot_pages <= agreed.covered
-    for (keys, rows), lots in zip(ranks, of_ranks, strict=True):
+    for (keys, rows), overlay in zip(ranks, of_ranks, strict=True):
         for number in range(agreed.count):
             pages = [KvPage(page) for page in range(number * agreed.kv_pages, (number + 1) * agreed.kv_pages)]
-            places = lots.places(agreed.hot_pages_under(pages), agreed)
+            places = overlay.places(agreed.hot_pages_under(pages), agreed)
             assert list(places) == list(range(places[0], places[0] + agreed.hot_pages))
             assert pages[0] * keys <= places[0] * rows
             assert (places[-1] + 1) * rows <= (pages[-1] + 1) * keys
         behind = [HotPage(agreed.covered + page) for page in range(own)]
-        assert list(lots.places(behind, agreed)) == list(range(lots.covered, lots.covered + own))
-        assert num_pages * keys <= lots.covered * rows
+        assert list(overlay.places(behind, agreed)) == list(range(overlay.covered, overlay.covered + own))
+        assert num_pages * keys <= overlay.covered * rows
 
 
 def test_parts_of_a_lot_are_refused() -> None:
-    lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
+    overlay = PoolOverlay.of(30, kv_page_bytes=2, hot_page_bytes=3)
     with pytest.raises(AssertionError, match="4 pages are no lots of 3"):
-        lots.hot_pages_under([KvPage(page) for page in (0, 1, 2, 3)])
+        overlay.hot_pages_under([KvPage(page) for page in (0, 1, 2, 3)])
     with pytest.raises(AssertionError, match="3 pages are no lots of 3"):
-        lots.hot_pages_under([KvPage(page) for page in (1, 2, 4)])
+        overlay.hot_pages_under([KvPage(page) for page in (1, 2, 4)])

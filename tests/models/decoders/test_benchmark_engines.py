@@ -52,7 +52,7 @@ def test_dense_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     monkeypatch.setattr(engine, "gpu_ms", lambda _call, _repeats: 2.0)
-    executor, graphs = Executor(bench.runner, bench.cache, (), look_ahead=True), Any
+    executor, graphs = Executor(bench.runner, bench.cache, (), overlap=True), Any
     result = engine.time_decode(bench, executor, graphs, batch=2, context=40, rate=1e6)  # type: ignore[arg-type]
     assert result.step_ms > 0
     assert result.ratio == pytest.approx(2.0 / (1e3 * (bench.weight_bytes + 80 * bench.kv_token_bytes) / 1e6))

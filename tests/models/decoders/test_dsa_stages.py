@@ -149,14 +149,14 @@ def test_keys_lent_to_a_resident_are_free_on_every_stage(model: Model, stages: i
         )
         for decoder in model.stages[stages].decoders
     ]
-    (lots,) = {cache.lots for cache in targets}
+    (overlay,) = {cache.overlay for cache in targets}
     (own,) = {cache.own_hot_pages for cache in targets}
     pages = [KvPage(16 * at + 5) for at in range(needed)]
     transfer(caches, targets, [0, 1, 2, 3], pages)
-    used = {page // lots.kv_pages for page in pages}
-    free = [lot for lot in range(lots.count) if lot not in used]
-    lent = [KvPage(lot * lots.kv_pages + at) for lot in free for at in range(lots.kv_pages)]
-    hot_pages = [*(HotPage(page) for page in own), *lots.hot_pages_under(lent)][:needed]
+    used = {page // overlay.kv_pages for page in pages}
+    free = [lot for lot in range(overlay.count) if lot not in used]
+    lent = [KvPage(lot * overlay.kv_pages + at) for lot in free for at in range(overlay.kv_pages)]
+    hot_pages = [*(HotPage(page) for page in own), *overlay.hot_pages_under(lent)][:needed]
     assert (len(own), len(hot_pages)) == (buffer, needed)
     for cache in targets:
         open_loaded(cache, RequestSlot(0), hot_pages, pages, len(PROMPT), needed * DECODE_PAGE)

@@ -66,7 +66,7 @@ def prefilled(directory: Path, dtype: torch.dtype) -> Model:
     assert logits is not None
     first = logits.argmax(-1).tolist()
     saved = [pool.data.clone() for pool in cache.pools]
-    expected = decode(Executor(runner, cache, [], look_ahead=True), first)
+    expected = decode(Executor(runner, cache, [], overlap=True), first)
     for pool, content in zip(cache.pools, saved, strict=True):
         pool.data.copy_(content)
     return Model(source, dtype, cache, first, expected)
@@ -137,7 +137,7 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
         target.data.copy_(source.data)
     graphs = runner.capture_graphs(cache, max_batch=len(PROMPTS), max_context=MAX_CONTEXT)
     assert graphs is not None
-    return Executor(runner, cache, [], look_ahead=True)
+    return Executor(runner, cache, [], overlap=True)
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse"])

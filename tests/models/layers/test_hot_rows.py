@@ -10,7 +10,7 @@ import torch
 
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.write_back import write_back
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.decoders.dsa import DsaDecoder
@@ -127,13 +127,13 @@ class Twin:
     def lend(self, hot_pages: int) -> list[KvPage]:
         """Free pages of keys, in whole lots, whose hot pages are held when there are no others."""
         _, keys = self.cache.pools
-        lots = Lots.of(NUM_PAGES, kv_page_bytes=keys.page_bytes, hot_page_bytes=self.cache.hot.page_bytes)
+        overlay = PoolOverlay.of(NUM_PAGES, kv_page_bytes=keys.page_bytes, hot_page_bytes=self.cache.hot.page_bytes)
         lent: list[KvPage] = []
-        for number in random.Random(3).sample(range(lots.count), lots.count):
-            lot = [KvPage(page) for page in range(number * lots.kv_pages, (number + 1) * lots.kv_pages)]
-            if set(lot) <= set(self.free) and len(lent) * lots.hot_pages < hot_pages * lots.kv_pages:
+        for number in random.Random(3).sample(range(overlay.count), overlay.count):
+            lot = [KvPage(page) for page in range(number * overlay.kv_pages, (number + 1) * overlay.kv_pages)]
+            if set(lot) <= set(self.free) and len(lent) * overlay.hot_pages < hot_pages * overlay.kv_pages:
                 lent += lot
-                self.free_hot = lots.hot_pages_under(lot) + self.free_hot
+                self.free_hot = overlay.hot_pages_under(lot) + self.free_hot
         self.free = [page for page in self.free if page not in lent]
         return lent
 

@@ -12,7 +12,7 @@ from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.lifecycle import REQUEST, State
-from tests.scheduler.simulation.simulator import ENDPOINTS, World, is_parked
+from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, is_parked
 
 
 def edges_into(state: str) -> list[str]:
@@ -31,7 +31,7 @@ def edges_into(state: str) -> list[str]:
                     and any(
                         isinstance(call, ast.Call)
                         and isinstance(call.func, ast.Attribute)
-                        and call.func.attr == "to"
+                        and call.func.attr == "advance"
                         and node in call.args
                         for call in ast.walk(function)
                     )
@@ -53,7 +53,7 @@ def way_in(request: Request, now: float) -> str:
     if request.prompt.output_tokens:
         return "computed anew"
     if is_parked(request):
-        return "saved" if request.life.spent(State.RETRACTED, now) else "parked"
+        return "saved" if request.lifecycle.spent(State.RETRACTED, now) else "parked"
     return "fresh"
 
 
@@ -70,115 +70,115 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
         door(scheduler, request, now)
 
     monkeypatch.setattr(DecodeScheduler, "admit", watched)
-    world = World(stages=stages, hot_pages=7)
+    simulator = Simulator(stages=stages, hot_pages=7)
     kill_at = 50
     for turn in range(400):
         if turn % 5 == 0:
-            world.submit(6, turn % 2, 14, 1, None, turn // 5 % 2)
-        if turn >= kill_at and world.decode.state_counts()["prefilling"]:
+            simulator.submit(6, turn % 2, 14, 1, None, turn // 5 % 2)
+        if turn >= kill_at and simulator.decode.state_counts()["prefilling"]:
             kill_at += 90
             for endpoint in ENDPOINTS:
-                world.kill(0)
-                world.start(endpoint)
+                simulator.kill(0)
+                simulator.start(endpoint)
         for which in range(2):
-            world.deliver(which, up=False)
-            world.prefill_turn(which)
-            world.end_write(which, ok=True, late=False)
-            world.deliver(which, up=True)
-        world.decode_turn()
-        world.work_ranks()
-        world.pass_time(0.05)
-        for request in world.decode.runs.running:
+            simulator.deliver(which, up=False)
+            simulator.prefill_turn(which)
+            simulator.end_write(which, ok=True, late=False)
+            simulator.deliver(which, up=True)
+        simulator.decode_turn()
+        simulator.work_ranks()
+        simulator.pass_time(0.05)
+        for request in simulator.decode.runs.running:
             assert request.rid in admitted
     assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
-    world.finish()
-    assert world.hot_seen["opened resident"] + world.hot_seen["opened cold"] == len(admitted)
+    simulator.finish()
+    assert simulator.hot_seen["opened resident"] + simulator.hot_seen["opened cold"] == len(admitted)
 
 
-def run_to_the_end(world: World, turns: int) -> None:
+def run_to_the_end(simulator: Simulator, turns: int) -> None:
     """Nothing but work: no new request, no failure."""
     for _ in range(turns):
         for which in range(2):
-            world.deliver(which, up=False)
-            world.prefill_turn(which)
-            world.end_write(which, ok=True, late=False)
-            world.deliver(which, up=True)
-        world.decode_turn()
-        world.rank_turn(eos=False)
-        world.copy_turn()
-        world.pass_time(0.01)
+            simulator.deliver(which, up=False)
+            simulator.prefill_turn(which)
+            simulator.end_write(which, ok=True, late=False)
+            simulator.deliver(which, up=True)
+        simulator.decode_turn()
+        simulator.rank_turn(eos=False)
+        simulator.copy_turn()
+        simulator.pass_time(0.01)
 
 
-@pytest.mark.parametrize(("stages", "look_ahead"), [(1, False), (1, True), (2, False)])
-def test_a_dry_pool_makes_progress(stages: int, look_ahead: bool) -> None:
+@pytest.mark.parametrize(("stages", "overlap"), [(1, False), (1, True), (2, False)])
+def test_a_dry_pool_makes_progress(stages: int, overlap: bool) -> None:
     """What a retracted request gives up goes to the one that lacks it, and not back to itself."""
-    world = World(stages=stages, look_ahead=look_ahead)
+    simulator = Simulator(stages=stages, overlap=overlap)
     for _ in range(3):
-        world.submit(12, 0, 20, 1, None, 0)
-        world.flush()
-    run_to_the_end(world, 400)
-    assert world.decode.counters["retractions"] > 0
-    assert world.decode.counters["requests_finished"] == 3
+        simulator.submit(12, 0, 20, 1, None, 0)
+        simulator.flush()
+    run_to_the_end(simulator, 400)
+    assert simulator.decode.counters["retractions"] > 0
+    assert simulator.decode.counters["requests_finished"] == 3
 
 
-def running_steps(world: World, requests: int, **sampling: float) -> list[DecodeStep]:
+def running_steps(simulator: Simulator, requests: int, **sampling: float) -> list[DecodeStep]:
     """The steps that are given at once when so many requests run."""
     for index in range(requests):
         params = SamplingParams(max_new_tokens=9, **sampling)  # type: ignore[arg-type]
-        world.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), world.now)
-        world.submitted.add(f"x{index}")
-    world.act()
+        simulator.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), simulator.now)
+        simulator.submitted.add(f"x{index}")
+    simulator.act()
     for _ in range(30):
         for which in range(2):
-            world.deliver(which, up=False)
-            world.prefill_turn(which)
-            world.end_write(which, ok=True, late=False)
-            world.deliver(which, up=True)
-        world.decode.advance(world.now)
-        world.act()
+            simulator.deliver(which, up=False)
+            simulator.prefill_turn(which)
+            simulator.end_write(which, ok=True, late=False)
+            simulator.deliver(which, up=True)
+        simulator.decode.advance(simulator.now)
+        simulator.act()
     steps = []
-    while (step := world.decode.next_step(world.now)) is not None:
-        world.act()
-        world.orders.append(step)
+    while (step := simulator.decode.next_step(simulator.now)) is not None:
+        simulator.act()
+        simulator.commands.append(step)
         steps.append(step)
     return steps
 
 
 def test_stages_get_even_batches_of_different_requests() -> None:
-    steps = running_steps(World(stages=2), 3)
+    steps = running_steps(Simulator(stages=2), 3)
     assert [len(step.rows) for step in steps] == [2, 1]
     assert len({row.request.rid for step in steps for row in step.rows}) == 3
 
 
 def test_a_step_ahead_feeds_what_the_last_one_draws() -> None:
-    first, second = running_steps(World(look_ahead=True), 3)
+    first, second = running_steps(Simulator(overlap=True), 3)
     assert [row.token for row in first.rows] == [50, 50, 50]
     assert [(row.token, row.follows) for row in second.rows] == [(None, 0), (None, 1), (None, 2)]
     assert [row.position for row in second.rows] == [row.position + 1 for row in first.rows]
 
 
 def test_penalties_need_to_know_the_tokens_before() -> None:
-    assert len(running_steps(World(look_ahead=True), 3, frequency_penalty=0.5)) == 1
+    assert len(running_steps(Simulator(overlap=True), 3, frequency_penalty=0.5)) == 1
 
 
 def test_no_step_is_given_beyond_the_last_token() -> None:
-    world = World(look_ahead=True)
-    steps = running_steps(world, 1)
-    while world.orders:
-        world.rank_turn(eos=False)
-        if (step := world.decode.next_step(world.now)) is not None:
-            world.orders.append(step)
+    simulator = Simulator(overlap=True)
+    steps = running_steps(simulator, 1)
+    while simulator.commands:
+        simulator.rank_turn(eos=False)
+        if (step := simulator.decode.next_step(simulator.now)) is not None:
+            simulator.commands.append(step)
             steps.append(step)
     assert [step.rows[0].output_index for step in steps] == list(range(1, 9))
-    assert world.decode.counters["requests_finished"] == 1
+    assert simulator.decode.counters["requests_finished"] == 1
 
 
 def test_a_token_of_a_request_that_has_ended_is_dropped_and_its_pages_rest() -> None:
-    world = World(look_ahead=True)
-    first, second = running_steps(world, 1)
-    world.decode.step_done(first.order, [TokenLogprob(7, None)], world.now)  # the end of its text
-    assert world.decode.counters["requests_finished"] == 1
-    assert world.decode.orders.resting == 1
-    world.decode.step_done(second.order, [TokenLogprob(50, None)], world.now)
-    assert world.decode.orders.resting == 0
-    assert world.decode.counters["generation_tokens"] == 2
+    simulator = Simulator(overlap=True)
+    first, second = running_steps(simulator, 1)
+    simulator.decode.step_done(first.command_id, [TokenLogprob(7, None)], simulator.now)  # the end of its text
+    assert simulator.decode.counters["requests_finished"] == 1
+    assert simulator.decode.commands.resting == 1
+    simulator.decode.step_done(second.command_id, [TokenLogprob(50, None)], simulator.now)
+    assert simulator.decode.commands.resting == 0
+    assert simulator.decode.counters["generation_tokens"] == 2

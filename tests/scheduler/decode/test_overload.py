@@ -11,25 +11,25 @@ from pdserve.scheduler.decode.dispatch.prompt_queue import PromptQueue
 from pdserve.scheduler.decode.dispatch.queue_pace import MEASURED_S, QueuePace
 from pdserve.scheduler.decode.requests.ageing import MAX_OVERTAKES
 from pdserve.scheduler.decode.requests.request import Prompt, Request
-from pdserve.scheduler.decode.requests.waiting_queue import RequestLine
+from pdserve.scheduler.decode.requests.waiting_queue import WaitingQueue
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.decode.test_precedence import ask, work
-from tests.scheduler.simulation.simulator import World
-from tests.scheduler.simulation.timed_simulator import TimedWorld, decode_limits
+from tests.scheduler.simulation.simulator import Simulator
+from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
 
 class Flood:
     """So many clients that ask again as soon as they are answered; those that are refused a moment later."""
 
-    def __init__(self, world: TimedWorld, clients: int, tokens: int, priority: int = 0) -> None:
-        self._world = world
+    def __init__(self, simulator: TimedSimulator, clients: int, tokens: int, priority: int = 0) -> None:
+        self._world = simulator
         self._tokens = tokens
         self._priority = priority
         self._names = (f"flood {number}" for number in itertools.count())
         self._draw = random.Random(clients)
         self.served = 0
         for _ in range(clients):
-            world.at(self._later(), self._ask)
+            simulator.at(self._later(), self._ask)
 
     def _ask(self) -> None:
         rid = next(self._names)
@@ -54,16 +54,18 @@ def test_a_full_prefill_server_is_not_an_absent_one() -> None:
     long as that allows, though nobody waits longer than three seconds for a server that is not there.
     """
     limits = decode_limits(max_queued_requests=1000, queue_timeout_s=20.0, prefill_wait_s=3.0)
-    world = TimedWorld(tokens_per_s=160, limits=limits, chunk_size=16, max_queued=2, prefill_tokens=64, reports=False)
+    simulator = TimedSimulator(
+        tokens_per_s=160, limits=limits, chunk_size=16, max_queued=2, prefill_tokens=64, reports=False
+    )
     for number in range(600):
-        world.ask(f"r{number}", 16)
-    world.run(lambda: not world.decode.requests)
-    assert world.decode.counters["redispatches"] > 10, "nothing was refused"
-    late = {rid: failed for rid, failed in world.failures.items() if world.ended_at[rid] < 20.0}
+        simulator.ask(f"r{number}", 16)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert simulator.decode.counters["redispatches"] > 10, "nothing was refused"
+    late = {rid: failed for rid, failed in simulator.failures.items() if simulator.ended_at[rid] < 20.0}
     assert not late, next(iter(late.values()))
-    assert max(world.ended_at.values()) < 20.5, "the clock does not start again when one is refused"
-    assert len(world.failures) == pytest.approx(400, abs=10)
-    (message,) = {failed.message for failed in world.failures.values()}
+    assert max(simulator.ended_at.values()) < 20.5, "the clock does not start again when one is refused"
+    assert len(simulator.failures) == pytest.approx(400, abs=10)
+    (message,) = {failed.message for failed in simulator.failures.values()}
     assert message == "prefill did not get to the prompt within 20 s (queue_timeout_s)"
 
 
@@ -71,49 +73,49 @@ def test_a_full_prefill_server_is_not_an_absent_one() -> None:
 def test_who_is_not_begun_in_time_behind_others_on_prefill_hears_so(queue_timeout_s: float) -> None:
     """Another decode server has more urgent prompts there. One that computes, however slowly, has begun."""
     limits = decode_limits(queue_timeout_s=queue_timeout_s, prefill_timeout_s=120.0)
-    world = TimedWorld(tokens_per_s=8, limits=limits)
-    world.ask("computes", 700)
-    world.run_for(2.0)
-    world.ask("waits", 300, priority=-1)
-    world.flood(3, 400, priority=100)
-    world.run_for(1.0)
-    assert world.decode.state_counts()["prefilling"] == 2
-    world.run(lambda: "waits" in world.ended_at)
-    assert world.ended_at["waits"] == pytest.approx(2.0 + queue_timeout_s, abs=0.5)
+    simulator = TimedSimulator(tokens_per_s=8, limits=limits)
+    simulator.ask("computes", 700)
+    simulator.run_for(2.0)
+    simulator.ask("waits", 300, priority=-1)
+    simulator.flood(3, 400, priority=100)
+    simulator.run_for(1.0)
+    assert simulator.decode.state_counts()["prefilling"] == 2
+    simulator.run(lambda: "waits" in simulator.ended_at)
+    assert simulator.ended_at["waits"] == pytest.approx(2.0 + queue_timeout_s, abs=0.5)
     message = f"prefill did not get to the prompt within {queue_timeout_s:g} s (queue_timeout_s)"
-    assert (world.failures["waits"].status, world.failures["waits"].message) == (503, message)
-    world.run(lambda: "computes" in world.ended_at)
-    assert "computes" not in world.failures, "its first chunk takes 64 s"
+    assert (simulator.failures["waits"].status, simulator.failures["waits"].message) == (503, message)
+    simulator.run(lambda: "computes" in simulator.ended_at)
+    assert "computes" not in simulator.failures, "its first chunk takes 64 s"
 
 
 def test_one_that_shuts_down_is_as_good_as_absent() -> None:
-    world = TimedWorld(tokens_per_s=160, limits=decode_limits(queue_timeout_s=20.0, prefill_wait_s=3.0))
-    world.drain(0)
-    world.ask("r", 16)
-    world.run(lambda: not world.decode.requests)
-    assert world.now == pytest.approx(3.0, abs=0.5)
-    assert "waited 3 s (prefill_wait_s): the prefill server is shutting down" in world.failures["r"].message
+    simulator = TimedSimulator(tokens_per_s=160, limits=decode_limits(queue_timeout_s=20.0, prefill_wait_s=3.0))
+    simulator.drain(0)
+    simulator.ask("r", 16)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert simulator.now == pytest.approx(3.0, abs=0.5)
+    assert "waited 3 s (prefill_wait_s): the prefill server is shutting down" in simulator.failures["r"].message
 
 
 @pytest.mark.parametrize("tokens", [16, 2000])
 def test_a_flood_of_urgent_requests_lets_others_in_and_their_deadline_holds(tokens: int) -> None:
     """40 clients, whose prompts take prefill 20 s in all, keep both queues full of what is more urgent."""
     limits = decode_limits(queue_timeout_s=20.0, prefill_timeout_s=120.0)
-    world = TimedWorld(tokens_per_s=1000, limits=limits)
-    flood = Flood(world, 40, 500, priority=100)
-    world.run_for(5.0)
+    simulator = TimedSimulator(tokens_per_s=1000, limits=limits)
+    flood = Flood(simulator, 40, 500, priority=100)
+    simulator.run_for(5.0)
     low = [f"low {number}" for number in range(12)]
-    asked_at = world.now
+    asked_at = simulator.now
     for rid in low:
-        world.ask(rid, tokens)
-    world.run(lambda: set(low) <= world.ended_at.keys(), most_s=100.0)
-    waited = {rid: world.ended_at[rid] - asked_at for rid in low}
-    failed = [rid for rid in low if rid in world.failures]
+        simulator.ask(rid, tokens)
+    simulator.run(lambda: set(low) <= simulator.ended_at.keys(), most_s=100.0)
+    waited = {rid: simulator.ended_at[rid] - asked_at for rid in low}
+    failed = [rid for rid in low if rid in simulator.failures]
     assert max(waited[rid] for rid in failed) < 20.5 if failed else True
     assert len(low) - len(failed) >= 2
     assert min(waited.values()) < 17.0
     assert flood.served > 15 * (len(low) - len(failed))
-    assert {world.failures[rid].status for rid in failed} <= {503}
+    assert {simulator.failures[rid].status for rid in failed} <= {503}
 
 
 def test_prompts_that_were_passed_sixteen_times_are_next() -> None:
@@ -134,7 +136,7 @@ def test_prompts_that_were_passed_sixteen_times_are_next() -> None:
 
 
 def test_requests_in_line_that_were_passed_sixteen_times_become_as_urgent() -> None:
-    line = RequestLine()
+    line = WaitingQueue()
 
     def request(number: int, priority: int) -> Request:
         prompt = Prompt(number, (1,), priority=priority, now=float(number))
@@ -153,54 +155,54 @@ def test_requests_in_line_that_were_passed_sixteen_times_become_as_urgent() -> N
 
 def test_one_that_was_retracted_is_not_passed_for_ever() -> None:
     """More urgent ones take what becomes free, each in its turn, and it needs more than one of them leaves."""
-    world = World(retract_pages=24, prefix_cache=False)
-    ask(world, 4, 30, priority=1)
-    low = ask(world, 4, 30)
-    work(world, lambda: low.state is State.RETRACTED)
+    simulator = Simulator(retract_pages=24, prefix_cache=False)
+    ask(simulator, 4, 30, priority=1)
+    low = ask(simulator, 4, 30)
+    work(simulator, lambda: low.state is State.RETRACTED)
     passed = 0
     while low.state is State.RETRACTED:
-        while len(world.decode.requests) < 5:
+        while len(simulator.decode.requests) < 5:
             passed += 1
-            ask(world, 12, 20, priority=1)
-        work(world, lambda: len(world.decode.requests) < 5 or low.state is not State.RETRACTED)
+            ask(simulator, 12, 20, priority=1)
+        work(simulator, lambda: len(simulator.decode.requests) < 5 or low.state is not State.RETRACTED)
         assert passed <= MAX_OVERTAKES + 5, "starved"
     assert low.priority == 1
-    work(world, lambda: not world.decode.requests)
-    assert not world.failures
-    world.finish()
+    work(simulator, lambda: not simulator.decode.requests)
+    assert not simulator.failures
+    simulator.finish()
 
 
 def test_a_call_with_many_prompts_gets_in_when_one_does() -> None:
     """A queue for 16 is kept full by 64 clients, so there is rarely room for eight at once."""
     limits = decode_limits(max_queued_requests=16)
-    world = TimedWorld(tokens_per_s=10_000, limits=limits)
-    Flood(world, 64, 500)
-    world.run_for(2.0)
+    simulator = TimedSimulator(tokens_per_s=10_000, limits=limits)
+    Flood(simulator, 64, 500)
+    simulator.run_for(2.0)
     let_in, draw = dict.fromkeys(["single", "batch"], 0), random.Random(1)
     for attempt in range(200):
-        world.ask(f"single {attempt}", 500)
-        world.run_for(draw.uniform(0.1, 0.3))
+        simulator.ask(f"single {attempt}", 500)
+        simulator.run_for(draw.uniform(0.1, 0.3))
         first = f"batch {attempt} 0"
         for item in range(8):
-            world.ask(f"batch {attempt} {item}", 500, follows=first if item else None)
-        world.run_for(draw.uniform(0.1, 0.3))
-        taken = [f"batch {attempt} {item}" in world.failures for item in range(8)]
+            simulator.ask(f"batch {attempt} {item}", 500, follows=first if item else None)
+        simulator.run_for(draw.uniform(0.1, 0.3))
+        taken = [f"batch {attempt} {item}" in simulator.failures for item in range(8)]
         assert len(set(taken)) == 1, "a part of it got in"
         let_in["batch"] += not taken[0]
-        let_in["single"] += f"single {attempt}" not in world.failures
+        let_in["single"] += f"single {attempt}" not in simulator.failures
     assert let_in["batch"] >= 10
     assert let_in["batch"] > let_in["single"] / 3
-    assert len(world.decode.intake.queue) < 16 + 8
+    assert len(simulator.decode.dispatcher.queue) < 16 + 8
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_retry_after_is_how_long_the_queue_takes(full: bool) -> None:
     """Ten prompts a second. 40 in the queue take four seconds, and nobody is in it for longer than its timeout."""
     limits = decode_limits(max_queued_requests=40 if full else 1000, queue_timeout_s=30.0 if full else 3.0)
-    world = TimedWorld(tokens_per_s=5000, limits=limits)
-    flood = Flood(world, 80, 500)
-    world.run_for(15.0)
-    failed = list(world.failures.values())[-1]
+    simulator = TimedSimulator(tokens_per_s=5000, limits=limits)
+    flood = Flood(simulator, 80, 500)
+    simulator.run_for(15.0)
+    failed = list(simulator.failures.values())[-1]
     assert failed.status == (429 if full else 503)
     assert failed.retry_after_s == pytest.approx(4.0 if full else 3.0, rel=0.1)
     assert flood.served == pytest.approx(150, abs=8), "prefill computes for those who still wait"
@@ -238,42 +240,44 @@ def test_how_long_prefill_was_busy() -> None:
 @pytest.mark.parametrize("pinned", [None, "a:1"])
 def test_a_prompt_longer_than_the_pool_of_prefill(pinned: str | None) -> None:
     """At once when it comes, and as soon as it is known; a server that can hold it makes the difference."""
-    world = TimedWorld(tokens_per_s=1e5, prefill_tokens=1024, endpoints=("a:1", "b:1"))
-    world.ask("long", 1025, endpoint=pinned)
-    failed = world.failures["long"]
+    simulator = TimedSimulator(tokens_per_s=1e5, prefill_tokens=1024, endpoints=("a:1", "b:1"))
+    simulator.ask("long", 1025, endpoint=pinned)
+    failed = simulator.failures["long"]
     assert (failed.status, failed.code) == (413, "too_large")
     assert failed.message == "input_ids: the prompt (1025 tokens) exceeds prefill's KV pool of 1024 tokens"
-    world.ask("fits", 1024, endpoint=pinned)
-    world.kill(0)
-    world.kill(0)
-    world.ask("early", 1025, endpoint=pinned)
-    world.run_for(0.1)
-    assert "early" in world.decode.requests, "nobody is there who might know"
-    world.prefill_pages *= 2
-    world.start("b:1")
-    world.run_for(0.1)
-    assert ("early" in world.failures, "early" in world.ended_at) == (False, pinned is None)
-    world.prefill_pages //= 2
-    world.start("a:1")
-    world.run_for(0.5)
-    assert {rid: failed.status for rid, failed in world.failures.items()} == {"long": 413} | (
+    simulator.ask("fits", 1024, endpoint=pinned)
+    simulator.kill(0)
+    simulator.kill(0)
+    simulator.ask("early", 1025, endpoint=pinned)
+    simulator.run_for(0.1)
+    assert "early" in simulator.decode.requests, "nobody is there who might know"
+    simulator.prefill_pages *= 2
+    simulator.start("b:1")
+    simulator.run_for(0.1)
+    assert ("early" in simulator.failures, "early" in simulator.ended_at) == (False, pinned is None)
+    simulator.prefill_pages //= 2
+    simulator.start("a:1")
+    simulator.run_for(0.5)
+    assert {rid: failed.status for rid, failed in simulator.failures.items()} == {"long": 413} | (
         {"early": 413} if pinned else {}
     )
-    assert world.ended_at.keys() == {"long", "fits", "early"}
+    assert simulator.ended_at.keys() == {"long", "fits", "early"}
 
 
 def test_what_was_retracted_is_not_too_long_by_its_own_fault() -> None:
     """It was to be computed anew by a server with a larger pool than those that are left."""
     limits = decode_limits(growth_tokens=16)
-    world = TimedWorld(tokens_per_s=1e5, prefill_tokens=2048, pool_tokens=2048, limits=limits, endpoints=("a:1",))
+    simulator = TimedSimulator(
+        tokens_per_s=1e5, prefill_tokens=2048, pool_tokens=2048, limits=limits, endpoints=("a:1",)
+    )
     for rid in ("a", "b"):
-        world.ask(rid, 1000, 200)
-        world.run_for(0.05)
-    world.run(lambda: world.decode.counters["retractions_recomputed"])
-    world.kill(0)
-    world.prefill_pages = 1008 // 16
-    world.start("a:1")
-    world.run_for(0.1)
-    failed = world.failures["b"]
+        simulator.ask(rid, 1000, 200)
+        simulator.run_for(0.05)
+    simulator.run(lambda: simulator.decode.counters["retractions_recomputed"])
+    simulator.kill(0)
+    simulator.prefill_pages = 1008 // 16
+    simulator.start("a:1")
+    simulator.run_for(0.1)
+    failed = simulator.failures["b"]
     assert failed.status == 503
     assert "lost its KV; they exceed prefill's KV pool of 1008 tokens" in failed.message

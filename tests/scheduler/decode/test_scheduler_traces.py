@@ -8,35 +8,35 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.scheduler.simulation.random_workloads import ACTIONS, live
-from tests.scheduler.simulation.simulator import ENDPOINTS, World
+from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 
 WHICH = st.integers(0, 7)
 
 
 class Mode(NamedTuple):
-    """A kind of decode server: what `World` takes."""
+    """A kind of decode server: what `Simulator` takes."""
 
     stages: int = 1
-    look_ahead: bool = False
+    overlap: bool = False
     hot_pages: int | None = None
     lends: bool = False
     prefix_cache: bool = True
     verifies: bool = False
 
-    def world(self) -> World:
-        return World(**self._asdict())
+    def simulator(self) -> Simulator:
+        return Simulator(**self._asdict())
 
 
 MODES = (
     Mode(),
-    Mode(look_ahead=True),
+    Mode(overlap=True),
     Mode(verifies=True),
     Mode(stages=2),
     Mode(stages=3),
-    Mode(look_ahead=True, hot_pages=7),
+    Mode(overlap=True, hot_pages=7),
     Mode(stages=2, hot_pages=9, verifies=True),
     Mode(hot_pages=3),
-    Mode(look_ahead=True, hot_pages=9, lends=True, prefix_cache=False),
+    Mode(overlap=True, hot_pages=9, lends=True, prefix_cache=False),
     Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
     Mode(hot_pages=3, lends=True),
 )
@@ -47,11 +47,11 @@ RARELY = st.sampled_from([False, False, False, True])
 class PairMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.simulator = Simulator()
 
     @initialize(mode=st.sampled_from(MODES))
     def begin(self, mode: Mode) -> None:
-        self.world = mode.world()
+        self.simulator = mode.simulator()
 
     @rule(
         length=st.integers(1, 22),
@@ -62,69 +62,69 @@ class PairMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
     )
     def submit(self, length: int, family: int, new: int, samples: int, pinned: str | None, priority: int) -> None:
-        self.world.submit(length, family, new, samples, pinned, priority)
+        self.simulator.submit(length, family, new, samples, pinned, priority)
 
     @rule(which=WHICH, stopped=st.booleans())
     def cancel(self, which: int, stopped: bool) -> None:
-        self.world.cancel(which, stopped)
+        self.simulator.cancel(which, stopped)
 
     @rule()
     def decode_turn(self) -> None:
-        self.world.decode_turn()
+        self.simulator.decode_turn()
 
     @rule(eos=RARELY, fail=st.sampled_from([False] * 9 + [True]))
     def rank_turn(self, eos: bool, fail: bool) -> None:
-        self.world.rank_turn(eos, fail=fail)
+        self.simulator.rank_turn(eos, fail=fail)
 
     @rule()
     def copy_turn(self) -> None:
-        self.world.copy_turn()
+        self.simulator.copy_turn()
 
     @rule(which=WHICH)
     def prefill_turn(self, which: int) -> None:
-        self.world.prefill_turn(which)
+        self.simulator.prefill_turn(which)
 
     @rule(which=WHICH, failed=RARELY, late=st.booleans())
     def end_write(self, which: int, failed: bool, late: bool) -> None:
-        self.world.end_write(which, not failed, late)
+        self.simulator.end_write(which, not failed, late)
 
     @rule(which=WHICH, up=st.booleans())
     def deliver(self, which: int, up: bool) -> None:
-        self.world.deliver(which, up)
+        self.simulator.deliver(which, up)
 
     @rule(which=WHICH, really=RARELY)
     def kill(self, which: int, really: bool) -> None:
         if really:
-            self.world.kill(which)
+            self.simulator.kill(which)
 
     @rule(endpoint=st.sampled_from(ENDPOINTS))
     def start(self, endpoint: str) -> None:
-        self.world.start(endpoint)
+        self.simulator.start(endpoint)
 
     @rule(which=WHICH, really=RARELY)
     def hang(self, which: int, really: bool) -> None:
         if really:
-            self.world.hang(which)
+            self.simulator.hang(which)
 
     @rule(which=WHICH, lost_us=st.booleans())
     def wake(self, which: int, lost_us: bool) -> None:
-        self.world.wake(which, lost_us)
+        self.simulator.wake(which, lost_us)
 
     @rule(which=WHICH, really=RARELY)
     def prefill_alone_loses_decode(self, which: int, really: bool) -> None:
         if really:
-            self.world.prefill_alone_loses_decode(which)
+            self.simulator.prefill_alone_loses_decode(which)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
+        self.simulator.pass_time(seconds)
 
     @invariant()
     def holds(self) -> None:
-        self.world.check()
+        self.simulator.check()
 
     def teardown(self) -> None:
-        self.world.finish()
+        self.simulator.finish()
 
 
 TestPair = PairMachine.TestCase
@@ -135,10 +135,10 @@ def test_long_lives_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(120):
-        world = MODES[seed % len(MODES)].world()
-        live(world, ACTIONS, seed, steps=400)
-        seen.update(world.decode.counters)
-        seen.update(world.hot_seen)
+        simulator = MODES[seed % len(MODES)].simulator()
+        live(simulator, ACTIONS, seed, steps=400)
+        seen.update(simulator.decode.counters)
+        seen.update(simulator.hot_seen)
     for event in (
         "requests_finished",
         "requests_failed",

@@ -148,7 +148,7 @@ def with_arrived(count: int) -> DecodeScheduler:
 
 
 @pytest.mark.parametrize(
-    ("world", "state"),
+    ("simulator", "state"),
     [
         (with_queued, "queued"),
         (with_pinned, "queued"),
@@ -157,10 +157,10 @@ def with_arrived(count: int) -> DecodeScheduler:
         (with_arrived, "arrived"),
     ],
 )
-def test_decode_does_not_look_at_all_who_wait(world: Callable[[int], DecodeScheduler], state: str) -> None:
+def test_decode_does_not_look_at_all_who_wait(simulator: Callable[[int], DecodeScheduler], state: str) -> None:
     costs = []
     for count in (FEW, MANY):
-        scheduler = world(count)
+        scheduler = simulator(count)
         assert scheduler.state_counts()[state] == count
         costs.append(instructions(partial(turn, scheduler)))
         assert scheduler.state_counts()[state] == count

@@ -16,15 +16,15 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.sizing import GIB
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine import frontend_link as front_link
 from pdserve.scheduler.engine import leader as leader_module
-from pdserve.scheduler.engine.frontend_link import FrontLink
+from pdserve.scheduler.engine.frontend_link import FrontendLink
 from pdserve.scheduler.engine.leader import Leader
 from pdserve.scheduler.engine.loop import IDLE_WAIT_S
-from pdserve.scheduler.messages.frontend import Cancel, Ready, Status, Stop, Submit, ToFrontBatch
+from pdserve.scheduler.messages.frontend import Cancel, Ready, Status, Stop, Submit, ToFrontendBatch
 from pdserve.transfer.control.events import LoadReported
 from pdserve.transfer.protocol.messages import InstanceId, Load, Rank
 from tests.checkpoints import make_dsa_checkpoint
@@ -37,9 +37,9 @@ DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATEN
 """For the index, which is as large as four hot pages, and for ten."""
 
 
-def receive(front: "zmq.Socket[bytes]") -> ToFrontBatch:
-    assert front.poll(20_000), "the leader is silent"
-    batch: ToFrontBatch = msgspec.msgpack.decode(front.recv(), type=ToFrontBatch)
+def receive(frontend: "zmq.Socket[bytes]") -> ToFrontendBatch:
+    assert frontend.poll(20_000), "the leader is silent"
+    batch: ToFrontendBatch = msgspec.msgpack.decode(frontend.recv(), type=ToFrontendBatch)
     return batch
 
 
@@ -50,13 +50,13 @@ class Engine(NamedTuple):
     cache: HiSparseCache
     place: Rank
     inbox: "queue.SimpleQueue[object]"
-    front: "zmq.Socket[bytes]"
+    frontend: "zmq.Socket[bytes]"
 
     def status(self, wanted: Callable[[Status], bool]) -> Status:
         """The first report that is as wanted."""
         ends_at = time.monotonic() + 10
         while time.monotonic() < ends_at:
-            for message in receive(self.front):
+            for message in receive(self.frontend):
                 if isinstance(message, Status) and wanted(message):
                     return message
         raise AssertionError("the status never was as wanted")
@@ -92,16 +92,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
     address = f"ipc://{tmp_path_factory.mktemp('socket')}/front"
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    with zmq.Context() as context, context.socket(zmq.PAIR) as front, pytest.MonkeyPatch.context() as patch:
-        front.bind(address)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, pytest.MonkeyPatch.context() as patch:
+        frontend.bind(address)
         patch.setattr(leader_module, "DecodeScheduler", remembered)
         patch.setattr(front_link, "STATUS_INTERVAL_S", 0.02)
-        link = FrontLink(address, inbox.put)
+        link = FrontendLink(address, inbox.put)
         leader = Leader(config, link, inbox)
         thread = threading.Thread(target=leader.serve)
         thread.start()
         try:
-            while not any(isinstance(message, Ready) for message in receive(front)):
+            while not any(isinstance(message, Ready) for message in receive(frontend)):
                 pass
             assert leader._ranks._engine is not None
             cache = leader._ranks._engine._executor.cache
@@ -109,7 +109,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             close = Mock(wraps=cache.close)
             patch.setattr(cache, "close", close)
             (place,) = leader._places
-            yield Engine(schedulers[0], cache, place, inbox, front)
+            yield Engine(schedulers[0], cache, place, inbox, frontend)
         finally:
             inbox.put(Stop(drain_s=0))
             thread.join(20)
@@ -121,7 +121,7 @@ def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
     hot, cache = engine.scheduler.hot, engine.cache
     assert hot is not None
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
-    assert hot.limits.lots == Lots(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
+    assert hot.limits.overlay == PoolOverlay(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
     assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
     assert (hot.limits.slots, cache.tables.requests) == (SLOTS, SLOTS)
     assert (hot.limits.hot_rows, cache.tables.hot_rows) == (HOT_ROWS, HOT_ROWS)

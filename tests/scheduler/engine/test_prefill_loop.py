@@ -177,13 +177,13 @@ def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: En
     engine.loop._turn()
     engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
     engine.turn()
-    ((order,), _) = engine.ranks.tell.call_args
-    assert isinstance(order, WriteChunk)
+    ((write,), _) = engine.ranks.tell.call_args
+    assert isinstance(write, WriteChunk)
 
     def rank(command: object) -> None:
         """Writes that are cancelled end, or they do not."""
         if command == CancelChunks(DECODE, KEY) and ends:
-            chunk = order.chunk
+            chunk = write.chunk
             ended = ChunkWritten(DECODE, KEY, chunk.token_start, chunk.token_end, ok=False, reason="cancelled")
             engine.inbox.put(ChunkReport(0, ended))
 

@@ -40,15 +40,15 @@ def test_only_admission_leads_to_ready() -> None:
 
 
 def test_unlisted_transition_raises_and_changes_nothing() -> None:
-    life = Lifecycle(REQUEST, State.QUEUED, now=1.0)
+    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=1.0)
     with pytest.raises(IllegalTransitionError, match="QUEUED -> RUNNING"):
-        life.to(State.RUNNING, now=2.0)
-    assert life.state is State.QUEUED
-    assert life.since == 1.0
+        lifecycle.advance(State.RUNNING, now=2.0)
+    assert lifecycle.state is State.QUEUED
+    assert lifecycle.since == 1.0
 
 
 def test_time_in_states_adds_up_over_repeated_visits() -> None:
-    life = Lifecycle(REQUEST, State.QUEUED, now=0.0)
+    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=0.0)
     for state, at in [
         (State.RESERVED, 1.0),
         (State.PREFILLING, 1.5),
@@ -56,8 +56,8 @@ def test_time_in_states_adds_up_over_repeated_visits() -> None:
         (State.RESERVED, 4.25),
         (State.PREFILLING, 4.25),
     ]:
-        life.to(state, at)
-    assert life.spent(State.QUEUED, now=10.0) == 1.25
-    assert life.spent(State.RESERVED, now=10.0) == 0.5
-    assert life.spent(State.PREFILLING, now=10.0) == 2.5 + 5.75
-    assert sum(life.spent(state, now=10.0) for state in State) == 10.0
+        lifecycle.advance(state, at)
+    assert lifecycle.spent(State.QUEUED, now=10.0) == 1.25
+    assert lifecycle.spent(State.RESERVED, now=10.0) == 0.5
+    assert lifecycle.spent(State.PREFILLING, now=10.0) == 2.5 + 5.75
+    assert sum(lifecycle.spent(state, now=10.0) for state in State) == 10.0

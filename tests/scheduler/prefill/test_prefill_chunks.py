@@ -49,7 +49,7 @@ class Prefill:
             if step is not None:
                 self.rows += [step_row(row) for row in step.rows]
                 tokens = [tuple(TokenLogprob(1, None) for _ in row.samplings()) for row in step.rows]
-                self.scheduler.step_done(step.order, tokens, [()] * len(step.rows), 0.0)
+                self.scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), 0.0)
             for effect in self.scheduler.take_effects():
                 if isinstance(effect, ChunkWrite):
                     chunks.append(effect)
@@ -95,7 +95,9 @@ def test_orders_for_a_prompt_of_128k_tokens_grow_with_its_length_not_with_its_sq
     writes_bytes = sum(len(encode(WriteChunk(chunk))) for chunk in chunks)
     assert writes_bytes < 2 * 3 * (tokens // PAGE) + 64 * 100, "two page numbers of up to 3 bytes, and what frames them"
     tables = SentTables()
-    steps_bytes = sum(len(encode(tables.pack(RunStep(order, (row,))))) for order, row in enumerate(prefill.rows))
+    steps_bytes = sum(
+        len(encode(tables.pack(RunStep(command_id, (row,))))) for command_id, row in enumerate(prefill.rows)
+    )
     assert steps_bytes < 3 * tokens + 3 * (tokens // PAGE) + 64 * 100, "the same of token ids and pages"
 
 

@@ -8,16 +8,16 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
-from tests.scheduler.simulation.simulator import World
+from tests.scheduler.simulation.simulator import Simulator
 
 
 class Line:
     """A world with one prefill server, with 13 pages of 2 tokens and steps of 4. No two prompts share any."""
 
     def __init__(self) -> None:
-        self.world = World(prefix_cache=False)
-        self.world.kill(1)
-        (self._server,) = self.world.servers.values()
+        self.simulator = Simulator(prefix_cache=False)
+        self.simulator.kill(1)
+        (self._server,) = self.simulator.servers.values()
         self._numbers = itertools.count()
 
     @property
@@ -31,32 +31,32 @@ class Line:
     @property
     def served(self) -> list[str]:
         """Who has the one token that it asked for, in order."""
-        return list(self.world.terminal)
+        return list(self.simulator.terminal)
 
     def arrive(self, tokens: int, priority: int = 0) -> str:
         """A request that is on prefill, behind all before it. It has its pages, if there are any; no step."""
-        world, number = self.world, next(self._numbers)
+        simulator, number = self.simulator, next(self._numbers)
         rid, prompt = f"r{number}", (*divmod(number, 90), *range(tokens - 2))
-        world.submitted.add(rid)
-        world.decode.submit(Submit(rid, prompt, SamplingParams(max_new_tokens=1), priority=priority), world.now)
-        world.decode_turn()
-        world.deliver(0, up=False)
-        assert world.decode.requests[rid].state.value == "prefilling"
-        assert len(self.prefill.transfers) == len(world.decode.requests), "prefill has refused it"
-        self.prefill.advance(world.now)
+        simulator.submitted.add(rid)
+        simulator.decode.submit(Submit(rid, prompt, SamplingParams(max_new_tokens=1), priority=priority), simulator.now)
+        simulator.decode_turn()
+        simulator.deliver(0, up=False)
+        assert simulator.decode.requests[rid].state.value == "prefilling"
+        assert len(self.prefill.transfers) == len(simulator.decode.requests), "prefill has refused it"
+        self.prefill.advance(simulator.now)
         return rid
 
     def turn(self) -> None:
         """One step of prefill, and everything that comes of it."""
-        world = self.world
-        world.prefill_turn(0)
+        simulator = self.simulator
+        simulator.prefill_turn(0)
         while self._server.writes:
-            world.end_write(0, ok=True, late=False)
+            simulator.end_write(0, ok=True, late=False)
         while self._server.to_decode:
-            world.deliver(0, up=True)
-        world.pass_time(0.01)
-        world.decode_turn()
-        world.check()
+            simulator.deliver(0, up=True)
+        simulator.pass_time(0.01)
+        simulator.decode_turn()
+        simulator.check()
 
     def turns_until(self, rid: str) -> int:
         """How many it takes until this one is served."""
@@ -67,8 +67,8 @@ class Line:
         raise AssertionError(f"{rid} was not served in 60 turns: {self.prefill.state_counts()}")
 
     def finish(self) -> None:
-        assert not self.world.failures
-        self.world.finish()
+        assert not self.simulator.failures
+        self.simulator.finish()
 
 
 def test_one_that_matters_more_passes_those_that_compute() -> None:
@@ -118,8 +118,8 @@ def test_those_of_one_priority_are_served_as_they_came(holding: int, tokens: int
     assert len(line.prefill.transfers) - line.with_pages == (3 if holding == 20 else 0)
     for rid in (first, *later):
         line.turns_until(rid)
-    order = sorted(zip(later, priorities, strict=True), key=lambda each: -each[1])  # equals stay as they are
-    assert [rid for rid in line.served if rid != first] == [rid for rid, _ in order]
+    expected = sorted(zip(later, priorities, strict=True), key=lambda each: -each[1])  # equals stay as they are
+    assert [rid for rid in line.served if rid != first] == [rid for rid, _ in expected]
     line.finish()
 
 
@@ -144,7 +144,7 @@ def test_one_that_waits_for_pages_is_not_passed_for_ever() -> None:
     line.turn()
     low = line.arrive(8)
     while low not in line.served:
-        if len(line.world.decode.requests) < 3:
+        if len(line.simulator.decode.requests) < 3:
             line.arrive(20, priority=1)
         line.turn()
         assert len(line.served) <= MAX_OVERTAKES + 2, "starved"

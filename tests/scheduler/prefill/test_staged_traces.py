@@ -3,16 +3,16 @@
 import collections
 
 from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, live
-from tests.scheduler.simulation.staged_simulator import StagedWorld
+from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 
 def test_long_lives_with_staging_go_everywhere() -> None:
     """Every kind of event happens often, so that the checks on the way mean something."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(80):
-        world = StagedWorld(stages=1 + seed % 2, look_ahead=seed % 4 == 0, verifies=seed % 3 == 0)
-        live(world, STAGED_ACTIONS, seed, steps=800)
-        seen.update(world.decode.counters)
+        simulator = StagedSimulator(stages=1 + seed % 2, overlap=seed % 4 == 0, verifies=seed % 3 == 0)
+        live(simulator, STAGED_ACTIONS, seed, steps=800)
+        seen.update(simulator.decode.counters)
     for event in (
         "requests_finished",
         "requests_failed",

@@ -26,7 +26,7 @@ from pdserve.transfer.protocol.messages import (
     TransferKey,
 )
 from tests.scheduler.simulation.simulator import DECODE, EOS, PAGE_SIZE, PAGES
-from tests.scheduler.simulation.staged_simulator import LINKS, RING, TOKEN_BYTES, StagedWorld
+from tests.scheduler.simulation.staged_simulator import LINKS, RING, TOKEN_BYTES, StagedSimulator
 
 KEY = TransferKey(1, 1)
 
@@ -96,7 +96,7 @@ def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_pa
     assert prefill.parts == [], "nothing is written before it is computed"
     prefill.scheduler.step_done(1, [()], [()], 0.0)
     assert prefill.messages() == []
-    assert [(order.part, order.offset) for order in prefill.parts] == [
+    assert [(part_write.part, part_write.offset) for part_write in prefill.parts] == [
         (part, 256 * index) for index, part in enumerate(parts[:3])
     ]
     assert prefill.scheduler.counters["staged_grants_waited"] == 1
@@ -159,51 +159,51 @@ def test_a_part_that_fails_fails_the_transfer_once_the_others_have_ended() -> No
     ]
 
 
-def submitted(world: StagedWorld) -> tuple[StagedWorld, StagePart]:
-    world.submit(6, 0, 4, 1, "a:1", 0)
-    world.decode_turn()
-    (key,) = world.decode.intake.prefilling
-    return world, StagePart(RING.epoch, key, 0, 0, LINKS[0].block, 0, 2)
+def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:
+    simulator.submit(6, 0, 4, 1, "a:1", 0)
+    simulator.decode_turn()
+    (key,) = simulator.decode.dispatcher.prefilling
+    return simulator, StagePart(RING.epoch, key, 0, 0, LINKS[0].block, 0, 2)
 
 
 @pytest.mark.parametrize("problem", ["size", "rank", "tokens"])
 def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
-    world, part = submitted(StagedWorld())
-    (server,) = (server for server in world.servers.values() if server.endpoint == "a:1")
+    simulator, part = submitted(StagedSimulator())
+    (server,) = (server for server in simulator.servers.values() if server.endpoint == "a:1")
     tokens = (0, 40) if problem == "tokens" else (0, 2)
     part = StagePart(part.epoch, part.key, 0, 7 if problem == "rank" else 0, part.block, *tokens)
     size = 1 if problem == "size" else part.tokens * TOKEN_BYTES
-    world.decode.stage_message(server.instance, StageRequest(part, size), 0.0)
-    world.act()
-    assert world.decode.counters["requests_failed"] == 1
+    simulator.decode.stage_message(server.instance, StageRequest(part, size), 0.0)
+    simulator.act()
+    assert simulator.decode.counters["requests_failed"] == 1
     assert [effect.message.key for effect in server.to_prefill if isinstance(effect.message, Abort)] == [part.key]
-    world.finish()
+    simulator.finish()
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) -> None:
     """Also of a server that is no more by then."""
-    world, _ = submitted(StagedWorld())
+    simulator, _ = submitted(StagedSimulator())
     for _ in range(40):
-        world.prefill_turn(0)
+        simulator.prefill_turn(0)
         for which in range(2):
-            world.end_write(which, ok=True, late=False)
-            world.end_part(which, ok=True, late=False)
-        for server in world.servers.values():
+            simulator.end_write(which, ok=True, late=False)
+            simulator.end_part(which, ok=True, late=False)
+        for server in simulator.servers.values():
             while server.to_prefill:
-                world._deliver_down(server)
+                simulator._deliver_down(server)
             while server.to_decode:
-                world._deliver_up(server)
-        if len(world.scatters) == 1 and world.decode.counters["staged_parts"] == 5:
+                simulator._deliver_up(server)
+        if len(simulator.scatters) == 1 and simulator.decode.counters["staged_parts"] == 5:
             break
-        while world.scatters:
-            world.scatter_turn(0)
-    (request,) = world.decode.requests.values()
+        while simulator.scatters:
+            simulator.scatter_turn(0)
+    (request,) = simulator.decode.requests.values()
     assert not request.output_ids
     if killed:
-        while world.servers:
-            world.kill(0)
-    world.scatter_turn(0)
+        while simulator.servers:
+            simulator.kill(0)
+    simulator.scatter_turn(0)
     assert request.output_ids == [50]
     assert EOS not in request.output_ids
 

@@ -16,7 +16,7 @@ from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import KvDestination, TransferKey
 from tests.scheduler.simulation.simulator import DECODE
-from tests.scheduler.simulation.timed_simulator import TimedWorld
+from tests.scheduler.simulation.timed_simulator import TimedSimulator
 
 PAGE = 16
 
@@ -70,7 +70,7 @@ class Steps:
             if row.last:
                 self.done[number] = self.steps
         tokens = [(TokenLogprob(1, None),) if row.last else () for row in step.rows]
-        self.scheduler.step_done(step.order, tokens, [()] * len(step.rows), float(self.steps))
+        self.scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), float(self.steps))
         for effect in self.scheduler.take_effects():
             if isinstance(effect, ChunkWrite):
                 written = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)
@@ -175,15 +175,15 @@ def test_a_prompt_that_waits_for_pages_is_passed_by_smaller_ones_sixteen_times()
 
 def test_five_tokens_behind_three_prompts_of_eight_thousand() -> None:
     """As on two cores: 1,800 tokens a second. It took 13.2 s, behind all of them."""
-    world = TimedWorld(tokens_per_s=1800)
-    world.run_for(1.0)
-    began = world.now
+    simulator = TimedSimulator(tokens_per_s=1800)
+    simulator.run_for(1.0)
+    began = simulator.now
     for number in range(3):
-        world.ask(f"long {number}", 8000)
-    world.run_for(1.0)
-    asked = world.now
-    world.ask("short", 5)
-    world.run(lambda: "short" in world.ended_at)
-    assert world.ended_at["short"] - asked < 3 * 512 / 1800, "two steps are under way, the third is its own"
-    world.run(lambda: not world.decode.requests)
-    assert world.now - began == pytest.approx(24_005 / 1800, rel=0.01)
+        simulator.ask(f"long {number}", 8000)
+    simulator.run_for(1.0)
+    asked = simulator.now
+    simulator.ask("short", 5)
+    simulator.run(lambda: "short" in simulator.ended_at)
+    assert simulator.ended_at["short"] - asked < 3 * 512 / 1800, "two steps are under way, the third is its own"
+    simulator.run(lambda: not simulator.decode.requests)
+    assert simulator.now - began == pytest.approx(24_005 / 1800, rel=0.01)

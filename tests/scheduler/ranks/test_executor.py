@@ -59,7 +59,7 @@ def tiny(model: tuple[ModelRunner, Any]) -> Tiny:
     runner, reference = model
     cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
     cache.pools[0].data.fill_(50.0)  # whatever is read that was not written spoils the result
-    return Tiny(Executor(runner, cache, [EOS_ID], look_ahead=True), reference, list(range(NUM_PAGES)))
+    return Tiny(Executor(runner, cache, [EOS_ID], overlap=True), reference, list(range(NUM_PAGES)))
 
 
 def check_prompt_logprobs(

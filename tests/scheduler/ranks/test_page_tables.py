@@ -21,9 +21,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
 
 
-def step_of(order: int, *lists: list[int]) -> RunStep:
+def step_of(command_id: int, *lists: list[int]) -> RunStep:
     """Every sequence in it is a list: what arrives is."""
-    return RunStep(order, tuple(StepRow([order], index, pages, DRAWS, []) for index, pages in enumerate(lists)))
+    return RunStep(
+        command_id, tuple(StepRow([command_id], index, pages, DRAWS, []) for index, pages in enumerate(lists))
+    )
 
 
 def travel(sent: SentStep) -> SentStep:
@@ -89,8 +91,8 @@ def test_a_rank_gets_the_steps_that_were_given(seed: int, steps: int) -> None:
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
     rows_given: list[int] = []
     under_way: list[tuple[StepRow, list[int]]] = []
-    for order, lists in enumerate(lives(seed, steps)):
-        step = step_of(order, *lists)
+    for command_id, lists in enumerate(lives(seed, steps)):
+        step = step_of(command_id, *lists)
         received = known_tables.unpack(travel(sent_tables.pack(step)))
         assert received == step
         under_way += [(row, list(row.pages)) for row in received.rows]
@@ -107,15 +109,15 @@ def test_a_rank_that_missed_a_step_ends_before_it_computes_with_wrong_pages(
 ) -> None:
     lost = data.draw(st.integers(0, steps - 2))
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
-    for order, lists in enumerate(lives(seed, steps)):
-        step = step_of(order, *lists)
+    for command_id, lists in enumerate(lives(seed, steps)):
+        step = step_of(command_id, *lists)
         sent = travel(sent_tables.pack(step))
-        if order == lost:
+        if command_id == lost:
             continue
         try:
             received = known_tables.unpack(sent)
         except UnknownPagesError:
-            assert order > lost
+            assert command_id > lost
             return
         assert received == step
 
@@ -143,10 +145,10 @@ def test_a_growing_list_is_sent_once_and_stays_one_list() -> None:
     sent_tables, known_tables = SentTables(), KnownTables()
     pages = list(range(100_000, 102_048))
     first = known_tables.unpack(travel(sent_tables.pack(step_of(0, pages)))).rows[0].pages
-    for order in range(1, 4 * FORGET_AFTER_STEPS):
-        pages.append(order)
-        sent = sent_tables.pack(step_of(order, pages))
-        assert sent.rows[0].new_pages == [order]
+    for command_id in range(1, 4 * FORGET_AFTER_STEPS):
+        pages.append(command_id)
+        sent = sent_tables.pack(step_of(command_id, pages))
+        assert sent.rows[0].new_pages == [command_id]
         assert len(_encoder.encode(sent)) < 150
         assert known_tables.unpack(travel(sent)).rows[0].pages is first
     assert first == pages
@@ -154,13 +156,13 @@ def test_a_growing_list_is_sent_once_and_stays_one_list() -> None:
 
 def test_a_list_that_pauses_is_kept_for_a_while_and_then_sent_again() -> None:
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
-    order = 0
+    command_id = 0
 
     def pages_sent(*lists: list[int]) -> int:
-        nonlocal order
-        order += 1
-        sent = sent_tables.pack(step_of(order, *lists))
-        assert known_tables.unpack(travel(sent)).rows == step_of(order, *lists).rows
+        nonlocal command_id
+        command_id += 1
+        sent = sent_tables.pack(step_of(command_id, *lists))
+        assert known_tables.unpack(travel(sent)).rows == step_of(command_id, *lists).rows
         return sum(len(row.new_pages) for row in sent.rows)
 
     pausing, going = [1, 2, 3], [4, 5]
@@ -178,7 +180,7 @@ def test_a_rank_says_which_pages_it_was_not_sent() -> None:
     pages = [1, 2, 3]
     sent_tables.pack(step_of(1, pages))
     later = sent_tables.pack(step_of(2, pages))
-    with pytest.raises(UnknownPagesError, match="step 2 adds to 3 pages of table 2, of which this rank has 0"):
+    with pytest.raises(UnknownPagesError, match="step 2 extends table 2 of 3 pages; this rank has 0 of them"):
         KnownTables().unpack(travel(later))
     with pytest.raises(UnknownPagesError, match="step 3 forgets page table 2, which this rank does not have"):
         KnownTables().unpack(travel(sent_tables.pack(step_of(3))))

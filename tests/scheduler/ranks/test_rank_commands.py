@@ -15,7 +15,7 @@ from pdserve.scheduler.messages.ranks import CheckCache, ComputeCommand, RankFai
 from pdserve.scheduler.ranks.executor import PendingStep
 from pdserve.scheduler.ranks.rank import PendingCommand, RankEngine, next_command
 from pdserve.transfer.data.chunks import PartScatter
-from pdserve.transfer.protocol.messages import StageBlock, StagePart, TransferKey
+from pdserve.transfer.protocol.messages import HeadSlice, StagePart, TransferKey
 from tests.checkpoints import make_checkpoint
 
 
@@ -32,7 +32,7 @@ class Step(PendingStep):
 
 
 def steps(*running: Step) -> "collections.deque[PendingCommand]":
-    return collections.deque(PendingCommand(order, step) for order, step in enumerate(running))
+    return collections.deque(PendingCommand(command_id, step) for command_id, step in enumerate(running))
 
 
 def later(action: "threading.Timer") -> None:
@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_do_as_it_is_told_says_why(tmp_path: Path, caplog: py
     reports: list[RankReport] = []
     config = PrefillConfig(model=str(tmp_path), device="cpu", kv_tokens=64)
     rank = RankEngine(config, source, 0, meet_at=None, report=reports.append)
-    part = StagePart(1, TransferKey(1, 1), 0, 0, StageBlock(0, 1, 0, 1), 0, 1)
+    part = StagePart(1, TransferKey(1, 1), 0, 0, HeadSlice(0, 1, 0, 1), 0, 1)
     rank.transfer(PartScatter(part, 0, 8, [0], 0))  # for a rank of decode
     rank.close()
     assert reports == [

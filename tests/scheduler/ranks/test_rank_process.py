@@ -66,7 +66,7 @@ def test_the_leader_hears_why_a_rank_cannot_take_its_commands(tmp_path: Path, mo
         assert (report.rank, report.startup) == (1, False)
         assert report.reason == (
             "the link to the leader failed: UnknownPagesError: "
-            "step 7 adds to 2 pages of table 3, of which this rank has 0"
+            "step 7 extends table 3 of 2 pages; this rank has 0 of them"
         )
         assert process.wait(10) == 1
 

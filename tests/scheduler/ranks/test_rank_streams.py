@@ -14,8 +14,8 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.effects import CopyPage
 from pdserve.scheduler.messages.ranks import (
     CheckCache,
+    CommandDone,
     ComputeCommand,
-    OrderDone,
     RankReport,
     RunStep,
     StepDone,
@@ -53,7 +53,7 @@ def serve(config: AnyServerConfig, *commands: ComputeCommand) -> tuple[list[Rank
 
     def report(done: RankReport) -> None:
         reports.append(done)
-        if sum(isinstance(report, StepDone | OrderDone) for report in reports) == len(commands):
+        if sum(isinstance(report, StepDone | CommandDone) for report in reports) == len(commands):
             inbox.put(StopRank())
 
     with PretendGpu() as gpu:
@@ -99,5 +99,7 @@ def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str
         RunStep(3, (StepRow([5], 1, [4], draws=DRAWS),)),
     )
     assert [report.error for report in reports if isinstance(report, StepDone)] == [None, None]
-    assert [report.order for report in reports if isinstance(report, StepDone | OrderDone)] == [1, 2, 3], "in order"
+    assert [report.command_id for report in reports if isinstance(report, StepDone | CommandDone)] == [1, 2, 3], (
+        "in order"
+    )
     assert waits == 3, "each may read what has arrived just before"

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Mapping
 
-from tests.scheduler.simulation.simulator import ENDPOINTS, World
-from tests.scheduler.simulation.staged_simulator import StagedWorld
+from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
+from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 ACTIONS = {
     "submit": 12,
@@ -27,58 +27,58 @@ ACTIONS = {
 STAGED_ACTIONS = {**ACTIONS, "decode_turn": 40, "rank_turn": 40, "deliver": 120, "end_part": 60, "scatter_turn": 60}
 
 
-def live(world: World, actions: Mapping[str, float], seed: int, steps: int) -> None:
+def live(simulator: Simulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
     """So many of `actions`, as often as their weights say; after each the world is checked, and in the end healed."""
     draw = random.Random(seed)
     for _ in range(steps):
         (action,) = draw.choices(list(actions), list(actions.values()))
-        _act(world, action, draw)
-        world.check()
-    world.finish()
+        _act(simulator, action, draw)
+        simulator.check()
+    simulator.finish()
 
 
-def _act(world: World, action: str, draw: random.Random) -> None:
+def _act(simulator: Simulator, action: str, draw: random.Random) -> None:
     which = draw.randrange(8)
     match action:
         case "submit":
             pinned = draw.choice([None, None, None, *ENDPOINTS])
             samples = draw.choice([1, 1, 1, 2, 3])
-            world.submit(draw.randint(1, 22), draw.randrange(3), draw.randint(1, 24), samples, pinned, which % 2)
+            simulator.submit(draw.randint(1, 22), draw.randrange(3), draw.randint(1, 24), samples, pinned, which % 2)
         case "decode_turn":
-            world.decode_turn()
+            simulator.decode_turn()
         case "rank_turn":
-            world.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
+            simulator.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
         case "copy_turn":
-            world.copy_turn()
+            simulator.copy_turn()
         case "prefill_turn":
-            world.prefill_turn(which)
+            simulator.prefill_turn(which)
         case "end_write":
-            world.end_write(which, ok=draw.random() < 0.95, late=draw.random() < 0.5)
+            simulator.end_write(which, ok=draw.random() < 0.95, late=draw.random() < 0.5)
         case "end_part":
-            assert isinstance(world, StagedWorld)
-            world.end_part(which, ok=draw.random() < 0.97, late=draw.random() < 0.5)
+            assert isinstance(simulator, StagedSimulator)
+            simulator.end_part(which, ok=draw.random() < 0.97, late=draw.random() < 0.5)
         case "scatter_turn":
-            assert isinstance(world, StagedWorld)
-            world.scatter_turn(which)
+            assert isinstance(simulator, StagedSimulator)
+            simulator.scatter_turn(which)
         case "deliver":
-            world.deliver(which, up=draw.random() < 0.6)
+            simulator.deliver(which, up=draw.random() < 0.6)
         case "cancel":
-            world.cancel(which, stopped=draw.random() < 0.5)
+            simulator.cancel(which, stopped=draw.random() < 0.5)
         case "flush":
-            world.flush()
+            simulator.flush()
         case "kill":
-            world.kill(which)
+            simulator.kill(which)
         case "start":
-            world.start(draw.choice(ENDPOINTS))
+            simulator.start(draw.choice(ENDPOINTS))
         case "drain":
-            world.drain(which)
+            simulator.drain(which)
         case "hang":
-            world.hang(which)
+            simulator.hang(which)
         case "wake":
-            world.wake(which, lost_us=draw.random() < 0.5)
+            simulator.wake(which, lost_us=draw.random() < 0.5)
         case "prefill_alone_loses_decode":
-            world.prefill_alone_loses_decode(which)
+            simulator.prefill_alone_loses_decode(which)
         case "pass_time":
-            world.pass_time(draw.choice([0.1, 0.1, 1.0, 4.0]))
+            simulator.pass_time(draw.choice([0.1, 0.1, 1.0, 4.0]))
         case other:
             raise AssertionError(other)

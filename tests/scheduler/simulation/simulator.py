@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
@@ -34,7 +34,7 @@ from pdserve.scheduler.messages.effects import (
     PageEffect,
     ResizeHot,
     SavePages,
-    SendToFront,
+    SendToFrontend,
     SendToPeer,
 )
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
@@ -101,14 +101,14 @@ class Server:
     hung: bool = False
 
 
-class World:
+class Simulator:
     """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
 
     def __init__(
         self,
         *,
         stages: int = 1,
-        look_ahead: bool = False,
+        overlap: bool = False,
         hot_pages: int | None = None,
         lends: bool = False,
         prefix_cache: bool = True,
@@ -129,7 +129,7 @@ class World:
         self.endpoints = endpoints
         self.prefill = prefill
         self.prefill_pages = prefill_pages
-        lots = Lots.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
+        overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
         self.names = itertools.count()
         limits = limits or DecodeLimits(
             page_size=PAGE_SIZE,
@@ -144,9 +144,11 @@ class World:
             quarantine_s=QUARANTINE_S,
             prefix_cache=prefix_cache,
             stages=stages,
-            look_ahead=look_ahead,
+            overlap=overlap,
         )
-        hot_limits = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, lots=lots) if hot_pages is not None else None
+        hot_limits = (
+            HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay) if hot_pages is not None else None
+        )
         self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits)
         self.lends = lends
         self.verifies = verifies
@@ -157,7 +159,7 @@ class World:
         """What has happened to hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
-        self.orders: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
+        self.commands: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
         """What the ranks of the decode server have been told and not done."""
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
         """Copies that they have begun beside their steps: each is made as a whole, at any time."""
@@ -211,12 +213,12 @@ class World:
 
     def decode_turn(self) -> None:
         hot = self.decode.hot
-        loans = self.decode.memory._loans
+        loans = self.decode.memory._lending
         borrowed = loans.borrowed if loans is not None else 0
-        cycled = [rid for rid in hot.owners if hot.of(rid).cycles] if hot is not None else []
+        cycled = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
         self.decode.advance(self.now)
         if hot is not None:
-            self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).cycles for rid in cycled)
+            self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).evicting for rid in cycled)
         self.act()
         requests = self.decode.requests.values()
         late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
@@ -225,7 +227,7 @@ class World:
         self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
-            self.orders.append(step)
+            self.commands.append(step)
         self.act()
         if loans is not None:
             self.hot_seen["lent"] += loans.borrowed > 0
@@ -233,12 +235,12 @@ class World:
 
     def rank_turn(self, eos: bool, *, fail: bool = False) -> None:
         """The ranks carry out their next order, and report; a step may fail."""
-        if not self.orders:
+        if not self.commands:
             return
-        match self.orders.popleft():
+        match self.commands.popleft():
             case DecodeStep() as step if fail or (self.failed and any(row.token is None for row in step.rows)):
                 self.failed = True  # and so does a step that follows it
-                self.decode.step_failed(step.order, "injected", self.now)
+                self.decode.step_failed(step.command_id, "injected", self.now)
             case DecodeStep() as step:
                 self.failed = False
                 self._compute(step, eos)
@@ -248,9 +250,9 @@ class World:
                 self._resize_hot(resized)
             case PrefillDone() as done:
                 self.decode.prefill_done(done, self.now)
-            case CopyPage(order=order, source=source, destination=destination):
+            case CopyPage(command_id=command_id, source=source, destination=destination):
                 self._put_page(destination, self._page(source))
-                self.decode.order_done(order)
+                self.decode.command_done(command_id)
             case copy:
                 self.copies.append(copy)
         self.act()
@@ -370,7 +372,7 @@ class World:
             drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
             self.last_conversation = (*tokens, drawn[-1])
         self.drawn = drawn
-        self.decode.step_done(step.order, [TokenLogprob(token, None) for token in drawn], self.now)
+        self.decode.step_done(step.command_id, [TokenLogprob(token, None) for token in drawn], self.now)
 
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -469,8 +471,8 @@ class World:
 
     def _check_windows(self) -> None:
         """What decode believes to have with each prefill server is what it waits for."""
-        for peer in self.decode.intake.peers._peers.values():
-            prompts = self.decode.intake.of_peer(peer.instance)
+        for peer in self.decode.dispatcher.peers._peers.values():
+            prompts = self.decode.dispatcher.of_peer(peer.instance)
             left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
             assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
             assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
@@ -479,13 +481,13 @@ class World:
         """Whatever hot page the ranks may still touch, its keys are nobody else's."""
         buffers = dict(self.hot)
         touched = {page for copy in self.copies if isinstance(copy, OpenHot) for page in copy.hot_pages}
-        for order in self.orders:
-            match order:
+        for command in self.commands:
+            match command:
                 case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity):
                     buffers[slot] = ResizeHot(slot, hot_pages, capacity)
                     touched.update(hot_pages)
                 case ResizeHot(slot=slot):
-                    buffers[slot] = order
+                    buffers[slot] = command
                 case DecodeStep(rows=rows):
                     touched.update(
                         page for row in rows if row.hot_slot is not None for page in buffers[row.hot_slot].hot_pages
@@ -549,7 +551,7 @@ class World:
 
     def work_ranks(self, *, eos: bool = False) -> None:
         """They do all that they have been told."""
-        while self.orders or self.copies:
+        while self.commands or self.copies:
             self.rank_turn(eos=eos)
             self.copy_turn()
 
@@ -569,10 +571,10 @@ class World:
             case SendToPeer(instance=instance):
                 if instance in self.servers:
                     self.servers[instance].to_prefill.append(effect)
-            case SendToFront():
+            case SendToFrontend():
                 self._answer(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
-                self.orders.append(effect)
+                self.commands.append(effect)
             case ConnectPeer():
                 pass
             case other:
@@ -592,12 +594,12 @@ class World:
             case CancelChunks(key=key):
                 for write in server.writes:
                     write.cancelled |= write.chunk.key == key
-            case SendToFront():
+            case SendToFrontend():
                 pass  # who asked prefill itself is of no interest here
             case other:
                 raise AssertionError(other)
 
-    def _answer(self, effect: SendToFront) -> None:
+    def _answer(self, effect: SendToFrontend) -> None:
         match effect.message:
             case Finished(rid=rid, completion_tokens=completion_tokens):
                 assert self.output[rid] == completion_tokens
@@ -627,7 +629,7 @@ class World:
         if server.steps and (step is None or len(server.steps) > 1):
             done = server.steps.popleft()
             tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
-            server.scheduler.step_done(done.order, tokens, [()] * len(done.rows), self.now)
+            server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
         self.act()
 
     def _end_write(self, server: Server, ok: bool, late: bool) -> None:
@@ -677,7 +679,7 @@ class World:
             case ChunkArrived() as chunk:
                 self.decode.chunk_arrived(chunk)
             case PrefillDone() as done:
-                if self.decode.intake.written(done):
+                if self.decode.dispatcher.written(done):
                     self._landed(done)
             case TransferFailed() as failed:
                 if failed.leaving:
@@ -700,7 +702,7 @@ class World:
     def _landed(self, done: PrefillDone) -> None:
         """All that was written is in its pages."""
         if self.verifies:
-            self.orders.append(done)
+            self.commands.append(done)
         else:
             self.decode.prefill_done(done, self.now)
 
@@ -712,7 +714,7 @@ class World:
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """Whose pages a write of this transfer goes to: they must still be reserved for it when it starts."""
         prompt = self.decode.prompt_of(key)
-        grant = prompt.grant if prompt is not None else self.decode.intake.fences.grant_of(key)
+        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine.grant_of(key)
         assert grant is not None
         return grant
 

@@ -14,9 +14,9 @@ from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import CancelChunks, Effect
 from pdserve.transfer.data.chunks import PartScatter, PartWrite, PartWritten
-from pdserve.transfer.plan.copy_regions import Link
+from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
-from pdserve.transfer.plan.staged_regions import StagedLink
+from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.messages import (
     InstanceId,
     StageArrived,
@@ -37,7 +37,7 @@ from tests.scheduler.simulation.simulator import (
     Prefix,
     Row,
     Server,
-    World,
+    Simulator,
     Write,
 )
 
@@ -45,7 +45,7 @@ TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
 SLOTS = 3
 RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
 LINKS = [
-    StagedLink(Link(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
+    StagedRegion(CopyRegion(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
     for writer in range(2)
 ]
 PIECES = (None, 0, 1)
@@ -56,7 +56,7 @@ PIECES = (None, 0, 1)
 class PartOnTheWay:
     """A part that is being written into the ring; it may land until it has ended and `lands_until` has passed."""
 
-    order: PartWrite
+    command: PartWrite
     prompt: Prefix
     cancelled: bool = False
     lands_until: float = math.inf
@@ -64,20 +64,20 @@ class PartOnTheWay:
 
 @dataclasses.dataclass
 class Scatter:
-    order: PartScatter
+    command: PartScatter
     prompt: Prefix
     grant: PageGrant[KvPage]
 
 
-class StagedWorld(World):
-    def __init__(self, *, stages: int = 1, look_ahead: bool = False, verifies: bool = False) -> None:
+class StagedSimulator(Simulator):
+    def __init__(self, *, stages: int = 1, overlap: bool = False, verifies: bool = False) -> None:
         self.parts: dict[InstanceId, list[PartOnTheWay]] = collections.defaultdict(list)
         self.late_parts: list[PartOnTheWay] = []
         self.scatters: list[Scatter] = []
         self.slots: dict[int, StagePart | None] = {}
         self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
         self.healing = False
-        super().__init__(stages=stages, look_ahead=look_ahead, verifies=verifies)
+        super().__init__(stages=stages, overlap=overlap, verifies=verifies)
         ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
         self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
         self.decode = DecodeScheduler(
@@ -91,7 +91,7 @@ class StagedWorld(World):
         super().start(endpoint)
         for instance in set(self.servers) - known:
             self.servers[instance].scheduler.staging.peer_up(DECODE, LINKS)
-            self.decode.intake.staging.peer_up(instance, LINKS)
+            self.decode.dispatcher.staging.peer_up(instance, LINKS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -112,11 +112,13 @@ class StagedWorld(World):
         if not self.scatters:
             return
         scatter = self.scatters.pop(which % len(self.scatters))
-        part = scatter.order.part
-        assert self.slots[scatter.order.offset // ALIGNMENT] == part, f"{part} was overwritten before it was scattered"
+        part = scatter.command.part
+        assert self.slots[scatter.command.offset // ALIGNMENT] == part, (
+            f"{part} was overwritten before it was scattered"
+        )
         for position in range(part.token_start, part.token_end):
-            index = scatter.order.start + position - part.token_start
-            place = scatter.order.pages[index // PAGE_SIZE], position % PAGE_SIZE
+            index = scatter.command.start + position - part.token_start
+            place = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
             assert place[0] in scatter.grant.pages
             self._put_piece(place, part.writer, scatter.prompt[: position + 1])
         done = self.decode.part_scattered(0, part)
@@ -133,10 +135,10 @@ class StagedWorld(World):
         self.ghosts = [write for write in self.ghosts if write.lands_until is None or write.lands_until > self.now]
         self.late_parts = [part for part in self.late_parts if part.lands_until > self.now]
         for part in [*self.late_parts, *(part for parts in self.parts.values() for part in parts)]:
-            self.slots[part.order.offset // ALIGNMENT] = None  # garbage, at any moment
+            self.slots[part.command.offset // ALIGNMENT] = None  # garbage, at any moment
         for scatter in self.scatters:
             assert scatter.grant in self.decode.pages._grants, (
-                f"{scatter.order.part} goes to pages that were given back"
+                f"{scatter.command.part} goes to pages that were given back"
             )
         super().check()
 
@@ -170,7 +172,7 @@ class StagedWorld(World):
                 super()._of_prefill(server, other)
         if isinstance(effect, CancelChunks):
             for way in self.parts[server.instance]:
-                way.cancelled |= way.order.part.key == effect.key
+                way.cancelled |= way.command.part.key == effect.key
 
     def _deliver_down(self, server: Server) -> None:
         match server.to_prefill[0].message:
@@ -193,12 +195,12 @@ class StagedWorld(World):
     def _end_part(self, server: Server, ok: bool, late: bool) -> None:
         way = self.parts[server.instance].pop(0)
         ok = ok and not way.cancelled
-        part = way.order.part
-        self.slots[way.order.offset // ALIGNMENT] = part if ok else None
+        part = way.command.part
+        self.slots[way.command.offset // ALIGNMENT] = part if ok else None
         if late and not ok:
             way.lands_until = self.now + QUARANTINE_S
             self.late_parts.append(way)
-        written = PartWritten(way.order.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
+        written = PartWritten(way.command.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
         server.scheduler.part_written(written, self.now)
         self.act()
 

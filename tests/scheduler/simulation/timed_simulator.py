@@ -1,6 +1,6 @@
 """The simulated world with a clock that matters: steps take as long as their tokens, messages have a latency.
 
-What is in memory is not followed: `world.py` has that. Here the question is who waits for whom, and how long.
+What is in memory is not followed: `simulator.py` has that. Here the question is who waits for whom, and how long.
 """
 
 import heapq
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
-from pdserve.scheduler.messages.effects import Effect, SendToFront, SendToPeer
+from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
-from tests.scheduler.simulation.simulator import Server, World, Write
+from tests.scheduler.simulation.simulator import Server, Simulator, Write
 
 LATENCY_S = 0.001
 """Of a message, and of a write."""
@@ -44,7 +44,7 @@ def decode_limits(**changes: object) -> DecodeLimits:
     return DecodeLimits(**settings)  # type: ignore[arg-type]  # by name
 
 
-class TimedWorld(World):
+class TimedSimulator(Simulator):
     """Prefill servers that compute `tokens_per_s`, in steps that take `least_step_s` at least, and a decode server with
     steps of `step_s`. Another decode server may give the first prefill server something to do (`flood`).
     """
@@ -159,8 +159,8 @@ class TimedWorld(World):
 
     def _everybody(self) -> None:
         self.decode_turn()
-        while self.orders and not self._stepping:
-            if isinstance(self.orders[0], DecodeStep):
+        while self.commands and not self._stepping:
+            if isinstance(self.commands[0], DecodeStep):
                 self._stepping = True
                 self.at(self.now + self._step_s, self._end_step)
             else:
@@ -186,7 +186,7 @@ class TimedWorld(World):
         self._computing.discard(server.instance)
         done = server.steps.popleft()
         tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
-        server.scheduler.step_done(done.order, tokens, [()] * len(done.rows), self.now)
+        server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
         self.act()
 
     def _end_step(self) -> None:
@@ -199,20 +199,20 @@ class TimedWorld(World):
         self.at(self.now + HEARTBEAT_S, self._report)
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (nobody looks at what is in memory)
-        self.decode.step_done(step.order, [TokenLogprob(50, None)] * len(step.rows), self.now)
+        self.decode.step_done(step.command_id, [TokenLogprob(50, None)] * len(step.rows), self.now)
 
     def _land(self, write: Write, *, intact: bool) -> None:
         pass
 
     def _of_decode(self, effect: Effect) -> None:
         super()._of_decode(effect)
-        for peer in self.decode.intake.peers._peers.values():
+        for peer in self.decode.dispatcher.peers._peers.values():
             self.most_at_prefill = max(self.most_at_prefill, peer.window.own_tokens)
         if isinstance(effect, SendToPeer) and effect.instance in self.servers:
             server = self.servers[effect.instance]
             self.at(self.now + LATENCY_S, lambda: self._deliver_down(server))
 
-    def _answer(self, effect: SendToFront) -> None:
+    def _answer(self, effect: SendToFrontend) -> None:
         super()._answer(effect)
         if isinstance(effect.message, Finished | Failed):
             self.ended_at[effect.message.rid] = self.now

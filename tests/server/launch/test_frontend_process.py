@@ -38,9 +38,9 @@ PROGRAM = """
 import json, sys
 from pdserve.configs.load import parse_config
 from pdserve.server.cli import exit_code_of
-from pdserve.server.launch.frontend import run_front
+from pdserve.server.launch.frontend import run_frontend
 config, leader = parse_config(json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
-code = exit_code_of(lambda: run_front(config, leader_command=leader))
+code = exit_code_of(lambda: run_frontend(config, leader_command=leader))
 assert "torch" not in sys.modules, "the front imported torch"
 sys.exit(code)
 """
@@ -90,7 +90,7 @@ class RunningFront:
 
 
 @contextmanager
-def front(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
+def frontend(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
     port = free_port()
     settings = {"role": "decode", "model": str(model), "port": port, "api_key": "front-secret"} | config
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
@@ -112,7 +112,7 @@ def check_gone(pid: int) -> None:
 
 
 def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "slow") as running:
+    with frontend(model, tmp_path, "slow") as running:
         running.wait_healthy()
         leader = running.leader_pid()
         with ThreadPoolExecutor() as pool:
@@ -133,7 +133,7 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
 
 
 def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "crash-on-submit") as running:
+    with frontend(model, tmp_path, "crash-on-submit") as running:
         running.wait_healthy()
         started = time.monotonic()
         response = generate(running)
@@ -156,7 +156,7 @@ def test_leader_that_cannot_start(
     model: Path, tmp_path: Path, behaviour: str, expected_code: int, message: str
 ) -> None:
     """2 is for what somebody has to mend first; after 1 another try may help."""
-    with front(model, tmp_path, behaviour) as running:
+    with frontend(model, tmp_path, behaviour) as running:
         code, stderr = running.end(within_s=START_TIMEOUT_S)
         assert code == expected_code, stderr
         assert message in stderr
@@ -166,14 +166,14 @@ def test_leader_that_cannot_start(
 def test_busy_port(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with front(model, tmp_path, "serve", port=port) as running:
+        with frontend(model, tmp_path, "serve", port=port) as running:
             code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
 
 
 def test_what_does_not_fit_the_model_is_found_before_a_leader_is_started(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "serve", tp=4) as running:
+    with frontend(model, tmp_path, "serve", tp=4) as running:
         code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == "pdserve: error: tp = 4 does not divide num_attention_heads = 2: --tp may be 1 or 2\n"
@@ -182,7 +182,7 @@ def test_what_does_not_fit_the_model_is_found_before_a_leader_is_started(model: 
 def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with front(model, tmp_path, "serve", role="prefill", bootstrap_port=port) as running:
+        with frontend(model, tmp_path, "serve", role="prefill", bootstrap_port=port) as running:
             code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
@@ -197,7 +197,7 @@ def test_a_control_port_that_becomes_free_is_waited_for() -> None:
 
 
 def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "deaf", shutdown_timeout_s=60) as running:
+    with frontend(model, tmp_path, "deaf", shutdown_timeout_s=60) as running:
         running.wait_healthy()
         leader = running.leader_pid()
         with ThreadPoolExecutor() as pool:
@@ -214,7 +214,7 @@ def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path:
 
 
 def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "deaf", shutdown_timeout_s=0) as running:
+    with frontend(model, tmp_path, "deaf", shutdown_timeout_s=0) as running:
         running.wait_healthy()
         leader = running.leader_pid()
         started = time.monotonic()
@@ -226,7 +226,7 @@ def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_leader_that_needs_its_time_to_end_is_given_it(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "lingers", role="prefill", shutdown_timeout_s=0) as running:
+    with frontend(model, tmp_path, "lingers", role="prefill", shutdown_timeout_s=0) as running:
         running.wait_healthy()
         running.process.send_signal(signal.SIGTERM)
         code, stderr = running.end(within_s=20)
@@ -235,7 +235,7 @@ def test_a_leader_that_needs_its_time_to_end_is_given_it(model: Path, tmp_path: 
 
 
 def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "loading", shutdown_timeout_s=60) as running:
+    with frontend(model, tmp_path, "loading", shutdown_timeout_s=60) as running:
         running.wait_state("starting")
         leader = running.leader_pid()
         running.process.send_signal(signal.SIGTERM)
@@ -245,7 +245,7 @@ def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
 
 
 def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "serve") as running:
+    with frontend(model, tmp_path, "serve") as running:
         running.wait_healthy()
         leader = running.leader_pid()
         running.process.kill()
@@ -254,7 +254,7 @@ def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> No
 
 
 def test_noise_on_the_port_does_not_fill_the_log(model: Path, tmp_path: Path) -> None:
-    with front(model, tmp_path, "serve") as running:
+    with frontend(model, tmp_path, "serve") as running:
         running.wait_healthy()
         started = time.monotonic()
         for _ in range(100):
@@ -271,7 +271,7 @@ def test_clients_may_take_more_files_than_the_soft_limit(model: Path, tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        with front(model, tmp_path, "serve") as running:
+        with frontend(model, tmp_path, "serve") as running:
             running.wait_healthy()
             assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
     finally:

@@ -45,7 +45,7 @@ from pdserve.transfer.control.events import (
 )
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT
-from pdserve.transfer.control.reliable_channel import Link
+from pdserve.transfer.control.reliable_channel import ReliableChannel
 from pdserve.transfer.control.session import Timing
 from pdserve.transfer.control.thread import LAST_WORDS_S, Control
 from pdserve.transfer.plan.pairing import check_pair
@@ -397,7 +397,7 @@ def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: 
 
 
 def test_too_much_for_one_peer_fails_that_message(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "Link", partial(Link, limit_bytes=1000))
+    monkeypatch.setattr(session, "ReliableChannel", partial(ReliableChannel, limit_bytes=1000))
     _, above, client, below = cluster.pair()
     client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
     client.send(InstanceId("p1"), Abort(key(2), "fits"))

@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.transfer.control.reliable_channel import Link, LinkFullError, LinkProtocolError
+from pdserve.transfer.control.reliable_channel import LinkFullError, LinkProtocolError, ReliableChannel
 from pdserve.transfer.protocol.wire import Buffer, Envelope, split
 
 
-def deliver(link: Link, frames: list[Buffer], now: float) -> bytes | None:
+def deliver(link: ReliableChannel, frames: list[Buffer], now: float) -> bytes | None:
     """What the control thread does with received frames: the body, if it is to be delivered."""
     envelope, body = split(frames)
     link.acknowledge(envelope.ack, now)
@@ -28,7 +28,9 @@ class LossyPair(RuleBasedStateMachine):
     @initialize(window=st.integers(1, 5))
     def start(self, window: int) -> None:
         self.now = 0.0
-        self.ends = [Link(resend_after_s=1.0, window=window, limit_messages=20, limit_bytes=1000) for _ in range(2)]
+        self.ends = [
+            ReliableChannel(resend_after_s=1.0, window=window, limit_messages=20, limit_bytes=1000) for _ in range(2)
+        ]
         self.channels: list[list[list[Buffer]]] = [[], []]  # channels[i] leads to end i
         self.sent: list[list[bytes]] = [[], []]  # sent[i] by end i
         self.delivered: list[list[bytes]] = [[], []]  # delivered[i] to end i
@@ -116,7 +118,7 @@ TestLossyPair = LossyPair.TestCase
 def test_a_long_run_over_a_bad_channel() -> None:
     """Half of everything is lost, in both directions, for 2,000 messages."""
     rng = random.Random(7)
-    left, right = Link(resend_after_s=1.0), Link(resend_after_s=1.0)
+    left, right = ReliableChannel(resend_after_s=1.0), ReliableChannel(resend_after_s=1.0)
     sent = [index.to_bytes(4, "big") for index in range(2000)]
     for body in sent:
         left.put((body,))
@@ -134,7 +136,7 @@ def test_a_long_run_over_a_bad_channel() -> None:
 
 
 def test_nothing_is_sent_twice_before_its_time() -> None:
-    link = Link(resend_after_s=1.0)
+    link = ReliableChannel(resend_after_s=1.0)
     link.put((b"a",))
     assert numbers(link.due(0.0)) == [1]
     link.put((b"b",))
@@ -146,7 +148,7 @@ def test_nothing_is_sent_twice_before_its_time() -> None:
 
 
 def test_progress_restarts_the_clock() -> None:
-    link = Link(resend_after_s=1.0)
+    link = ReliableChannel(resend_after_s=1.0)
     link.put((b"a",))
     link.put((b"b",))
     assert numbers(link.due(0.0)) == [1, 2]
@@ -156,7 +158,7 @@ def test_progress_restarts_the_clock() -> None:
 
 
 def test_a_new_introduction_sends_everything_again_at_once() -> None:
-    link = Link(resend_after_s=1.0)
+    link = ReliableChannel(resend_after_s=1.0)
     link.put((b"a",))
     assert numbers(link.due(0.0)) == [1]
     link.restart()
@@ -164,7 +166,7 @@ def test_a_new_introduction_sends_everything_again_at_once() -> None:
 
 
 def test_the_window_bounds_what_is_under_way() -> None:
-    link = Link(resend_after_s=1.0, window=2)
+    link = ReliableChannel(resend_after_s=1.0, window=2)
     for _ in range(5):
         link.put((b"a",))
     assert numbers(link.due(0.0)) == [1, 2]
@@ -174,7 +176,7 @@ def test_the_window_bounds_what_is_under_way() -> None:
 
 
 def test_limits_name_both_values_and_take_nothing() -> None:
-    link = Link(limit_messages=2, limit_bytes=10)
+    link = ReliableChannel(limit_messages=2, limit_bytes=10)
     link.put((b"12345",))
     with pytest.raises(LinkFullError, match=r"1 messages with 5 B .* limits are 2 messages and 10 B.* has 6 B"):
         link.put((b"123456",))
@@ -188,7 +190,7 @@ def test_limits_name_both_values_and_take_nothing() -> None:
 
 
 def test_acknowledging_what_was_never_sent_is_an_error() -> None:
-    link = Link()
+    link = ReliableChannel()
     link.put((b"a",))
     with pytest.raises(LinkProtocolError, match="message 1 was acknowledged, the last one sent was 0"):
         link.acknowledge(1, 0.0)
@@ -199,7 +201,7 @@ def test_acknowledging_what_was_never_sent_is_an_error() -> None:
 
 
 def test_envelopes_carry_the_acknowledgement() -> None:
-    link = Link()
+    link = ReliableChannel()
     assert [link.accept(seq) for seq in (2, 1, 1, 3, 2)] == [False, True, False, False, True]
     assert link.unacknowledged_received == 2
     assert link.envelope() == Envelope(0, 2).pack()

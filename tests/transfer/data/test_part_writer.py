@@ -18,15 +18,15 @@ from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.part_writer import PartWriter
-from pdserve.transfer.plan.staged_regions import StagedLink, pages_holding, staged_links
+from pdserve.transfer.plan.staged_regions import StagedRegion, pages_holding, staged_regions
 from pdserve.transfer.protocol.layout import KvLayout
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
+    HeadSlice,
     Hello,
     InstanceId,
     Pool,
     Rank,
-    StageBlock,
     StagePart,
     StageRing,
     TransferKey,
@@ -69,7 +69,7 @@ class StagedRank:
         hello = Hello(PROTOCOL_VERSION, DECODE, "m", "m", (place,))
         other = layout((0, LAYERS), (0, 2), page_size=16, num_pages=5)
         welcome = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "m", "m", (rank(0, other), rank(1, HALF)))
-        self.link: StagedLink = next(one for one in staged_links(hello, welcome) if one.link.source == 1)
+        self.link: StagedRegion = next(one for one in staged_regions(hello, welcome) if one.link.source == 1)
         self.pair = hello, welcome
         self.writer.open(hello, welcome)
 
@@ -267,7 +267,7 @@ def test_a_scatter_that_fails_says_so_and_nothing_more_is_scattered() -> None:
     failures: queue.SimpleQueue[str] = queue.SimpleQueue()
     ring = torch.zeros(RING_BYTES, dtype=torch.uint8)
     scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.append, on_failed=failures.put)
-    part = StagePart(4, TransferKey(1, 1), 0, 0, StageBlock(0, LAYERS, 0, 2), 0, 4)
+    part = StagePart(4, TransferKey(1, 1), 0, 0, HeadSlice(0, LAYERS, 0, 2), 0, 4)
     bad = PartScatter(part, 0, size_bytes=100, pages=[0], start=0)
     scatterer.scatter(bad)
     assert "scattering staged KV failed" in failures.get(timeout=10)

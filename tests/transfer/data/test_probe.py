@@ -15,7 +15,7 @@ from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake.library import Transport
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
 from pdserve.transfer.mooncake.transports import KvRoute
-from pdserve.transfer.plan.copy_runs import Runs
+from pdserve.transfer.plan.copy_runs import CopyRuns
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Pool, TransferKey
 from tests.transfer.data.kv_receiver import Receiver
@@ -36,7 +36,7 @@ def pool_of(receiver: Receiver) -> Pool:
 
 
 def job(number: int = 1) -> SendJob:
-    return SendJob(TransferKey(number, 1), Runs(*(np.array([value]) for value in (0, 0, POOL_BYTES))))
+    return SendJob(TransferKey(number, 1), CopyRuns(*(np.array([value]) for value in (0, 0, POOL_BYTES))))
 
 
 class TestProbe:

@@ -14,7 +14,7 @@ from pdserve.transfer.data import sender as sender_module
 from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
-from pdserve.transfer.plan.copy_runs import PlanError, Runs
+from pdserve.transfer.plan.copy_runs import CopyRuns, PlanError
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Pool, TransferKey
 from tests.transfer.data.kv_receiver import Receiver
@@ -81,14 +81,14 @@ def key(number: int) -> TransferKey:
     return TransferKey(number, 1)
 
 
-def copies(source: object, destination: object, length: object) -> Runs:
-    return Runs(*(np.array(column, dtype=np.int64) for column in (source, destination, length)))
+def copies(source: object, destination: object, length: object) -> CopyRuns:
+    return CopyRuns(*(np.array(column, dtype=np.int64) for column in (source, destination, length)))
 
 
-def fill(size_bytes: int, total_bytes: int) -> Runs:
+def fill(size_bytes: int, total_bytes: int) -> CopyRuns:
     """Copy the first `size_bytes` of the source over and over until `total_bytes` of the destination are full."""
     starts = np.arange(0, total_bytes, size_bytes, dtype=np.int64)
-    return Runs(np.zeros_like(starts), starts, np.full_like(starts, size_bytes))
+    return CopyRuns(np.zeros_like(starts), starts, np.full_like(starts, size_bytes))
 
 
 def wait_until(condition: object, timeout_s: float = 10.0) -> None:

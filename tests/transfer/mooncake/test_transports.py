@@ -35,7 +35,7 @@ from pdserve.transfer.mooncake.transports import (
     possible_routes,
     resolve_transport,
 )
-from pdserve.transfer.plan.copy_runs import Runs
+from pdserve.transfer.plan.copy_runs import CopyRuns
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Pool, Rank, TransferKey
 
@@ -307,7 +307,7 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         on_result=results.put,
         rdma=RdmaSender("10.0.0.1", ("mlx5_0",)),
     )
-    runs = Runs(np.array([10]), np.array([20]), np.array([30]))
+    runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
     sender.submit(SendJob(TransferKey(1, 0), runs))
     sender.submit(SendJob(TransferKey(1, 0), runs, pools=second))
     assert results.get(timeout=5).ok
@@ -322,7 +322,7 @@ def test_source_memory_that_cannot_be_registered_fails_the_job(engines: list[Rec
     RecordingEngine.registers = -1
     pools = [PoolPair(Region(4096, 100), DEVICE)]
     sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], pools, window=4, on_result=results.put)
-    sender.submit(SendJob(TransferKey(1, 0), Runs(np.array([0]), np.array([0]), np.array([30]))))
+    sender.submit(SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30]))))
     result = results.get(timeout=5)
     sender.close()
     assert engines[0].written == []

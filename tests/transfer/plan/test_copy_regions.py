@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.transfer.plan.copy_regions import CoverageError, Link, plan_links
+from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_links
 from pdserve.transfer.plan.copy_runs import check_bounds, expand_runs, expand_token_runs
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 
@@ -262,10 +262,10 @@ def test_three_stages_to_two() -> None:
     decode = [layout((0, 6), (0, 2)), layout((6, 12), (0, 2))]
     heads = range(2)
     assert set(plan_links(prefill, decode)) == {
-        Link(0, 0, range(4), heads),
-        Link(1, 0, range(4, 6), heads),
-        Link(1, 1, range(6, 8), heads),
-        Link(2, 1, range(8, 12), heads),
+        CopyRegion(0, 0, range(4), heads),
+        CopyRegion(1, 0, range(4, 6), heads),
+        CopyRegion(1, 1, range(6, 8), heads),
+        CopyRegion(2, 1, range(8, 12), heads),
     }
 
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.transfer.plan.copy_regions import Link
-from pdserve.transfer.plan.copy_runs import PlanError, Runs, check_bounds, expand_runs, expand_token_runs
+from pdserve.transfer.plan.copy_regions import CopyRegion
+from pdserve.transfer.plan.copy_runs import CopyRuns, PlanError, check_bounds, expand_runs, expand_token_runs
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 
 Pool = NDArray[np.uint8]
@@ -70,7 +70,7 @@ def of_range(case: Case) -> Case:
 
 
 def copy_tokens(
-    case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None, link: Link | None = None
+    case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None, link: CopyRegion | None = None
 ) -> None:
     source, destination = case.source, case.destination
     layers = set(source.layers) & set(destination.layers)
@@ -91,13 +91,13 @@ def copy_tokens(
                     ]
 
 
-def apply(runs: Runs, source_pool: Pool, destination_pool: Pool) -> None:
+def apply(runs: CopyRuns, source_pool: Pool, destination_pool: Pool) -> None:
     check_bounds(runs, len(source_pool), len(destination_pool))
     for source, destination, length in zip(runs.source, runs.destination, runs.length, strict=True):
         destination_pool[destination : destination + length] = source_pool[source : source + length]
 
 
-def assert_maximal(runs: Runs) -> None:
+def assert_maximal(runs: CopyRuns) -> None:
     order = np.argsort(runs.source)
     source, destination, length = runs.source[order], runs.destination[order], runs.length[order]
     assert (length > 0).all()
@@ -246,7 +246,7 @@ def test_a_head_slice_is_one_copy_per_layer_and_plane() -> None:
 def test_a_link_restricts_layers_and_heads(
     case: Case, seed: int, layers: tuple[int, int], heads: tuple[int, int]
 ) -> None:
-    link = Link(0, 0, range(*layers), range(*heads))
+    link = CopyRegion(0, 0, range(*layers), range(*heads))
     source_pool = random_pool(case.source, seed)
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
@@ -260,7 +260,7 @@ def test_a_link_restricts_layers_and_heads(
 
 def test_some_heads_of_equal_layouts_are_one_copy_per_layer_and_plane() -> None:
     kv = layout(heads=(0, 4))
-    runs = expand_runs(kv, kv, [0, 1], [4, 5], 0, 32, Link(0, 0, range(1, 3), range(2, 4)))
+    runs = expand_runs(kv, kv, [0, 1], [4, 5], 0, 32, CopyRegion(0, 0, range(1, 3), range(2, 4)))
     assert len(runs) == 2 * 2 * 2
     assert set(runs.length.tolist()) == {2 * 16 * 8}
     assert runs.source[0] == kv.layer_bytes + 2 * 16 * 8
@@ -289,7 +289,7 @@ def test_a_long_chunk_plans_in_under_two_milliseconds() -> None:
 
 
 def test_split_keeps_every_byte_and_its_order() -> None:
-    runs = Runs(np.array([100, 0, 40]), np.array([7, 500, 90]), np.array([25, 10, 31]))
+    runs = CopyRuns(np.array([100, 0, 40]), np.array([7, 500, 90]), np.array([25, 10, 31]))
     pieces = runs.split(10)
     assert pieces.length.max() == 10
     assert pieces.source.tolist() == [100, 110, 120, 0, 40, 50, 60, 70]
@@ -302,22 +302,22 @@ def test_split_keeps_every_byte_and_its_order() -> None:
     ("runs", "message"),
     [
         (
-            Runs(np.array([0, 95]), np.array([0, 0]), np.array([5, 6])),
+            CopyRuns(np.array([0, 95]), np.array([0, 0]), np.array([5, 6])),
             "source pool: offset 95 with 6 bytes.* 100 b",
         ),
-        (Runs(np.array([0]), np.array([-1]), np.array([5])), "destination pool: offset -1"),
-        (Runs(np.array([0]), np.array([196]), np.array([5])), "destination pool: offset 196 .* 200 bytes"),
-        (Runs(np.array([0]), np.array([2**63 - 2]), np.array([5])), "destination pool"),
-        (Runs(np.array([3]), np.array([0]), np.array([-1])), "negative length"),
+        (CopyRuns(np.array([0]), np.array([-1]), np.array([5])), "destination pool: offset -1"),
+        (CopyRuns(np.array([0]), np.array([196]), np.array([5])), "destination pool: offset 196 .* 200 bytes"),
+        (CopyRuns(np.array([0]), np.array([2**63 - 2]), np.array([5])), "destination pool"),
+        (CopyRuns(np.array([3]), np.array([0]), np.array([-1])), "negative length"),
     ],
 )
-def test_copies_outside_a_pool_are_refused(runs: Runs, message: str) -> None:
+def test_copies_outside_a_pool_are_refused(runs: CopyRuns, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         check_bounds(runs, 100, 200)
 
 
 def test_copies_up_to_the_last_byte_are_allowed() -> None:
-    check_bounds(Runs(np.array([95]), np.array([195]), np.array([5])), 100, 200)
+    check_bounds(CopyRuns(np.array([95]), np.array([195]), np.array([5])), 100, 200)
 
 
 def test_short_lists_and_other_planes_are_refused() -> None:

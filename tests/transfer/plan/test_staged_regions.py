@@ -6,15 +6,15 @@ from typing import get_args
 import pytest
 
 from pdserve.configs.schema import StagingSetting
-from pdserve.transfer.plan.staged_regions import MAX_PART_BYTES, pages_holding, pair_links, staged_links
+from pdserve.transfer.plan.staged_regions import MAX_PART_BYTES, pages_holding, pair_regions, staged_regions
 from pdserve.transfer.protocol.layout import KvLayout
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
+    HeadSlice,
     Hello,
     InstanceId,
     Pool,
     Rank,
-    StageBlock,
     StageRing,
     Welcome,
 )
@@ -64,42 +64,42 @@ def pair(
 @pytest.mark.parametrize(("prefill", "decode"), [*itertools.product((1, 2, 4, 8), repeat=2)])
 def test_auto_stages_what_is_a_head_slice_and_nothing_else(prefill: int, decode: int) -> None:
     hello, welcome = pair(shards(prefill), shards(decode))
-    found = staged_links(hello, welcome)
+    found = staged_regions(hello, welcome)
     same_heads = min(prefill, HEADS) == min(decode, HEADS)  # eight ranks have one head each, as four do
-    expected = () if same_heads else pair_links(hello, welcome, ("k", "v"))
+    expected = () if same_heads else pair_regions(hello, welcome, ("k", "v"))
     assert tuple(one.link for one in found) == expected
     assert bool(expected) != same_heads
 
 
 def test_stages_that_share_heads_out_alike_need_no_staging() -> None:
-    assert staged_links(*pair(shards(2, pp=2), shards(2, pp=1))) == ()
-    assert len(staged_links(*pair(shards(1, pp=2), shards(2, pp=1)))) == 4
+    assert staged_regions(*pair(shards(2, pp=2), shards(2, pp=1))) == ()
+    assert len(staged_regions(*pair(shards(1, pp=2), shards(2, pp=1)))) == 4
 
 
 @pytest.mark.parametrize("settings", [*itertools.product(SETTINGS, repeat=2)])
 def test_off_on_either_side_is_off_and_on_stages_all(settings: tuple[StagingSetting, StagingSetting]) -> None:
-    equal, unequal = (staged_links(*pair(shards(2), shards(decode), settings=settings)) for decode in (2, 1))
+    equal, unequal = (staged_regions(*pair(shards(2), shards(decode), settings=settings)) for decode in (2, 1))
     assert len(unequal) == (0 if "off" in settings else 2)
     assert len(equal) == (2 if "on" in settings and "off" not in settings else 0)
 
 
 def test_latent_rows_are_never_staged() -> None:
     rows = [layout((0, LAYERS), (0, 1), page_size=16, num_pages=8, planes=("latent",))]
-    assert staged_links(*pair(rows * 2, rows, settings=("on", "on"))) == ()
+    assert staged_regions(*pair(rows * 2, rows, settings=("on", "on"))) == ()
 
 
 def test_a_decode_server_without_rings_gets_slices() -> None:
-    assert staged_links(*pair(shards(2), shards(1), ring_bytes=None)) == ()
+    assert staged_regions(*pair(shards(2), shards(1), ring_bytes=None)) == ()
 
 
 def test_parts_fit_into_the_ring_twice_for_each_writer() -> None:
     token_bytes = LAYERS * CELL_BYTES  # of one head
     for ring_bytes, part_bytes in ((MIB, MIB // 8), (1 << 30, MAX_PART_BYTES), (4 * token_bytes, token_bytes)):
-        found = staged_links(*pair(shards(4), shards(1), ring_bytes=ring_bytes))
+        found = staged_regions(*pair(shards(4), shards(1), ring_bytes=ring_bytes))
         assert {one.token_bytes for one in found} == {token_bytes}
         assert {one.part_bytes for one in found} == {part_bytes}
-    assert {one.block for one in found} == {StageBlock(0, LAYERS, head, head + 1) for head in range(4)}
-    assert staged_links(*pair(shards(4), shards(1), ring_bytes=token_bytes - 1)) == ()
+    assert {one.block for one in found} == {HeadSlice(0, LAYERS, head, head + 1) for head in range(4)}
+    assert staged_regions(*pair(shards(4), shards(1), ring_bytes=token_bytes - 1)) == ()
 
 
 def test_pages_that_hold_some_tokens() -> None:

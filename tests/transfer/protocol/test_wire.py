@@ -17,6 +17,7 @@ from pdserve.transfer.protocol.messages import (
     AbortAck,
     AnyMessage,
     ChunkArrived,
+    HeadSlice,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -28,7 +29,6 @@ from pdserve.transfer.protocol.messages import (
     Rank,
     Refused,
     StageArrived,
-    StageBlock,
     StageFree,
     StageGrant,
     StagePart,
@@ -46,7 +46,7 @@ RANKS = (Rank(0, "127.0.0.1:12345", (Pool(LAYOUT, 0x7F00_0000_0000, LAYOUT.size_
 RING = StageRing(0x7F10_0000_0000, 1 << 20, epoch=2**62 - 1, memory="host")
 STAGING_RANKS = (msgspec.structs.replace(RANKS[0], ring=RING, staging="auto"),)
 KEY = TransferKey(7, 2)
-PART = StagePart(RING.epoch, KEY, 3, 1, StageBlock(0, 30, 2, 3), 512, 700)
+PART = StagePart(RING.epoch, KEY, 3, 1, HeadSlice(0, 30, 2, 3), 512, 700)
 HELLO = Hello(PROTOCOL_VERSION, InstanceId("d1"), "fp", "smollm2", RANKS, enable_hisparse=True)
 WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("p1"), "fp", "smollm2", STAGING_RANKS, enable_hisparse=True)
 DESTINATION = KvDestination(

@@ -10,14 +10,14 @@ from pdserve.memory.kv_pool import KvPool
 from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
-from pdserve.transfer.plan.copy_runs import Runs
+from pdserve.transfer.plan.copy_runs import CopyRuns
 from pdserve.transfer.plan.ring import StagingRing
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
+    HeadSlice,
     InstanceId,
     Pool,
     StageArrived,
-    StageBlock,
     StageFree,
     StageGrant,
     StagePart,
@@ -75,7 +75,7 @@ class StagedPair:
         self.target_pages = pages_of(self.target, 9)
         self.ring = torch.from_numpy(process.pool)
         self.buffer = torch.zeros(RING_BYTES, dtype=torch.uint8)
-        self.blocks = [StageBlock(0, LAYERS, 0, 2), StageBlock(0, LAYERS, 2, 4)]
+        self.blocks = [HeadSlice(0, LAYERS, 0, 2), HeadSlice(0, LAYERS, 2, 4)]
         self.sender = StageSender({0: PeerRing(5, RING_BYTES)})
         self.receiver = StageReceiver(0, StagingRing(RING_BYTES, epoch=5), cell_bytes=CELL_BYTES, quarantine_s=1.0)
         self.results: queue.Queue[SendResult] = queue.Queue()
@@ -121,7 +121,7 @@ class StagedPair:
                         layers=range(LAYERS),
                         heads=range(2),
                     )
-                    run = Runs(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
+                    run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
                     self.peer.submit(SendJob(part.key, run))
                     self.writes.append(self.results.get(timeout=10))
                     assert self.writes[-1].ok, self.writes[-1].reason

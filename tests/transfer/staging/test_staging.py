@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdserve.transfer.plan.copy_runs import PlanError
 from pdserve.transfer.plan.ring import ALIGNMENT, Region, StagingRing
 from pdserve.transfer.protocol.messages import (
+    HeadSlice,
     InstanceId,
     StageArrived,
-    StageBlock,
     StageFree,
     StageGrant,
     StageMessage,
@@ -51,8 +51,8 @@ QUARANTINE_S = 5.0
 RESEND_S = 1.0
 RANK = 3
 BLOCKS = {  # of two prefill servers, with one and with two ranks
-    0: ((0, StageBlock(0, 1, 0, 2)),),
-    1: ((0, StageBlock(0, 1, 0, 1)), (1, StageBlock(0, 1, 1, 2))),
+    0: ((0, HeadSlice(0, 1, 0, 2)),),
+    1: ((0, HeadSlice(0, 1, 0, 1)), (1, HeadSlice(0, 1, 1, 2))),
 }
 
 
@@ -125,7 +125,7 @@ def units(region: Region) -> range:
     return range(region.offset // ALIGNMENT, (region.offset + region.size_bytes) // ALIGNMENT)
 
 
-class World(RuleBasedStateMachine):
+class Simulator(RuleBasedStateMachine):
     @initialize(capacity=st.integers(2, 8))
     def start(self, capacity: int) -> None:
         self.now = 0.0
@@ -447,12 +447,12 @@ class World(RuleBasedStateMachine):
         assert all(transfer.landed or transfer.broken for transfer in self.transfers.values())
 
 
-World.TestCase.settings = settings(max_examples=120, stateful_step_count=80, deadline=None)
-TestWorld = World.TestCase
+Simulator.TestCase.settings = settings(max_examples=120, stateful_step_count=80, deadline=None)
+TestWorld = Simulator.TestCase
 
 PREFILL = InstanceId("prefill")
 KEY = TransferKey(7, 1)
-BLOCK = StageBlock(0, 2, 0, 1)
+BLOCK = HeadSlice(0, 2, 0, 1)
 
 
 def part(start: int = 0, end: int = 4, *, writer: int = 0, epoch: int = 9, key: TransferKey = KEY) -> StagePart:

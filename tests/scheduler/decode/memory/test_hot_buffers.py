@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode.memory.command_log import Orders
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.page_lending import Loans
+from pdserve.scheduler.decode.memory.page_lending import PageLending
 
 PAGE = 4
 LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
@@ -27,7 +27,7 @@ def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
 def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
     hot = HotBuffers(LIMITS)
     buffer, shrunk = hot.open("a", 3)
-    assert (len(buffer.pages), buffer.capacity, buffer.cycles, shrunk) == (1, 8, False, [])
+    assert (len(buffer.pages), buffer.capacity, buffer.evicting, shrunk) == (1, 8, False, [])
     assert hot.pages.available == 12 - LIMITS.buffer_pages
     assert hot.grow("a", 4) is None
     assert hot.grow("a", 5) is buffer
@@ -37,7 +37,7 @@ def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
 def test_a_sequence_beyond_the_buffer_stays_resident_while_there_is_room() -> None:
     hot = HotBuffers(LIMITS)
     buffer, _ = hot.open("a", 20)
-    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (5, 20, False)
+    assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (5, 20, False)
     assert hot.grow("a", 21) is buffer
     assert (len(buffer.pages), buffer.capacity) == (6, 24)
 
@@ -49,9 +49,9 @@ def test_residents_shrink_for_newcomers_the_largest_first() -> None:
     kept = large.pages[:3]
     newcomer, shrunk = hot.open("new", 30)
     assert shrunk == [large]
-    assert (large.pages, large.capacity, large.cycles) == (kept, 8, True)
-    assert (len(small.pages), small.cycles) == (4, False)
-    assert (len(newcomer.pages), newcomer.capacity, newcomer.cycles) == (3, 8, True)
+    assert (large.pages, large.capacity, large.evicting) == (kept, 8, True)
+    assert (len(small.pages), small.evicting) == (4, False)
+    assert (len(newcomer.pages), newcomer.capacity, newcomer.evicting) == (3, 8, True)
     assert hot.grow("large", 25) is None
 
 
@@ -59,7 +59,7 @@ def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
     hot = HotBuffers(LIMITS)
     buffer = open_loaded(hot, "a", 48)
     assert hot.grow("a", 49) is buffer
-    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (3, 8, True)
+    assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (3, 8, True)
     assert hot.pages.available == 9
 
 
@@ -67,7 +67,7 @@ def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_ca
     """A step fetches 128 rows, so a copy of 300 costs as much as three steps."""
     hot = HotBuffers(HotLimits(num_pages=82, page_size=PAGE, hot_rows=8, slots=3))
     buffer = open_loaded(hot, "a", 300)
-    assert not buffer.cycles
+    assert not buffer.evicting
     hot.shrink(buffer)
     for tokens in (301, 302):
         assert hot.grow("a", tokens) is None
@@ -80,7 +80,7 @@ def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_ca
     assert hot.worth_reopening("a", 304, hot.room_to_spare(2))
     hot.close("a")
     buffer = open_loaded(hot, "a", 304)
-    assert (len(buffer.pages), buffer.capacity, buffer.cycles) == (76, 304, False)
+    assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (76, 304, False)
     assert not hot.worth_reopening("a", 304, hot.room_to_spare(0))
     for newcomer in ("b", "c"):
         assert hot.can_open()
@@ -108,17 +108,17 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
     draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
     hot = HotBuffers(limits)
     pages = PageAllocator[KvPage](30)
-    orders = Orders(pages)
+    commands = CommandLog(pages)
     prompts: list[PageGrant[KvPage]] = []
     if lends:
-        lots = Lots.of(30, kv_page_bytes=2, hot_page_bytes=3)
-        hot = HotBuffers(dataclasses.replace(limits, lots=lots), Loans(pages, lots, orders))
+        overlay = PoolOverlay.of(30, kv_page_bytes=2, hot_page_bytes=3)
+        hot = HotBuffers(dataclasses.replace(limits, overlay=overlay), PageLending(pages, overlay, commands))
     tokens: dict[str, int] = {}
     opening: str | None = None
     detached: HotBuffer | None = None
     for step in range(300):
         if draw.random() < 0.3:
-            orders.done(orders.next())
+            commands.done(commands.next())
         if draw.random() < 0.2:
             wanted = draw.randint(1, 20)
             while pages.available < wanted and (buffer := hot.largest_borrower()) is not None:
@@ -128,7 +128,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         if prompts and draw.random() < 0.2:
             pages.release(prompts.pop())
         if draw.random() < 0.5:
-            orders.next()
+            commands.next()
         if draw.random() < 0.2 and opening is None and hot.can_open():
             tokens[f"r{step}"] = draw.randint(1, 40)
             hot.open(f"r{step}", tokens[f"r{step}"])
@@ -154,7 +154,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
                     hot.close(rid)
                     buffer, shrunk = hot.open(rid, tokens[rid] + 1)
                     buffer.loading = False
-                    assert not buffer.cycles, "there was room to spare"
+                    assert not buffer.evicting, "there was room to spare"
                     assert shrunk == []
             tokens[rid] += 1
             hot.grow(rid, tokens[rid])
@@ -163,7 +163,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
             needed = length if length <= buffer.capacity else LIMITS.hot_rows + 1
             assert len(buffer.pages) * PAGE >= needed
             assert buffer.capacity >= LIMITS.hot_rows
-            assert buffer.cycles == (length > buffer.capacity)
+            assert buffer.evicting == (length > buffer.capacity)
         used = [page for rid in tokens for page in hot.of(rid).pages]
         assert len(used) == len(set(used))
         hot.check_integrity(idle=False)
@@ -174,5 +174,5 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         hot.of(rid).loading = False
         hot.close(rid)
     hot.check_integrity(idle=True)
-    orders.done(orders.next())
+    commands.done(commands.next())
     assert pages.available == 30 - sum(len(prompt.pages) for prompt in prompts)

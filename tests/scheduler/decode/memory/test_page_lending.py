@@ -7,20 +7,20 @@ from functools import partial
 
 import pytest
 
-from pdserve.memory.hisparse.shared_pool import Lots
+from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.memory import request_memory
-from pdserve.scheduler.decode.memory.command_log import Orders
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.page_lending import Loans
+from pdserve.scheduler.decode.memory.page_lending import PageLending
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
 from pdserve.scheduler.messages.effects import Effect, ResizeHot
-from tests.scheduler.simulation.simulator import PAGE_SIZE, World
+from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
 
 KV_PAGES, OWN_PAGES, SLOTS = 40, 9, 3
-LOTS = Lots.of(KV_PAGES, kv_page_bytes=2, hot_page_bytes=3)
-"""Lots of three pages or two hot ones; buffers are three pages."""
+LOTS = PoolOverlay.of(KV_PAGES, kv_page_bytes=2, hot_page_bytes=3)
+"""PoolOverlay of three pages or two hot ones; buffers are three pages."""
 
 
 class Pools:
@@ -28,9 +28,9 @@ class Pools:
 
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
         self.pages = PageAllocator[KvPage](KV_PAGES)
-        self.orders = Orders(self.pages)
-        self.loans = Loans(self.pages, LOTS, self.orders)
-        limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, lots=LOTS)
+        self.commands = CommandLog(self.pages)
+        self.loans = PageLending(self.pages, LOTS, self.commands)
+        limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=LOTS)
         self.hot = HotBuffers(limits, self.loans)
 
     def check(self) -> None:
@@ -42,7 +42,7 @@ def test_first_pages_are_the_buffers_own_and_the_others_are_borrowed() -> None:
     """All slots together need all nine pages for buffers, so residents leave them alone while there are others."""
     pools = Pools()
     buffer, _ = pools.hot.open("a", 36)
-    assert not buffer.cycles
+    assert not buffer.evicting
     assert buffer.pages[:3] == [LOTS.covered, LOTS.covered + 1, LOTS.covered + 2]
     assert all(page < LOTS.count * LOTS.hot_pages for page in buffer.pages[3:])
     assert len(buffer.pages) == 9
@@ -81,9 +81,9 @@ def test_pages_that_no_buffer_can_need_come_before_loans_and_those_that_one_may_
 
 def test_what_is_reserved_cached_or_margin_is_not_lent() -> None:
     pools = Pools()
-    lots = LOTS.count
+    overlay = LOTS.count
     pools.loans.margin = 1
-    assert pools.loans.room == lots * LOTS.hot_pages - 2  # one page is in no lot, another takes a lot along
+    assert pools.loans.room == overlay * LOTS.hot_pages - 2  # one page is in no lot, another takes a lot along
     grant = pools.pages.grant("a", 2, reserve=4)
     assert grant is not None
     assert pools.loans.room == (KV_PAGES - 2 - 4 - 2) // 3 * 2
@@ -101,12 +101,12 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
     pools.hot.open("a", 36)
     assert pools.hot.largest_borrower() is None, "its rows are being copied there"
     pools.hot.of("a").loading = False
-    first = pools.orders.next()
+    first = pools.commands.next()
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
     pools.hot.shrink(buffer)
     assert (pools.pages.lent, pools.loans.borrowed, pools.loans.coming) == (9, 0, 9)
-    pools.orders.done(first)
+    pools.commands.done(first)
     assert (pools.pages.lent, pools.pages.available) == (0, KV_PAGES)
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
@@ -119,164 +119,164 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
     pools.hot.check_integrity(idle=True)
 
 
-def turn(world: World, *, ranks: bool = True) -> None:
+def turn(simulator: Simulator, *, ranks: bool = True) -> None:
     """Everybody works for a moment; the ranks carry out one step at most."""
     for which in range(2):
-        world.deliver(which, up=False)
-        world.prefill_turn(which)
-        world.end_write(which, ok=True, late=False)
-        world.deliver(which, up=True)
-    world.decode_turn()
-    world.check()
-    steps = world.decode.counters["decode_steps"]
-    while ranks and world.orders and world.decode.counters["decode_steps"] == steps:
-        world.rank_turn(eos=False)
-        world.check()
-    while ranks and world.copies:
-        world.copy_turn()
-        world.check()
-    world.pass_time(0.01)
+        simulator.deliver(which, up=False)
+        simulator.prefill_turn(which)
+        simulator.end_write(which, ok=True, late=False)
+        simulator.deliver(which, up=True)
+    simulator.decode_turn()
+    simulator.check()
+    steps = simulator.decode.counters["decode_steps"]
+    while ranks and simulator.commands and simulator.decode.counters["decode_steps"] == steps:
+        simulator.rank_turn(eos=False)
+        simulator.check()
+    while ranks and simulator.copies:
+        simulator.copy_turn()
+        simulator.check()
+    simulator.pass_time(0.01)
 
 
-def until(world: World, seen: Callable[[], object], turns: int = 200) -> int:
+def until(simulator: Simulator, seen: Callable[[], object], turns: int = 200) -> int:
     """Work until it is so, and say how many turns that took."""
     for number in range(turns):
         if seen():
             return number
-        turn(world)
-    raise AssertionError(f"not within {turns} turns: {world.decode.state_counts()}")
+        turn(simulator)
+    raise AssertionError(f"not within {turns} turns: {simulator.decode.state_counts()}")
 
 
-def lending_world(stages: int = 1) -> World:
+def lending_world(stages: int = 1) -> Simulator:
     """Three buffers, no page more; 32 pages of keys, which are 20 hot ones and two in no lot."""
-    return World(stages=stages, look_ahead=stages == 1, hot_pages=9, lends=True, prefix_cache=False)
+    return Simulator(stages=stages, overlap=stages == 1, hot_pages=9, lends=True, prefix_cache=False)
 
 
-def running(world: World, count: int) -> Callable[[], bool]:
-    return lambda: world.decode.running == count
+def running(simulator: Simulator, count: int) -> Callable[[], bool]:
+    return lambda: simulator.decode.running == count
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_everybody_is_resident_while_others_leave_their_keys_free(stages: int) -> None:
-    world = lending_world(stages)
+    simulator = lending_world(stages)
     for family in (0, 1):
-        world.submit(20, family, 8, 1, None, 0)
-    until(world, running(world, 2))
-    assert world.decode.hot is not None
-    assert world.decode.hot.resident == 2
-    until(world, lambda: not world.decode.requests)
-    assert world.hot_seen["cycled"] == 0
-    assert world.hot_seen["lent"] > 0
-    world.finish()
+        simulator.submit(20, family, 8, 1, None, 0)
+    until(simulator, running(simulator, 2))
+    assert simulator.decode.hot is not None
+    assert simulator.decode.hot.resident == 2
+    until(simulator, lambda: not simulator.decode.requests)
+    assert simulator.hot_seen["cycled"] == 0
+    assert simulator.hot_seen["lent"] > 0
+    simulator.finish()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_one_who_lacks_what_is_lent_gets_in_after_the_steps_under_way(stages: int) -> None:
     """Nobody is retracted for it, and there is a step in every turn."""
-    world = lending_world(stages)
+    simulator = lending_world(stages)
     for family in (0, 1):
-        world.submit(22, family, 13, 1, None, 0)
-    until(world, running(world, 2))
-    turn(world)
-    pages = world.decode.pages
+        simulator.submit(22, family, 13, 1, None, 0)
+    until(simulator, running(simulator, 2))
+    turn(simulator)
+    pages = simulator.decode.pages
     assert pages.available < 11 <= pages.available + pages.lent
-    world.submit(22, 0, 5, 3, None, 0)  # three samples of six pages and one to grow, five of them shared
-    before = world.decode.counters["decode_steps"]
-    took = until(world, lambda: world.decode.state_counts()["prefilling"] == 3, turns=6)
+    simulator.submit(22, 0, 5, 3, None, 0)  # three samples of six pages and one to grow, five of them shared
+    before = simulator.decode.counters["decode_steps"]
+    took = until(simulator, lambda: simulator.decode.state_counts()["prefilling"] == 3, turns=6)
     assert took <= 3
-    assert world.decode.counters["decode_steps"] == before + took
-    assert world.hot_seen["shrunk"] > 0
-    until(world, lambda: not world.decode.requests)
-    world.finish()
-    assert world.decode.counters["retractions"] == 0
+    assert simulator.decode.counters["decode_steps"] == before + took
+    assert simulator.hot_seen["shrunk"] > 0
+    until(simulator, lambda: not simulator.decode.requests)
+    simulator.finish()
+    assert simulator.decode.counters["retractions"] == 0
 
 
 def test_with_nothing_under_way_it_gets_in_at_once() -> None:
     """Who waits is tried again when loans are back in the same turn: nothing else would wake it."""
-    world = World(hot_pages=9, lends=True, prefix_cache=False)
+    simulator = Simulator(hot_pages=9, lends=True, prefix_cache=False)
     for family in (0, 1):
-        world.submit(22, family, 13, 1, None, 0)
-    until(world, running(world, 2))
-    world.work_ranks()
-    assert world.decode.pages.available < 11
-    world.submit(22, 0, 5, 3, None, 0)
-    world.decode.advance(world.now)
-    assert world.decode.state_counts()["prefilling"] == 3
-    world.act()
-    until(world, lambda: not world.decode.requests)
-    world.finish()
+        simulator.submit(22, family, 13, 1, None, 0)
+    until(simulator, running(simulator, 2))
+    simulator.work_ranks()
+    assert simulator.decode.pages.available < 11
+    simulator.submit(22, 0, 5, 3, None, 0)
+    simulator.decode.advance(simulator.now)
+    assert simulator.decode.state_counts()["prefilling"] == 3
+    simulator.act()
+    until(simulator, lambda: not simulator.decode.requests)
+    simulator.finish()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: int) -> None:
     """Also with steps under way, whose rows are in host memory when the copy comes to its turn."""
-    world = lending_world(stages)
-    world.submit(22, 0, 30, 1, None, 0)
-    until(world, running(world, 1))
-    assert world.decode.hot is not None
-    (rid,) = world.decode.requests
-    hot = world.decode.hot
+    simulator = lending_world(stages)
+    simulator.submit(22, 0, 30, 1, None, 0)
+    until(simulator, running(simulator, 1))
+    assert simulator.decode.hot is not None
+    (rid,) = simulator.decode.requests
+    hot = simulator.decode.hot
     assert hot.of(rid).borrowed > 0
-    world.submit(22, 1, 3, 3, None, 0)
-    world.submit(22, 1, 3, 3, None, 0)
-    until(world, lambda: hot.of(rid).cycles)
-    until(world, lambda: not hot.of(rid).cycles)
-    assert world.hot_seen["reopened"] > 0
+    simulator.submit(22, 1, 3, 3, None, 0)
+    simulator.submit(22, 1, 3, 3, None, 0)
+    until(simulator, lambda: hot.of(rid).evicting)
+    until(simulator, lambda: not hot.of(rid).evicting)
+    assert simulator.hot_seen["reopened"] > 0
     assert hot.of(rid).borrowed > 0
-    until(world, running(world, 1))
-    until(world, lambda: not world.decode.requests)
-    assert world.decode.counters["retractions"] == 0
-    world.finish()
+    until(simulator, running(simulator, 1))
+    until(simulator, lambda: not simulator.decode.requests)
+    assert simulator.decode.counters["retractions"] == 0
+    simulator.finish()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_who_grows_never_waits_for_a_loan(stages: int) -> None:
     """The two need all pages there are in the end: what one has borrowed is back before the other lacks it."""
-    world = lending_world(stages)
-    world.submit(20, 0, 61, 1, None, 0)
-    world.submit(22, 1, 27, 1, None, 0)
+    simulator = lending_world(stages)
+    simulator.submit(20, 0, 61, 1, None, 0)
+    simulator.submit(22, 1, 27, 1, None, 0)
     starved = 0
-    until(world, running(world, 2))
-    assert world.decode.pages.lent > 0
-    while world.decode.requests:
-        turn(world)
-        starved += world.decode._starving
+    until(simulator, running(simulator, 2))
+    assert simulator.decode.pages.lent > 0
+    while simulator.decode.requests:
+        turn(simulator)
+        starved += simulator.decode._starving
     assert starved == 0
-    assert world.hot_seen["shrunk"] > 0
-    world.finish()
-    assert world.decode.counters["retractions"] == 0
+    assert simulator.hot_seen["shrunk"] > 0
+    simulator.finish()
+    assert simulator.decode.counters["retractions"] == 0
 
 
-@pytest.mark.parametrize(("stages", "look_ahead"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("stages", "overlap"), [(1, False), (1, True), (2, False)])
 def test_nobody_is_retracted_while_anything_is_lent(
-    stages: int, look_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    stages: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if a request should find nothing free: here nothing is kept for it."""
     monkeypatch.setattr(request_memory, "MARGIN_PAGES", 0)
-    world = World(stages=stages, look_ahead=look_ahead, hot_pages=9, lends=True, prefix_cache=False)
-    world.submit(20, 0, 61, 1, None, 0)
-    world.submit(22, 1, 27, 1, None, 0)
-    until(world, running(world, 2))
-    assert world.decode.pages.lent > 0
-    until(world, lambda: not world.decode.requests, turns=400)
-    world.finish()
-    assert world.decode.counters["retractions"] == 0
+    simulator = Simulator(stages=stages, overlap=overlap, hot_pages=9, lends=True, prefix_cache=False)
+    simulator.submit(20, 0, 61, 1, None, 0)
+    simulator.submit(22, 1, 27, 1, None, 0)
+    until(simulator, running(simulator, 2))
+    assert simulator.decode.pages.lent > 0
+    until(simulator, lambda: not simulator.decode.requests, turns=400)
+    simulator.finish()
+    assert simulator.decode.counters["retractions"] == 0
 
 
 def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
     effects: list[Effect] = []
     pages = PageAllocator[KvPage](KV_PAGES)
-    limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, lots=LOTS)
+    limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=LOTS)
     memory = RequestMemory(pages, PAGE_SIZE, limits, effects)
     assert memory.hot is not None
     assert pages.grant("one that runs", 10) is not None
     assert pages.grant("one that waits", KV_PAGES) is None
     assert not memory.call_in([])  # there is nothing that would help it
     cold, _ = memory.hot.open("a", 48)
-    assert cold.cycles
+    assert cold.evicting
     assert not memory.call_in([])  # it has gone
     resident, _ = memory.hot.open("b", 48)
-    assert not resident.cycles
+    assert not resident.evicting
     resident.loading = False
     assert pages.grant("another", 25) is None
     assert memory.call_in([])
@@ -287,54 +287,54 @@ def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> None:
     """Its rows are being copied: until that has ended, nobody else has what it held."""
-    world = lending_world()
-    world.submit(22, 0, 13, 1, None, 0)
-    while not len(world.decode.memory.copies):
-        world.decode_turn()
-        for move in (partial(world.deliver, up=False), world.prefill_turn, partial(world.deliver, up=True)):
+    simulator = lending_world()
+    simulator.submit(22, 0, 13, 1, None, 0)
+    while not len(simulator.decode.memory.copies):
+        simulator.decode_turn()
+        for move in (partial(simulator.deliver, up=False), simulator.prefill_turn, partial(simulator.deliver, up=True)):
             for which in range(2):
                 move(which)
-                world.end_write(which, ok=True, late=False)
-    assert world.decode.pages.lent > 0
-    assert not len(world.decode.orders)
-    world.cancel(0, stopped=False)
-    world.check()
-    assert world.decode.pages.lent > 0, "the ranks are not done"
-    assert not world.decode.idle
+                simulator.end_write(which, ok=True, late=False)
+    assert simulator.decode.pages.lent > 0
+    assert not len(simulator.decode.commands)
+    simulator.cancel(0, stopped=False)
+    simulator.check()
+    assert simulator.decode.pages.lent > 0, "the ranks are not done"
+    assert not simulator.decode.idle
     if wanted:  # eleven pages each, of 32
-        world.submit(22, 1, 5, 3, None, 0)
-        world.submit(22, 1, 5, 3, None, 0)
-    world.decode_turn()
-    assert world.decode.state_counts()["queued"] == (3 if wanted else 0)
-    while world.orders or world.copies:
-        world.rank_turn(eos=False)
-        world.check()
-        world.copy_turn()
-        world.check()
-    assert world.decode.pages.lent == 0
+        simulator.submit(22, 1, 5, 3, None, 0)
+        simulator.submit(22, 1, 5, 3, None, 0)
+    simulator.decode_turn()
+    assert simulator.decode.state_counts()["queued"] == (3 if wanted else 0)
+    while simulator.commands or simulator.copies:
+        simulator.rank_turn(eos=False)
+        simulator.check()
+        simulator.copy_turn()
+        simulator.check()
+    assert simulator.decode.pages.lent == 0
     if wanted:
-        world.decode_turn()
-        assert world.decode.state_counts()["queued"] == 0
-        until(world, lambda: not world.decode.requests)
-    assert world.decode.idle
-    world.finish()
+        simulator.decode_turn()
+        assert simulator.decode.state_counts()["queued"] == 0
+        until(simulator, lambda: not simulator.decode.requests)
+    assert simulator.decode.idle
+    simulator.finish()
 
 
 def test_a_request_becomes_resident_again_when_the_prefix_cache_has_filled_the_index() -> None:
     """Nothing can be lent. The hot pool's own pages are enough, and the slots that might want them are nobody's."""
-    world = World(hot_pages=9, lends=True)
+    simulator = Simulator(hot_pages=9, lends=True)
     for first in range(8):
-        world.ask_for((first, *range(60, 69)), new=7)
-        until(world, lambda: not world.decode.requests)
-    assert world.decode.pages.idle >= 28
-    world.submit(10, 0, 24, 1, None, 0)
-    until(world, running(world, 1))
-    (request,) = world.decode.requests.values()
-    hot = world.decode.hot
+        simulator.ask_for((first, *range(60, 69)), new=7)
+        until(simulator, lambda: not simulator.decode.requests)
+    assert simulator.decode.pages.idle >= 28
+    simulator.submit(10, 0, 24, 1, None, 0)
+    until(simulator, running(simulator, 1))
+    (request,) = simulator.decode.requests.values()
+    hot = simulator.decode.hot
     assert hot is not None
-    others = [world.ask_for((90 + number,), new=3) for number in range(2)]
-    until(world, lambda: not any(rid in world.decode.requests for rid in others))
-    assert hot.of(request.rid).cycles, "it has made room for them"
-    assert (hot.pages.available, world.decode.pages.lendable(0)) == (6, 0)
-    until(world, lambda: not hot.of(request.rid).cycles, turns=20)
-    world.finish()
+    others = [simulator.ask_for((90 + number,), new=3) for number in range(2)]
+    until(simulator, lambda: not any(rid in simulator.decode.requests for rid in others))
+    assert hot.of(request.rid).evicting, "it has made room for them"
+    assert (hot.pages.available, simulator.decode.pages.lendable(0)) == (6, 0)
+    until(simulator, lambda: not hot.of(request.rid).evicting, turns=20)
+    simulator.finish()

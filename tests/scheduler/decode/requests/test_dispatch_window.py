@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.scheduler.decode.requests.dispatch_window import DEFAULT_TOKENS, DispatchWindow, PromptKind
 from pdserve.transfer.protocol.messages import Load
-from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedWorld, decode_limits
+from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator, decode_limits
 
 
 @pytest.mark.parametrize(
@@ -22,74 +22,74 @@ def test_running_requests_are_not_retracted_for_pages_behind_a_queue(
     """100 x (1,000 + 1,000) tokens in a pool of 65,536. Without a window the first case had 68 retractions, computed
     207,000 tokens and took 132 s.
     """
-    world = TimedWorld(tokens_per_s=tokens_per_s, step_s=step_s)
+    simulator = TimedSimulator(tokens_per_s=tokens_per_s, step_s=step_s)
     for number in range(100):
-        world.ask(f"r{number}", 1000, 1000)
-    world.run(lambda: not world.decode.requests)
-    assert not world.failures
-    assert world.decode.counters["retractions"] <= most_retractions
-    (server,) = world.servers.values()
+        simulator.ask(f"r{number}", 1000, 1000)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert not simulator.failures
+    assert simulator.decode.counters["retractions"] <= most_retractions
+    (server,) = simulator.servers.values()
     assert server.scheduler.counters["prompt_tokens"] == pytest.approx(100_000, rel=0.002)
-    assert world.now < 1.01 * ideal_s
-    assert world.most_at_prefill < server.scheduler.load().window_tokens + 1000
+    assert simulator.now < 1.01 * ideal_s
+    assert simulator.most_at_prefill < server.scheduler.load().window_tokens + 1000
 
 
 @pytest.mark.parametrize(("tokens", "prompts"), [(5, 3000), (100, 300), (700, 60), (5000, 12)])
 def test_prefill_never_waits_for_the_next_prompt(tokens: int, prompts: int) -> None:
     """However long they are: a step takes 20 ms at least, so short ones must share steps."""
-    world = TimedWorld(tokens_per_s=5000, least_step_s=0.02, limits=decode_limits(max_queued_requests=3000))
-    world.run_for(1.0)
-    began = world.now
+    simulator = TimedSimulator(tokens_per_s=5000, least_step_s=0.02, limits=decode_limits(max_queued_requests=3000))
+    simulator.run_for(1.0)
+    began = simulator.now
     for number in range(prompts):
-        world.ask(f"r{number}", tokens)
-    world.run(lambda: not world.decode.requests)
-    assert world.now - began < 1.03 * prompts * tokens / 5000 + 0.05
-    assert world.most_at_prefill < 4000 + 2 * tokens
+        simulator.ask(f"r{number}", tokens)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert simulator.now - began < 1.03 * prompts * tokens / 5000 + 0.05
+    assert simulator.most_at_prefill < 4000 + 2 * tokens
 
 
 def test_two_decode_servers_share_a_prefill_server() -> None:
     """The other one has as much there as it can. Ours still has two prompts at a time, and its part of the steps."""
-    world = TimedWorld(tokens_per_s=5000)
-    world.flood(8, 1000)
-    world.run_for(2.0)
-    began = world.now
+    simulator = TimedSimulator(tokens_per_s=5000)
+    simulator.flood(8, 1000)
+    simulator.run_for(2.0)
+    began = simulator.now
     for number in range(20):
-        world.ask(f"r{number}", 1000)
-    world.run(lambda: not world.decode.requests)
-    assert not world.failures
-    assert world.most_at_prefill <= 2000
-    assert world.busy_s > 0.99 * world.now
-    assert world.now - began < 20_000 / 5000 * 8, "two of ten prompts are ours, and they are no shorter"
+        simulator.ask(f"r{number}", 1000)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert not simulator.failures
+    assert simulator.most_at_prefill <= 2000
+    assert simulator.busy_s > 0.99 * simulator.now
+    assert simulator.now - began < 20_000 / 5000 * 8, "two of ten prompts are ours, and they are no shorter"
 
 
 @pytest.mark.parametrize("pinned", [None, "a:1"])
 def test_what_prefill_computes_first_is_sent_though_the_window_is_full(pinned: str | None) -> None:
     """Short prompts pass long ones there, and urgent ones all others: neither waits here for those."""
-    world = TimedWorld(tokens_per_s=1000)
-    world.run_for(1.0)
+    simulator = TimedSimulator(tokens_per_s=1000)
+    simulator.run_for(1.0)
     for number in range(6):
-        world.ask(f"long {number}", 8000, endpoint=pinned)
-    world.run_for(1.0)
-    assert world.decode.state_counts()["queued"] == 4
-    world.ask("short", 5)
-    world.ask("urgent", 1000, priority=1)
-    world.run_for(2 * LATENCY_S)
-    assert world.decode.state_counts() | {"queued": 4, "prefilling": 4} == world.decode.state_counts()
-    world.run(lambda: {"urgent", "short"} <= world.ended_at.keys(), most_s=3.0)
-    world.run(lambda: not world.decode.requests)
+        simulator.ask(f"long {number}", 8000, endpoint=pinned)
+    simulator.run_for(1.0)
+    assert simulator.decode.state_counts()["queued"] == 4
+    simulator.ask("short", 5)
+    simulator.ask("urgent", 1000, priority=1)
+    simulator.run_for(2 * LATENCY_S)
+    assert simulator.decode.state_counts() | {"queued": 4, "prefilling": 4} == simulator.decode.state_counts()
+    simulator.run(lambda: {"urgent", "short"} <= simulator.ended_at.keys(), most_s=3.0)
+    simulator.run(lambda: not simulator.decode.requests)
 
 
 def test_a_long_prompt_of_one_endpoint_does_not_hold_up_others() -> None:
     """Its server is busy; the other one is not, and takes those that are not pinned."""
-    world = TimedWorld(tokens_per_s=1000, endpoints=("a:1", "b:1"))
-    world.run_for(1.0)
+    simulator = TimedSimulator(tokens_per_s=1000, endpoints=("a:1", "b:1"))
+    simulator.run_for(1.0)
     for number in range(6):
-        world.ask(f"a{number}", 4000, endpoint="a:1")
-    world.run_for(0.1)
-    assert world.decode.state_counts()["queued"] == 4
-    world.ask("any", 4000)
-    world.run(lambda: "any" in world.ended_at, most_s=4.5)
-    world.run(lambda: not world.decode.requests)
+        simulator.ask(f"a{number}", 4000, endpoint="a:1")
+    simulator.run_for(0.1)
+    assert simulator.decode.state_counts()["queued"] == 4
+    simulator.ask("any", 4000)
+    simulator.run(lambda: "any" in simulator.ended_at, most_s=4.5)
+    simulator.run(lambda: not simulator.decode.requests)
 
 
 def test_the_window_is_what_prefill_reports() -> None:

@@ -28,6 +28,9 @@ from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
 from pdserve.configs.errors import PdserveError
+from pdserve.configs.schema import CpuKernelsSetting
+from pdserve.kernels.backends.dispatch import prepare_kernels
+from pdserve.memory.pages import pages_for
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
@@ -37,6 +40,7 @@ from pdserve.server.bench.report import BenchResult
 from pdserve.server.launch.up import RunningPair, running_pair
 from tests.checkpoints import load_smollm2_reference
 
+CPU = torch.device("cpu")
 PAGE_SIZE = 16
 STREAMS = 8
 LONG_PROMPT = 1000
@@ -57,6 +61,10 @@ class Samples:
         self.cpu_ms.append(1000 * cpu_s / (streams * new_tokens))
 
 
+def load_runner(cpu_kernels: CpuKernelsSetting) -> ModelRunner:
+    return ModelRunner.load(locate_model("smollm2"), device=CPU, dtype=torch.float32, cpu_kernels=cpu_kernels)
+
+
 class Contest:
     """The contestants and what they run: `prompt_len` random tokens, then exactly `new_tokens`."""
 
@@ -67,14 +75,19 @@ class Contest:
         self._new_tokens: int = options.new_tokens
         self._random = random.Random(0)
         self._reference = load_smollm2_reference()
-        self._runner = ModelRunner.load(locate_model("smollm2"), device=torch.device("cpu"), dtype=torch.float32)
+        self._runner = load_runner("auto")
+        self._torch_runner = load_runner("torch")
 
     def contestants(self) -> dict[str, Callable[[Samples], None]]:
         return {
             "transformers, 1 sequence": lambda samples: self._run_transformers(samples, 1),
             f"transformers, batch of {STREAMS}": lambda samples: self._run_transformers(samples, STREAMS),
-            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1),
-            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS),
+            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1, "auto"),
+            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS, "auto"),
+            "our runner without Numba, 1 sequence": lambda samples: self._run_runner(samples, 1, "torch"),
+            f"our runner without Numba, batch of {STREAMS}": lambda samples: self._run_runner(
+                samples, STREAMS, "torch"
+            ),
             "the pair, 1 stream": lambda samples: self._run_pair(samples, 1),
             f"the pair, {STREAMS} streams": lambda samples: self._run_pair(samples, STREAMS),
         }
@@ -106,13 +119,15 @@ class Contest:
         assert len(stamps) == self._new_tokens
         samples.add(streams, self._new_tokens, stamps[-1] - started, stamps[-1] - stamps[0], cpu_s)
 
-    def _run_runner(self, samples: Samples, streams: int) -> None:
-        pages_each = -(-(self._prompt_len + self._new_tokens) // PAGE_SIZE)
-        cache = self._runner.make_cache(streams * pages_each, PAGE_SIZE)
+    def _run_runner(self, samples: Samples, streams: int, cpu_kernels: CpuKernelsSetting) -> None:
+        prepare_kernels(CPU, torch.float32, cpu_kernels)
+        runner = self._torch_runner if cpu_kernels == "torch" else self._runner
+        pages_each = pages_for(self._prompt_len + self._new_tokens, PAGE_SIZE)
+        cache = runner.make_cache(streams * pages_each, PAGE_SIZE)
         pages = [range(index * pages_each, (index + 1) * pages_each) for index in range(streams)]
         prompts = [self._prompt() for _ in range(streams)]
         started, cpu_started_s = time.perf_counter(), time.process_time()
-        logits = self._runner.forward(
+        logits = runner.forward(
             cache, [SequenceSlice(prompt, 0, own) for prompt, own in zip(prompts, pages, strict=True)]
         )
         first_at = time.perf_counter()
@@ -120,7 +135,7 @@ class Contest:
             assert logits is not None
             tokens = logits.argmax(dim=-1).tolist()
             steps = [SequenceSlice([token], position, own) for token, own in zip(tokens, pages, strict=True)]
-            logits = self._runner.forward(cache, steps)
+            logits = runner.forward(cache, steps)
         assert logits is not None
         logits.argmax(dim=-1).tolist()
         ended = time.perf_counter()

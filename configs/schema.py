@@ -37,6 +37,7 @@ TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
+CpuKernelsSetting = Literal["auto", "numba", "torch"]
 
 
 class ServerConfig(BaseModel):
@@ -60,6 +61,9 @@ class ServerConfig(BaseModel):
         "config.json and a tokenizer are then enough",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+    cpu_kernels: CpuKernelsSetting = Field(
+        "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
+    )
 
     tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each holds a part of every layer")
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: each holds some of the layers")

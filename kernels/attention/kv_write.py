@@ -6,8 +6,8 @@
 Shapes: key_pages, value_pages [pages, heads, page_size, head_dim], any strides (a layer of a page-major pool);
 key, value [tokens, heads, head_dim]; page_ids, offsets [tokens] int64. Two tokens never share a slot.
 
-Pages have the dtype of key and value, or are float8_e4m3fn: rows are rounded to the nearest then, and what is beyond
-its range becomes its largest number, 448.
+Pages have the dtype of key and value, or float8_e4m3fn: then rows are rounded to the nearest value, and values out of
+range saturate at 448.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ def can_store(pages: torch.dtype, rows: torch.dtype) -> bool:
 
 
 def round_to_pages(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`rows` as pages of `dtype` keep them."""
+    """`rows` converted to the `dtype` of pages."""
     return rows.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 and rows.dtype != FP8 else rows
 
 
@@ -37,7 +37,7 @@ def kv_write_reference(
     offsets: torch.Tensor,
 ) -> None:
     key, value = round_to_pages(key, key_pages.dtype), round_to_pages(value, value_pages.dtype)
-    if len(page_ids) == 1 and page_ids.device.type == "cpu":  # a third of the time of indexing with tensors
+    if len(page_ids) == 1 and page_ids.device.type == "cpu":  # takes a third of the time of tensor indexing
         page, offset = int(page_ids), int(offsets)
         key_pages[page, :, offset] = key[0]
         value_pages[page, :, offset] = value[0]
@@ -56,7 +56,7 @@ def kv_write(
     *,
     impl: Literal["auto", "reference"] = "auto",
 ) -> None:
-    """Write in place; see the module docstring. `auto` is the reference: on CUDA, rope_kv_write.py writes."""
+    """Write in place; see the module docstring. `auto` is the reference: on CUDA, rope_kv_write.py does it."""
     if impl not in ("auto", "reference"):
         raise ValueError(f"impl must be auto or reference, got {impl!r}")
     _, heads, _, head_dim = key_pages.shape

@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_refused() -> None:
         rope_kv_write(torch.zeros(1, 5 * 8), angle[:, :4], angle, pages, pages, one, one)
     with pytest.raises(ValueError, match="qkv is"):
         rope_kv_write(torch.zeros(1, 5 * 8).half(), angle, angle, pages, pages, one, one)
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="must be given together"):
         rope_kv_write(torch.zeros(1, 5 * 8), angle, angle, pages, pages, one, one, q_norm=torch.zeros(8))

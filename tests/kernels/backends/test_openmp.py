@@ -20,7 +20,7 @@ from pdserve.kernels.linear.swiglu import swiglu
 from tests.kernels.poison import poisoned
 
 numba = pytest.importorskip("numba", reason="needs Numba: it is not installed")
-openmp = importlib.import_module("pdserve.kernels.backends.openmp")
+openmp = importlib.import_module("pdserve.kernels.numba.openmp")
 
 ROOT = Path(__file__).parents[3]
 
@@ -99,7 +99,7 @@ def run_python(source: str, **environment: str) -> "subprocess.Popen[str]":
 def test_processes_may_compile_at_once(tmp_path: Path) -> None:
     """All compute the right thing whoever wrote what, and what they leave serves those that come later."""
     source = (
-        "import torch; from pdserve.kernels.linear import swiglu_numba as kernels;"
+        "import torch; from pdserve.kernels.numba import swiglu as kernels;"
         "from pdserve.kernels.linear.swiglu import *;"
         "x = torch.linspace(-9, 9, 512).view(4, 128);"
         "torch.testing.assert_close(swiglu(x, impl='numba'), swiglu_reference(x));"
@@ -114,10 +114,10 @@ def test_processes_may_compile_at_once(tmp_path: Path) -> None:
 def test_without_numba_torch_computes() -> None:
     source = (
         "import sys; sys.modules['numba'] = None; import torch;"
-        "from pdserve.kernels.backends.dispatch import numba_works, prepare_kernels;"
+        "from pdserve.kernels.backends.dispatch import numba_computes, prepare_kernels;"
         "from pdserve.kernels.linear.rms_norm import rms_norm, rms_norm_reference;"
         "prepare_kernels(torch.device('cpu'), torch.float32); x = torch.randn(3, 64);"
-        "print(numba_works(), rms_norm(x, x[0], 1e-5).equal(rms_norm_reference(x, x[0], 1e-5)))"
+        "print(numba_computes(), rms_norm(x, x[0], 1e-5).equal(rms_norm_reference(x, x[0], 1e-5)))"
     )
     assert run_python(source).communicate(timeout=120)[0] == "False True\n"
 

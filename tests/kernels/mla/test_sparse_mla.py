@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_the_cuda_kernel_says_what_it_cannot_do() -> None:
     query, pages, rows = torch.zeros(2, 64, 576), torch.zeros(3, 4, 576), torch.zeros(2, 5, dtype=torch.int32)
-    with pytest.raises(ValueError, match="cannot do this: it needs a GPU of compute capability 9"):
+    with pytest.raises(ValueError, match="does not support this: it needs a GPU of compute capability 9"):
         sparse_mla(query, pages, rows, scale=1.0, value_dim=512, impl="cuda")
 
 
@@ -208,7 +208,7 @@ def test_cuda_kernel_follows_a_rising_reference(hopper: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 32}, "32 heads are no multiple of 64"),
+        ({"heads": 32}, "32 heads are not a multiple of 64"),
         ({"dim": 512}, "rows have 512 elements and 512 values, not 576 and 512"),
         ({"dtype": torch.float32}, "float32 is neither bfloat16 nor float16"),
         ({"scale": -1.0}, "scale -1.0 is not positive"),

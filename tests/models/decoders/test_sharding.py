@@ -179,7 +179,7 @@ TWELVE_HEADS = {"num_attention_heads": 12, "hidden_size": 96}
         ({}, 3, 1, "tp = 3 does not divide num_attention_heads = 4"),
         ({"intermediate_size": 98}, 4, 1, "tp = 4 does not divide intermediate_size = 98"),
         (TWELVE_HEADS | {"num_key_value_heads": 6}, 4, 1, "tp = 4 does not divide num_key_value_heads = 6"),
-        (TWELVE_HEADS | {"num_key_value_heads": 3}, 4, 1, "tp = 4 is no multiple of num_key_value_heads = 3"),
+        (TWELVE_HEADS | {"num_key_value_heads": 3}, 4, 1, "tp = 4 is not a multiple of num_key_value_heads = 3"),
         ({}, 1, 4, "pp = 4 stages for a model of 3 layers: give at most 3"),
     ],
 )
@@ -201,7 +201,7 @@ def test_nobody_else_reaches_the_store_once_all_ranks_are_there(ranks: RankProce
 
 
 def test_ranks_that_do_not_come_are_missed() -> None:
-    with pytest.raises(StartupError, match=r"rank 0 of 2 could not meet the others at 127\.0\.0\.1:\d+ within 1 s"):
+    with pytest.raises(StartupError, match=r"rank 0 of 2 could not join the others at 127\.0\.0\.1:\d+ within 1 s"):
         Parallel.connect(
             Shard(tp_size=2),
             store_host="127.0.0.1",

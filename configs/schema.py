@@ -155,9 +155,8 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
-        in_host_memory = (
-            isinstance(self, DecodeConfig) and self.enable_hisparse
-        )  # kv_tokens are in host memory, kv_memory_gib is on the device
+        # with HiSparse, kv_tokens sizes host memory and kv_memory_gib device memory
+        in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse
         if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
             raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
         if self.peer_timeout_s < 2 * self.heartbeat_interval_s:

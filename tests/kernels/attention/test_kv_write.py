@@ -21,7 +21,7 @@ def test_writes_exactly_the_named_slots(dtype: torch.dtype, impl: str) -> None:
     assert pool.equal(expected)
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_rows_of_wrong_shape_are_refused() -> None:
     pages = torch.zeros(2, 2, 4, 8)
     one = torch.zeros(1, dtype=torch.long)
     with pytest.raises(ValueError, match="do not fit"):

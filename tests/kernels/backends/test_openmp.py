@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: how they are run, kept and done without; what they compute is tested beside each operation."""
+"""How Numba kernels are run, cached and replaced by torch; their results are tested with each operation."""
 
 import importlib
 import logging
@@ -53,10 +53,10 @@ def attend(query: torch.Tensor) -> torch.Tensor:
     ids=["rms_norm", "swiglu", "linear", "gated_linear", "attention"],
 )
 @pytest.mark.parametrize("threads", [2, 3])
-def test_the_number_of_threads_does_not_matter(
+def test_result_does_not_depend_on_the_number_of_threads(
     operation: Callable[[torch.Tensor], torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every element is computed, by whatever thread; only attention adds up in another order."""
+    """Every element is computed by some thread; only attention sums in another order."""
     monkeypatch.setattr(openmp, "_THREAD_ELEMENTS", 1)
     teams: list[int] = []
     run = openmp.Kernel.__call__
@@ -96,8 +96,8 @@ def run_python(source: str, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_processes_may_compile_at_once(tmp_path: Path) -> None:
-    """All compute the right thing whoever wrote what, and what they leave serves those that come later."""
+def test_processes_can_compile_at_the_same_time(tmp_path: Path) -> None:
+    """All compute correct results, and later processes use what they cached."""
     source = (
         "import torch; from pdserve.kernels.numba import swiglu as kernels;"
         "from pdserve.kernels.linear.swiglu import *;"
@@ -111,7 +111,7 @@ def test_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert run_python(source, NUMBA_CACHE_DIR=str(tmp_path)).communicate(timeout=120)[0] == "1\n"
 
 
-def test_without_numba_torch_computes() -> None:
+def test_torch_computes_if_numba_is_missing() -> None:
     source = (
         "import sys; sys.modules['numba'] = None; import torch;"
         "from pdserve.kernels.backends.dispatch import numba_computes, prepare_kernels;"
@@ -122,7 +122,7 @@ def test_without_numba_torch_computes() -> None:
     assert run_python(source).communicate(timeout=120)[0] == "False True\n"
 
 
-def test_a_kernel_that_cannot_be_kept_is_compiled(
+def test_kernel_is_compiled_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*arguments: object, cache: bool = False, **options: object) -> object:

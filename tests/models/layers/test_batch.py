@@ -41,7 +41,7 @@ def test_pages_that_a_pass_does_not_write_are_not_looked_at(length: int) -> None
     assert batch.page_ids.tolist() == [5] * length
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for piece in (SequenceSlice([], 0, [1]), SequenceSlice([1], 4, [1]), SequenceSlice([1] * 5, 0, [1])):
         with pytest.raises(ValueError, match="do not fit 1 pages"):
             build(piece)

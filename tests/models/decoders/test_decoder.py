@@ -22,7 +22,7 @@ def load(directory: Path) -> ModelRunner:
 
 
 def poisoned_cache(runner: ModelRunner, num_pages: int, page_size: int) -> KvCache:
-    """A cache full of old, large values: whatever is read that was not written spoils the result."""
+    """A cache full of large stale values: a read of an unwritten row spoils the result."""
     cache = runner.make_cache(num_pages, page_size)
     poison(cache)
     return cache
@@ -134,7 +134,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("chunks", [[40], [16, 16, 8], [1, 15, 1, 16, 7], [39, 1], [5, 5, 30]])
-def test_chunked_prefill_gives_the_logits_of_every_chunk_end(
+def test_chunked_prefill_returns_logits_of_every_chunk_end(
     tiny: tuple[ModelRunner, Any], page_size: int, chunks: list[int]
 ) -> None:
     runner, reference = tiny
@@ -149,7 +149,7 @@ def test_chunked_prefill_gives_the_logits_of_every_chunk_end(
         torch.testing.assert_close(logits[0], expected[start - 1], rtol=0, atol=TOLERANCE)
 
 
-def test_a_mixed_batch_gives_every_sequence_its_own_result(tiny: tuple[ModelRunner, Any]) -> None:
+def test_mixed_batch_computes_every_sequence_correctly(tiny: tuple[ModelRunner, Any]) -> None:
     """Whole prompts, a later chunk, single-token prompts and decode steps of very different lengths in one pass."""
     runner, reference = tiny
     page_size, num_pages = 4, 256
@@ -168,7 +168,7 @@ def test_a_mixed_batch_gives_every_sequence_its_own_result(tiny: tuple[ModelRunn
     torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-def test_only_the_slots_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) -> None:
+def test_only_rows_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     cache = poisoned_cache(runner, 8, 4)
     run(runner, cache, SequenceSlice(prompt(6, 6), 0, [5, 2, 7]))
@@ -182,7 +182,7 @@ def test_only_the_slots_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) 
     assert untouched.equal(~expected)
 
 
-def test_kv_token_bytes_is_what_the_cache_takes(tiny: tuple[ModelRunner, Any]) -> None:
+def test_kv_token_bytes_equals_the_size_of_the_cache(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     assert runner.make_cache(7, 4).size_bytes == 7 * 4 * runner.kv_token_bytes
 
@@ -191,13 +191,13 @@ def test_kv_token_bytes_is_what_the_cache_takes(tiny: tuple[ModelRunner, Any]) -
     "piece",
     [SequenceSlice([], 0, [0]), SequenceSlice([1, 2], 3, [0]), SequenceSlice([1], -1, [0]), SequenceSlice([1], 0, [])],
 )
-def test_a_slice_that_does_not_fit_its_pages_is_refused(tiny: tuple[ModelRunner, Any], piece: SequenceSlice) -> None:
+def test_slice_beyond_its_pages_is_refused(tiny: tuple[ModelRunner, Any], piece: SequenceSlice) -> None:
     runner, _ = tiny
     with pytest.raises(ValueError, match="do not fit"):
         runner.forward(runner.make_cache(2, 4), [piece])
 
 
-def test_tokens_of_a_step_may_come_from_the_device(tiny: tuple[ModelRunner, Any]) -> None:
+def test_step_accepts_tokens_on_the_device(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     cache = poisoned_cache(runner, 8, 4)
     first, second = [3, 1], [7, 0]

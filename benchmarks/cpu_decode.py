@@ -4,8 +4,8 @@
     python -m benchmarks.cpu_decode --rounds 9 --threads 2
 
 Everything runs in float32 with the same number of threads, greedily, from the same kind of random prompt. Rounds are
-interleaved, so that a slow minute of the machine hits all alike; figures are medians over the rounds. CPU time counts
-all threads and processes involved, and says what wall time cannot on a machine that others use too.
+interleaved, so that load from other processes affects all alike; figures are medians over the rounds. CPU time counts
+all threads and processes involved, and is meaningful on a shared machine, where wall time is not.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Samples:
-    """One contestant: tokens a second over the whole call and after the first token, and CPU time per token."""
+    """One contestant: tokens per second over the whole call and after the first token, and CPU time per token."""
 
     whole: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Contest:
         cpu_s = process_tree_cpu_s(os.getpid()) - cpu_started_s
         first_s = max(record.started_s + record.arrivals[0][0] for record in result.records)
         last_s = min(record.started_s + record.arrivals[-1][0] for record in result.records)
-        # while all streams are decoding; before that, some still wait for prefill
+        # the time in which all streams decode; before that, some wait for prefill
         together = sum(
             sum(first_s <= record.started_s + at_s <= last_s for at_s, _ in record.arrivals)
             for record in result.records
@@ -172,7 +172,7 @@ Ask = Callable[[BenchOptions], BenchResult]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="of each model: here, in prefill and in decode")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each model: here, in prefill and in decode")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -203,7 +203,7 @@ def main() -> int:
 
 @contextmanager
 def _asker(screen: Console) -> Iterator[Ask]:
-    """A function that runs one load against the pair and insists that nothing failed."""
+    """A function that runs one load against the pair and raises if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         def ask(bench: BenchOptions) -> BenchResult:
@@ -216,7 +216,7 @@ def _asker(screen: Console) -> Iterator[Ask]:
 
 
 def _first_tokens(pair: RunningPair, ask: Ask, rounds: int) -> tuple[list[float], list[float]]:
-    """Per round, of a long prompt: transfer's share of TTFT, and the TTFT of a second prompt that begins the same."""
+    """Per round, for a long prompt: transfer's share of TTFT, and the TTFT of a second prompt with the same prefix."""
     shares, ratios = [], []
     for seed in range(rounds):
         result = ask(
@@ -282,12 +282,12 @@ def _targets_table(
 
 
 def _ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Median of the ratios round by round: the rounds' own ups and downs cancel."""
+    """Median of the ratios of each round, in which variations of the machine cancel."""
     return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 
 def process_tree_cpu_s(pid: int) -> float:
-    """CPU seconds of a process and all its descendants that live (Linux)."""
+    """CPU seconds of a process and all its live descendants (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own_s = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
     children = [

@@ -1,4 +1,4 @@
-"""What benchmarks/hisparse.py serves: DeepSeek-V3.2's attention, and how many requests a budget of GPU memory holds."""
+"""The model of benchmarks/hisparse.py (DeepSeek-V3.2's attention), and how many requests a GPU memory budget holds."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.configs.arithmetic import round_up
 from pdserve.kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 
@@ -62,7 +63,7 @@ def longest_output(options: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a budget of GPU memory holds, with and without HiSparse. All bytes are of all layers."""
+    """Requests that a GPU memory budget holds, with and without HiSparse. All bytes are of all layers."""
 
     latent_token: int
     index_token: int
@@ -76,7 +77,7 @@ class Sizes:
         itemsize = 4 if options.device == "cpu" else 2
         of_layer = model["kv_lora_rank"] + model["qk_rope_head_dim"], model["index_head_dim"]
         latent, index = (options.layers * size * itemsize for size in of_layer)
-        longest = -(-(options.context + longest_output(options)) // PAGE) * PAGE
+        longest = round_up(options.context + longest_output(options), PAGE)
         return cls(latent, index, longest, options.hot_rows, options.layers, int(options.kv_memory_gib * GIB))
 
     @property

@@ -1,9 +1,9 @@
-"""A decode server whose steps wait as if a GPU computed them, and that says what its threads have cost.
+"""A decode server whose steps wait as if a GPU computed them, and which reports the CPU time of its threads.
 
     python -m benchmarks.paced_server front CONFIG FOLDER STEP_MS
 
-Everything in it is the real server's. `FOLDER/cost` is written anew on SIGUSR1 to the leader, whose process id is in
-`FOLDER/leader`. benchmarks/host_overhead.py uses it.
+Otherwise it is the real server. On SIGUSR1 to the leader, whose process id is in `FOLDER/leader`, it rewrites
+`FOLDER/cost`. benchmarks/host_overhead.py uses it.
 """
 
 import os
@@ -54,7 +54,7 @@ class PacedExecutor(Executor):
 
 
 def read_cost(folder: Path, timeout_s: float = 10.0) -> Cost:
-    """What the leader has cost until now."""
+    """Cost of the leader so far."""
     path = folder / "cost"
     path.unlink(missing_ok=True)
     os.kill(int((folder / "leader").read_text()), signal.SIGUSR1)

@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.paced_server import read_cost
 from benchmarks.servers import free_port, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
-from pdserve.configs.load import dump_config
+from pdserve.configs.load import revealed_dict
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.launch.children import Children
 from pdserve.server.launch.up import base_url, server_command, server_environ
@@ -213,7 +213,7 @@ def run(options: argparse.Namespace, screen: Console) -> list[Window]:
         folder = Path(directory)
         write_model(folder, MODEL)
         prefill, decode = server_configs(folder, options)
-        (folder / "decode.json").write_bytes(dump_config(decode))
+        (folder / "decode.json").write_text(json.dumps(revealed_dict(decode)))
         paced = [sys.executable, "-m", "benchmarks.paced_server", "front", str(folder / "decode.json"), str(folder)]
         children = Children(screen)
         try:

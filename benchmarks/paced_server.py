@@ -6,6 +6,7 @@ Otherwise it is the real server. On SIGUSR1 to the leader, whose process id is i
 `FOLDER/cost`. benchmarks/host_overhead.py uses it.
 """
 
+import json
 import os
 import signal
 import sys
@@ -92,7 +93,7 @@ def main() -> int:
         return _lead(Path(folder), float(step_ms) / 1000)
     (Path(folder) / "front").write_text(str(os.getpid()))
     command = (sys.executable, "-m", "benchmarks.paced_server", "leader", config, folder, step_ms)
-    return run_frontend(parse_config(Path(config).read_bytes()), command)
+    return run_frontend(parse_config(json.loads(Path(config).read_bytes())), command)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Precedence: flags, then the environment (secrets only), then the file, then the 
 """
 
 import difflib
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -145,13 +144,8 @@ def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
-def dump_config(config: AnyServerConfig) -> bytes:
-    """JSON of every field with the secrets **revealed**: for a child's stdin only, never for a log, file or argv."""
-    return json.dumps(revealed_dict(config)).encode()
-
-
 def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
-    """Every field as plain JSON values, secrets revealed; see `dump_config`."""
+    """Every field as plain JSON values, secrets **revealed**: for a child's stdin only, never for a log or argv."""
     data = public_dict(config)
     for name in SECRET_VARIABLES:
         secret = getattr(config, name)
@@ -159,9 +153,9 @@ def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
     return data
 
 
-def parse_config(data: bytes | Mapping[str, object]) -> AnyServerConfig:
-    """The inverse of `dump_config` and `revealed_dict`. Trusts its source: raises pydantic's ValidationError."""
-    return _PARSED_CONFIG.validate_python(json.loads(data) if isinstance(data, bytes) else data)
+def parse_config(data: Mapping[str, object]) -> AnyServerConfig:
+    """The inverse of `revealed_dict`. Trusts its source: raises pydantic's ValidationError."""
+    return _PARSED_CONFIG.validate_python(data)
 
 
 def public_dict(config: AnyServerConfig) -> dict[str, object]:

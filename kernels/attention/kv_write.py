@@ -1,4 +1,4 @@
-"""Scatter new keys and values into the pages of a paged KV cache.
+"""The torch reference of KV writes: scatters new keys and values into the pages of a paged KV cache.
 
     key_pages[page_ids[t], h, offsets[t], :]   = key[t, h, :]      for every token t and head h
     value_pages[page_ids[t], h, offsets[t], :] = value[t, h, :]
@@ -9,8 +9,6 @@ key, value [tokens, heads, head_dim]; page_ids, offsets [tokens] int64. Two toke
 Pages have the dtype of key and value, or float8_e4m3fn: then rows are rounded to the nearest value, and values out of
 range saturate at 448.
 """
-
-from typing import Literal
 
 import torch
 
@@ -44,27 +42,3 @@ def kv_write_reference(
         return
     key_pages[page_ids, :, offsets] = key
     value_pages[page_ids, :, offsets] = value
-
-
-def kv_write(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    page_ids: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    impl: Literal["auto", "reference"] = "auto",
-) -> None:
-    """Write in place; see the module docstring. `auto` is the reference: on CUDA, rope_kv_write.py does it."""
-    if impl not in ("auto", "reference"):
-        raise ValueError(f"impl must be auto or reference, got {impl!r}")
-    _, heads, _, head_dim = key_pages.shape
-    if key.shape != (len(page_ids), heads, head_dim) or value.shape != key.shape or offsets.shape != page_ids.shape:
-        raise ValueError(
-            f"key {list(key.shape)}, value {list(value.shape)} and offsets {list(offsets.shape)} do not fit "
-            f"{len(page_ids)} tokens of pages {list(key_pages.shape)}"
-        )
-    if not (can_store(key_pages.dtype, key.dtype) and can_store(value_pages.dtype, value.dtype)):
-        raise ValueError(f"key is {key.dtype} and value {value.dtype}, the pages are {key_pages.dtype}")
-    kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)

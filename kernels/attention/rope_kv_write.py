@@ -20,7 +20,7 @@ import torch
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..linear.rms_norm import rms_norm_reference
-from .kv_write import can_store, kv_write
+from .kv_write import can_store, kv_write_reference
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def rope_kv_write_reference(
         query_key = torch.cat((query, key), dim=1)
     rotated = rotate_reference(query_key, cos, signed_sin)
     query, key = rotated[:, :q_heads], rotated[:, q_heads:]
-    kv_write(key_pages, value_pages, key, value, page_ids, offsets)
+    kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)
     return query
 
 

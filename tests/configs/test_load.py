@@ -11,7 +11,6 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.load import (
     PRESETS,
     Role,
-    dump_config,
     find_config_file,
     load_config,
     parse_config,
@@ -146,15 +145,15 @@ def test_invalid_secret_is_not_shown(tmp_path: Path) -> None:
     assert "12345678" not in str(caught.value)
 
 
-def test_dump_and_parse_are_inverse_and_reveal_secrets() -> None:
+def test_parse_config_is_the_inverse_of_revealed_dict() -> None:
     for role in ("prefill", "decode"):
         flags: dict[str, str | bool] = {"cluster_key": SECRET, "page_size": "64", "threads": "3"}
         config = load_config(role, None, flags, {})
-        assert SECRET.encode() in dump_config(config)
-        assert parse_config(dump_config(config)) == config
-        assert parse_config(revealed_dict(config)) == config
+        revealed = json.dumps(revealed_dict(config))
+        assert SECRET in revealed
+        assert parse_config(json.loads(revealed)) == config
     with pytest.raises(ValidationError):
-        parse_config(b'{"role": "decode", "port": 0}')
+        parse_config({"role": "decode", "port": 0})
 
 
 def test_public_dict_is_json_without_secrets() -> None:

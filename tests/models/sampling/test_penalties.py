@@ -102,5 +102,5 @@ def test_greedy_and_sampled_rows_both_apply_penalties() -> None:
 @pytest.mark.parametrize("token", [VOCAB_SIZE, -1])
 def test_token_outside_the_vocabulary_is_refused(token: int) -> None:
     params = SamplingParams(logit_bias=((token, 1.0),))
-    with pytest.raises(ValueError, match="outside the 64 known"):
+    with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         Penalties(EOS).apply(torch.zeros(1, VOCAB_SIZE), [Choice(0, params, 0)])

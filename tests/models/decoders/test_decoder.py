@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.kernels.backends import dispatch
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy, reference_logits
+from tests.kernels.numba_kernels import needs_numba
 
 # The models' logits are of order 1; float32 sums in another order differ by a few 1e-6.
 TOLERANCE = 3e-5
@@ -180,6 +182,21 @@ def test_only_rows_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) -> No
     expected[2, :2] = True
     assert written.equal(expected)
     assert untouched.equal(~expected)
+
+
+@needs_numba
+def test_logits_without_numba_kernels_equal_those_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_numba_allowed", True)  # restored at the end
+    source = locate_model(str(make_checkpoint(tmp_path, "qwen3")))
+    found = []
+    for setting, enabled in (("numba", True), ("torch", False)):
+        device, dtype = torch.device("cpu"), torch.float32
+        runner = ModelRunner.load(source, device=device, dtype=dtype, cpu_kernels=setting)  # type: ignore[arg-type]
+        assert dispatch.numba_computes() == enabled
+        cache = poisoned_cache(runner, 4, 16)
+        run(runner, cache, SequenceSlice(prompt(9, 20), 0, [2, 0]))
+        found.append(run(runner, cache, SequenceSlice([7], 20, [2, 0])))
+    torch.testing.assert_close(*found, rtol=0, atol=TOLERANCE)
 
 
 def test_kv_token_bytes_equals_the_size_of_the_cache(tiny: tuple[ModelRunner, Any]) -> None:

@@ -358,7 +358,7 @@ class Prefill:
                 self.control.send(effect)
         early = min(len(parts), shape.ring_bytes // shape.part_bytes)
         for _ in range(early):
-            self.hear(self.control.recv())
+            self.handle(self.control.recv())
 
         started = time.perf_counter()
         landed = False
@@ -385,13 +385,13 @@ class Prefill:
                 message = self.control.recv()
                 landed = message == "landed"
                 if not landed:
-                    ready += self.hear(message)
+                    ready += self.handle(message)
         seconds = time.perf_counter() - started
         while not self.sender.idle:
-            self.hear(self.control.recv())
+            self.handle(self.control.recv())
         return Run(seconds, shape.tokens, len(parts), self.requests, self.bytes_written)
 
-    def hear(self, message: object) -> list[SenderEffect]:
+    def handle(self, message: object) -> list[SenderEffect]:
         match message:
             case StageGrant():
                 return self.sender.granted(message, 0.0)

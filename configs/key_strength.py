@@ -1,4 +1,4 @@
-"""Estimates how easily a cluster key can be guessed. An attacker who makes a server connect to him can test guesses."""
+"""Estimates how easily a cluster key can be guessed. A hostile listener that a server connects to can test guesses."""
 
 import math
 

@@ -30,7 +30,7 @@ CPU_KV_FRACTION = 0.25
 PREFILL_KV_FRACTION = 0.35
 ALONE_KV_FRACTION = 0.9
 SHARED_KV_FRACTION = 0.5
-"""Like PREFILL_KV_FRACTION, a share of what the weights of both servers leave: both fit in either order of starting."""
+"""Like PREFILL_KV_FRACTION, of the memory that the weights of both servers leave: both fit, in any starting order."""
 CONTEXT_BYTES = 1 << 29
 """About what the CUDA driver allocates per process."""
 _CONNECT_TIMEOUT_S = 0.5

@@ -7,7 +7,7 @@
 In bytes: R of fp8 (e4m3), 4 for the float32 scale of every started 128 elements, 2 * P of bfloat16: 656 for R = 512 and
 P = 64, instead of 1152. Packed pages are uint8 [pages, page_size, bytes], rows contiguous, otherwise any strides.
 
-    unpack_rows(pages, rows)  =  what is packed in rows[t, j], for the j with rows[t, j] >= 0
+    unpack_rows(pages, rows)  =  the unpacked rows[t, j], for the j with rows[t, j] >= 0
 
 Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and the index of each row
 in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. Other elements are left uninitialised.

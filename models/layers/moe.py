@@ -2,7 +2,7 @@
 
     s             =  sigmoid(x @ router.T)                                                         float32
     selection     =  the best experts by s + bias, within the groups whose two best have the largest sum
-    weights       =  s of the selected, divided by their sum if the model says so, times a constant
+    weights       =  s of the selected, divided by their sum if `normalised`, times `scale`
     mixture(x)    =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
 The bias affects the selection but not the weights. With tensor parallelism a rank has a part of every expert's width

@@ -39,7 +39,7 @@ class _Kind(enum.Enum):
 
     GREEDY = enum.auto()
     TOP_K = enum.auto()  # inverse CDF over the ranked candidates
-    TOP_P = enum.auto()  # over the vocabulary, some of whose weights are 0
+    TOP_P = enum.auto()  # over the vocabulary, with some weights set to 0
     VOCABULARY = enum.auto()
 
     @staticmethod

@@ -61,12 +61,12 @@ class PretendGpu(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        """What has made the host wait, but for events and streams that it has waited for in so many words."""
+        """Operations that made the host wait, except explicit waits for events and streams."""
         self.waits_for_arrivals = 0
-        """How often a stream was told to wait for the legacy default stream, where Mooncake copies what arrives."""
+        """How often a stream waited for the legacy default stream, on which Mooncake copies arriving data."""
         self._waits_allowed = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        """By address. They stay, so that nothing else is ever there."""
+        """By address. They are kept, so that their addresses are not reused."""
         self._under_way: list[_Copy] = []
         self._recording: CapturedGraph | None = None
         self._legacy = _Stream()
@@ -87,7 +87,7 @@ class PretendGpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
-        """Within, the host must not wait for the device."""
+        """Forbid waits of the host for the device."""
         self._waits_allowed = False
         try:
             yield
@@ -95,13 +95,13 @@ class PretendGpu(TorchFunctionMode):
             self._waits_allowed = True
 
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        """Memory of the host that the GPU reaches from now on."""
+        """Make host memory accessible to the GPU."""
         storage = memory.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return memory
 
     def launch(self, kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run what stands for a kernel, on tensors of the GPU or pinned ones. A graph captures it as a whole."""
+        """Run the reference of a kernel, on GPU or pinned tensors. A graph captures it as one operation."""
         self._enqueue("a kernel")
         pinned: list[torch.Tensor] = []
 
@@ -129,12 +129,12 @@ class PretendGpu(TorchFunctionMode):
             self._recording.operations.append(run)
 
     def settle(self, copies: "Sequence[_Copy] | None" = None) -> None:
-        """These copies, or all, are over."""
+        """Finish these copies, or all."""
         self._finish(self.under_way if copies is None else copies)
 
     @property
     def under_way(self) -> "Sequence[_Copy]":
-        """Copies that nobody has waited for yet."""
+        """Copies that have not been waited for."""
         return tuple(self._under_way)
 
     def _finish(self, copies: "Sequence[_Copy]") -> None:
@@ -194,7 +194,7 @@ class PretendGpu(TorchFunctionMode):
         return tree_map(_gpu if on_gpu else _plain, result) if name != "__setitem__" else result
 
     def _to(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With a device, a dtype, or both."""
+        """`Tensor.to` with a device, a dtype, or both."""
         tensor, *rest = args
         device = kwargs.pop("device", None)
         non_blocking = kwargs.pop("non_blocking", False)
@@ -247,12 +247,12 @@ class PretendGpu(TorchFunctionMode):
 
     @property
     def _stream(self) -> "_Stream":
-        """The current one of this thread."""
+        """The current stream of this thread."""
         stream: _Stream = getattr(self._threads, "stream", self._legacy)
         return stream
 
     def _enqueue(self, name: str) -> None:
-        """Work for the device comes: on which stream?"""
+        """Check the stream that work for the device is enqueued on."""
         if self._stream is self._legacy:
             raise AssertionError(f"{name} on the legacy default stream, which transfers between GPUs wait for")
 
@@ -304,7 +304,7 @@ class PretendGpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _capture(self, graph: "CapturedGraph", **_options: Any) -> Iterator[None]:
-        """On a stream of its own, as torch does it."""
+        """On a separate stream, like torch."""
         assert self._recording is None, "one graph at a time"
         self._recording = graph
         try:
@@ -314,7 +314,7 @@ class PretendGpu(TorchFunctionMode):
             self._recording = None
 
     def _patch_cuda_kernels(self) -> None:
-        """Launchers run, up to the launch itself; then the references do what the kernels would."""
+        """Run launchers up to the launch itself, and then the references of their kernels."""
         from pdserve.kernels.mla import index_topk_triton
 
         def plan_and_copy(*args: Any) -> None:
@@ -428,7 +428,7 @@ class _Copy:
         return cls(target, content, arrives=True)
 
     def reads(self, memory: Iterable[torch.Tensor]) -> bool:
-        """Whether it is from what one of these is a part of."""
+        """Whether it copies memory that one of these is part of."""
         address = self._memory.untyped_storage().data_ptr()
         return not self._arrives and any(part.untyped_storage().data_ptr() == address for part in memory)
 

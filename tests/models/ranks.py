@@ -53,7 +53,7 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._processes = []
         self.store_port = 0
-        """Where the ranks have met last."""
+        """The rendezvous of the last process group."""
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -64,7 +64,7 @@ class RankProcesses:
 
     @contextmanager
     def connected(self, tp_size: int, stages: int, *, whole_experts: bool = False) -> Iterator[list[Shard]]:
-        """Make the first tp_size * stages processes the ranks of a server."""
+        """Let the first tp_size * stages processes form a server."""
         shards = [
             Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
             for rank in range(tp_size * stages)
@@ -88,7 +88,7 @@ class RankProcesses:
         return [self.receive(shard) for shard in shards]
 
     def minimum(self, shards: Sequence[Shard], values: Sequence[int]) -> list[int]:
-        """What each rank has agreed to, having been given a value of its own."""
+        """The agreed minimum on each rank, with these values as input."""
         for shard, value in zip(shards, values, strict=True):
             self.send(shard, "agree", value)
         return [self.receive(shard) for shard in shards]
@@ -97,7 +97,7 @@ class RankProcesses:
         self._pipes[shard.rank].send(command)
 
     def receive(self, shard: Shard) -> Any:
-        """The answer to the rank's oldest command; raises what it raised."""
+        """The response to the rank's oldest command; raises the exception of the rank."""
         pipe = self._pipes[shard.rank]
         assert pipe.poll(TIMEOUT_S), f"rank {shard.rank} does not answer"
         answer = pipe.recv()

@@ -191,7 +191,7 @@ def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path
     assert decoder.kv_token_bytes == 95_232
 
     def requests(indexer_token_bytes: int) -> int:
-        """Of 32,768 tokens, that there are keys for."""
+        """Requests of 32,768 tokens for which there are keys."""
         size = hisparse_size(
             DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000),
             latent_token_bytes=latent,

@@ -59,7 +59,7 @@ def make_case(directory: Path, architecture: Any, overrides: dict[str, Any]) -> 
     expected: list[torch.Tensor] = []
 
     def add(first: range, second: range, *, scored: bool = False, on_device: bool = False) -> None:
-        """Positions of both texts in one pass."""
+        """Positions of both sequences in one pass."""
         rows = [logits[number][where] for number, where in enumerate((first, second))]
         ids = [tuple(texts[number][at] for at in where) for number, where in enumerate((first, second))]
         shown = [(0,), (0,)] if on_device else ids

@@ -71,7 +71,7 @@ class Twin:
         return self.hot_rows // PAGE_SIZE + 1
 
     def prefill(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Compute a prompt over the plain cache, and bring its KV to the other as a transfer would."""
+        """Compute a prompt over the plain cache, and copy its KV to the other like a transfer."""
         self.tokens[slot] = list(token_ids)
         self.pages[slot] = [self.free.pop() for _ in range(-(-len(token_ids) // PAGE_SIZE))]
         logits = self.forward(self.plain, [SequenceSlice(token_ids, 0, self.pages[slot])])
@@ -80,7 +80,7 @@ class Twin:
         self.tokens[slot].append(int(logits[0].argmax()))
 
     def open(self, slot: int, capacity: int | None = None) -> None:
-        """Admit it; resident where its tokens fit `capacity`, by default that of the buffer."""
+        """Admit it; fully resident if its tokens fit `capacity`, by default that of the buffer."""
         tokens = len(self.tokens[slot]) - 1
         capacity = self.hot_rows if capacity is None else capacity
         self.hot[slot] = []
@@ -96,7 +96,7 @@ class Twin:
         self.cache.resize(RequestSlot(slot), self.hot[slot], capacity)
 
     def close(self, slot: int) -> None:
-        """Its pages are full of NaN before somebody else has them."""
+        """Fill its pages with NaN and free them."""
         self._hold(slot, 0)
         for pool in self.cache.pools:
             for page in self.pages[slot]:
@@ -105,7 +105,7 @@ class Twin:
         del self.tokens[slot], self.hot[slot]
 
     def step(self, slots: Sequence[int]) -> torch.Tensor:
-        """One token more for each; the logits, checked."""
+        """Decode one token for each; returns the logits, after comparing both caches."""
         plain, hot = [], []
         for slot in slots:
             ids, pages = self.tokens[slot], self.pages[slot]
@@ -138,7 +138,7 @@ class Twin:
         return lent
 
     def take_back(self, lent: list[KvPage]) -> None:
-        """They are pages again, and the next to be taken."""
+        """Return lent pages, as the next to be taken."""
         self.free_hot = [page for page in self.free_hot if page in self.cache.own_hot_pages]
         self.free += lent
 
@@ -148,7 +148,7 @@ class Twin:
         return logits
 
     def check_host(self, slots: Sequence[int]) -> None:
-        """The new rows are in host memory, in every layer, and so are all others."""
+        """Check that host memory has the new rows and all others, in every layer."""
         plain, _ = self.plain.pools
         for slot in slots:
             for position in range(len(self.tokens[slot])):
@@ -157,7 +157,7 @@ class Twin:
                 assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
 
     def _hold(self, slot: int, pages: int) -> None:
-        """Take hot pages, or give them back, full of NaN, to be somebody else's at once."""
+        """Take hot pages, or return them, full of NaN, as the next to be taken."""
         held = self.hot[slot]
         while len(held) < pages:
             held.append(self.free_hot.pop())

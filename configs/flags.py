@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
@@ -22,6 +21,8 @@ ALIASES = {
     "bootstrap_allow": ("--bootstrap-hosts",),
 }
 """Spellings of SGLang, and former names."""
+
+_LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo], names: Iterable[str]) -> None:
@@ -99,14 +100,10 @@ def limits_of(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         *choices, last = map(str, get_args(kind))
         return f"{', '.join(choices)} or {last}" if choices else last
-    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
-    above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
-    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
-    below = next((m.lt for m in field.metadata if isinstance(m, Lt)), None)
-    if low is not None and high is not None:
-        return f"{low} to {high}"
-    parts = (("at least", low), ("above", above), ("up to", high), ("below", below))
-    return ", ".join(f"{word} {limit}" for word, limit in parts if limit is not None)
+    limits = {name: getattr(rule, name) for rule in field.metadata for name in _LIMITS if hasattr(rule, name)}
+    if limits.keys() == {"ge", "le"}:
+        return f"{limits['ge']} to {limits['le']}"
+    return ", ".join(f"{_LIMITS[name]} {limit}" for name, limit in limits.items())
 
 
 # Any: annotations have no common base class.

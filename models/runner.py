@@ -62,32 +62,6 @@ def allocate_parameters(
     return architecture.allocate(config, shard, device=device, dtype=dtype)
 
 
-def build_decoder(
-    source: ModelSource,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    parallel: Parallel,
-    load_format: LoadFormat,
-    kv_dtype: KvDtypeSetting,
-    cpu_kernels: CpuKernelsSetting,
-) -> AnyDecoder:
-    """Read this rank's weights directly into memory of `device`; raises StartupError if they do not fit."""
-    config = source.config
-    prepare_kernels(device, dtype, cpu_kernels)
-    try:
-        parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(f"model {source.name}: not enough memory on {device} for its weights: {error}") from error
-    if load_format == "dummy":
-        fill_with_noise(parameters.slots())
-    else:
-        load_weights(source, parameters.slots(), parameters.names(config))
-    if isinstance(parameters, DsaParameters):
-        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
-    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
-
-
 class ModelRunner:
     """Owns the weights. The caller owns the KV cache and passes the pages of each sequence per call.
 
@@ -117,16 +91,23 @@ class ModelRunner:
         kv_dtype: KvDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
-        """Read the weights of this rank's shard; raises StartupError if they do not fit or cannot be divided."""
-        decoder = build_decoder(
-            source,
-            device=device,
-            dtype=dtype,
-            parallel=parallel,
-            load_format=load_format,
-            kv_dtype=kv_dtype,
-            cpu_kernels=cpu_kernels,
-        )
+        """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
+        prepare_kernels(device, dtype, cpu_kernels)
+        try:
+            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"model {source.name}: not enough memory on {device} for its weights: {error}"
+            ) from error
+        if load_format == "dummy":
+            fill_with_noise(parameters.slots())
+        else:
+            load_weights(source, parameters.slots(), parameters.names(source.config))
+        decoder: AnyDecoder
+        if isinstance(parameters, DsaParameters):
+            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+        else:
+            decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod

@@ -4,8 +4,8 @@
     python -m benchmarks.cpu_decode --rounds 9 --threads 2
 
 Everything runs in float32 with the same number of threads, greedily, from the same kind of random prompt. Rounds are
-interleaved, so that a slow minute of the machine hits all alike; figures are medians over the rounds. CPU time counts
-all threads and processes involved, and says what wall time cannot on a machine that others use too.
+interleaved, so that load from other processes affects all alike; figures are medians over the rounds. CPU time counts
+all threads and processes involved, and is meaningful on a shared machine, where wall time is not.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
 from pdserve.configs.errors import PdserveError
+from pdserve.configs.schema import CpuKernelsSetting
+from pdserve.kernels.backends.dispatch import prepare_kernels
+from pdserve.memory.pages import pages_for
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
@@ -37,6 +40,7 @@ from pdserve.server.bench.report import BenchResult
 from pdserve.server.launch.up import RunningPair, running_pair
 from tests.checkpoints import load_smollm2_reference
 
+CPU = torch.device("cpu")
 PAGE_SIZE = 16
 STREAMS = 8
 LONG_PROMPT = 1000
@@ -45,7 +49,7 @@ CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Samples:
-    """One contestant: tokens a second over the whole call and after the first token, and CPU time per token."""
+    """One contestant: tokens per second over the whole call and after the first token, and CPU time per token."""
 
     whole: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -55,6 +59,10 @@ class Samples:
         self.whole.append(streams * new_tokens / seconds)
         self.decode.append(streams * (new_tokens - 1) / decode_s)
         self.cpu_ms.append(1000 * cpu_s / (streams * new_tokens))
+
+
+def load_runner(cpu_kernels: CpuKernelsSetting) -> ModelRunner:
+    return ModelRunner.load(locate_model("smollm2"), device=CPU, dtype=torch.float32, cpu_kernels=cpu_kernels)
 
 
 class Contest:
@@ -67,14 +75,19 @@ class Contest:
         self._new_tokens: int = options.new_tokens
         self._random = random.Random(0)
         self._reference = load_smollm2_reference()
-        self._runner = ModelRunner.load(locate_model("smollm2"), device=torch.device("cpu"), dtype=torch.float32)
+        self._runner = load_runner("auto")
+        self._torch_runner = load_runner("torch")
 
     def contestants(self) -> dict[str, Callable[[Samples], None]]:
         return {
             "transformers, 1 sequence": lambda samples: self._run_transformers(samples, 1),
             f"transformers, batch of {STREAMS}": lambda samples: self._run_transformers(samples, STREAMS),
-            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1),
-            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS),
+            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1, "auto"),
+            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS, "auto"),
+            "our runner without Numba, 1 sequence": lambda samples: self._run_runner(samples, 1, "torch"),
+            f"our runner without Numba, batch of {STREAMS}": lambda samples: self._run_runner(
+                samples, STREAMS, "torch"
+            ),
             "the pair, 1 stream": lambda samples: self._run_pair(samples, 1),
             f"the pair, {STREAMS} streams": lambda samples: self._run_pair(samples, STREAMS),
         }
@@ -106,13 +119,15 @@ class Contest:
         assert len(stamps) == self._new_tokens
         samples.add(streams, self._new_tokens, stamps[-1] - started, stamps[-1] - stamps[0], cpu_s)
 
-    def _run_runner(self, samples: Samples, streams: int) -> None:
-        pages_each = -(-(self._prompt_len + self._new_tokens) // PAGE_SIZE)
-        cache = self._runner.make_cache(streams * pages_each, PAGE_SIZE)
+    def _run_runner(self, samples: Samples, streams: int, cpu_kernels: CpuKernelsSetting) -> None:
+        prepare_kernels(CPU, torch.float32, cpu_kernels)
+        runner = self._torch_runner if cpu_kernels == "torch" else self._runner
+        pages_each = pages_for(self._prompt_len + self._new_tokens, PAGE_SIZE)
+        cache = runner.make_cache(streams * pages_each, PAGE_SIZE)
         pages = [range(index * pages_each, (index + 1) * pages_each) for index in range(streams)]
         prompts = [self._prompt() for _ in range(streams)]
         started, cpu_started_s = time.perf_counter(), time.process_time()
-        logits = self._runner.forward(
+        logits = runner.forward(
             cache, [SequenceSlice(prompt, 0, own) for prompt, own in zip(prompts, pages, strict=True)]
         )
         first_at = time.perf_counter()
@@ -120,7 +135,7 @@ class Contest:
             assert logits is not None
             tokens = logits.argmax(dim=-1).tolist()
             steps = [SequenceSlice([token], position, own) for token, own in zip(tokens, pages, strict=True)]
-            logits = self._runner.forward(cache, steps)
+            logits = runner.forward(cache, steps)
         assert logits is not None
         logits.argmax(dim=-1).tolist()
         ended = time.perf_counter()
@@ -142,7 +157,7 @@ class Contest:
         cpu_s = process_tree_cpu_s(os.getpid()) - cpu_started_s
         first_s = max(record.started_s + record.arrivals[0][0] for record in result.records)
         last_s = min(record.started_s + record.arrivals[-1][0] for record in result.records)
-        # while all streams are decoding; before that, some still wait for prefill
+        # the time in which all streams decode; before that, some wait for prefill
         together = sum(
             sum(first_s <= record.started_s + at_s <= last_s for at_s, _ in record.arrivals)
             for record in result.records
@@ -157,7 +172,7 @@ Ask = Callable[[BenchOptions], BenchResult]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="of each model: here, in prefill and in decode")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each model: here, in prefill and in decode")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -188,7 +203,7 @@ def main() -> int:
 
 @contextmanager
 def _asker(screen: Console) -> Iterator[Ask]:
-    """A function that runs one load against the pair and insists that nothing failed."""
+    """A function that runs one load against the pair and raises if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         def ask(bench: BenchOptions) -> BenchResult:
@@ -201,7 +216,7 @@ def _asker(screen: Console) -> Iterator[Ask]:
 
 
 def _first_tokens(pair: RunningPair, ask: Ask, rounds: int) -> tuple[list[float], list[float]]:
-    """Per round, of a long prompt: transfer's share of TTFT, and the TTFT of a second prompt that begins the same."""
+    """Per round, for a long prompt: transfer's share of TTFT, and the TTFT of a second prompt with the same prefix."""
     shares, ratios = [], []
     for seed in range(rounds):
         result = ask(
@@ -267,12 +282,12 @@ def _targets_table(
 
 
 def _ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Median of the ratios round by round: the rounds' own ups and downs cancel."""
+    """Median of the ratios of each round, in which variations of the machine cancel."""
     return statistics.median(value / other for value, other in zip(values, base, strict=True))
 
 
 def process_tree_cpu_s(pid: int) -> float:
-    """CPU seconds of a process and all its descendants that live (Linux)."""
+    """CPU seconds of a process and all its live descendants (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own_s = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
     children = [

@@ -2,14 +2,14 @@
 
     python -m benchmarks.dsa_engine [--hisparse] [--json results.json]
 
-A few of its layers with the dense MLP of its first ones, and a small vocabulary, so that layers are what is timed.
-`graph` is the GPU's time of a step (inputs, replay), `step` the wall time of a serving step without a scheduler (fill
-the inputs, replay, take the most likely tokens, read them back). Both stand beside the floor: the weights, the indexer
-keys of all tokens and the selected rows, over the copy rate measured in the same run. Before anything is timed, steps
-in graphs are compared with the same steps without. `--kernels` lists what the GPU does in a step.
+The model has a few layers with the dense MLP of DeepSeek's first ones, and a small vocabulary, so that layers dominate
+the time. `graph` is the GPU time of a step (inputs, replay), `step` the wall time of a serving step without a scheduler
+(fill the inputs, replay, take the most likely tokens, read them back). Both are compared with the lower bound: the
+weights, the indexer keys of all tokens and the selected rows, over the copy rate measured in the same run. Before
+timing, steps in graphs are compared with the same steps without. `--kernels` lists the kernels of a step.
 
-With `--hisparse` latent rows are in host memory and every sequence cycles through a hot buffer. A sequence repeats one
-token, so what it selects drifts with the positions (benchmarks/hisparse.py says why); `misses` says how much.
+With `--hisparse` latent rows are in host memory and every sequence is evicting. A sequence repeats one token, so that
+its selection drifts with the positions (benchmarks/hisparse.py says why); `misses` is how much.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache, KvPool
+from pdserve.memory.pages import pages_for
 from pdserve.models.config.dsa import DsaConfig, MoeConfig
 from pdserve.models.config.model import ModelConfig, RopeConfig
 from pdserve.models.decoders.dsa import DsaDecoder
@@ -102,7 +103,7 @@ class Engine:
         self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
         self.decoder = DsaDecoder(self.parameters)
-        num_pages = sequences * -(-config.context_length // page_size)
+        num_pages = sequences * pages_for(config.context_length, page_size)
         self.cache: KvCache
         if hot_rows is None:
             self.cache = self.decoder.make_cache(num_pages, page_size)
@@ -122,7 +123,7 @@ class Engine:
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
         """Sequences in scattered pages that will have `context` tokens after so many steps: the first of these."""
-        needed = -(-context // self.cache.page_size)
+        needed = pages_for(context, self.cache.page_size)
         free = self._random.sample(range(self.cache.num_pages), batch * needed)
         tokens = self._random.choices(range(self.config.vocab_size), k=batch)
         slices = [

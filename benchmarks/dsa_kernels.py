@@ -2,10 +2,10 @@
 
     python -m benchmarks.dsa_kernels [--json results.json]
 
-Results are first compared with the references. Times are GPU time per call within a CUDA graph that works on one layer
-of a page-major pool after another, scattered pages, more layers than the caches hold. The floor of a call is what it
-must read over the copy rate, or what it must multiply over the rate of a large matrix product, whichever is longer;
-both rates are measured in the same run.
+Results are first compared with the references. Times are GPU time per call in a CUDA graph over the layers of a
+page-major pool with scattered pages, more layers than the caches hold. The lower bound of a call is what it must read
+over the copy rate, or what it must multiply over the rate of a large matrix product, whichever is longer; both rates
+are measured in the same run.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
+from pdserve.configs.arithmetic import ceil_div
 from pdserve.kernels.mla.index_plan import IndexPlan
 from pdserve.kernels.mla.index_topk import index_topk
 from pdserve.kernels.mla.sparse_mla import sparse_mla
@@ -27,7 +28,7 @@ INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 HEADS, LATENT_DIM, VALUE_DIM = 128, 576, 512
 SCALE = 192**-0.5
 READ_BYTES = 256 << 20
-"""What the layers of one graph read together, at least: several times the L2 cache."""
+"""Minimum bytes that the layers of one graph read together: several times the L2 cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def measure_rates() -> Rates:
 
 
 def num_layers(read_bytes: int) -> int:
-    return min(max(-(-READ_BYTES // read_bytes), 2), 64)
+    return min(max(ceil_div(READ_BYTES, read_bytes), 2), 64)
 
 
 def random_pool(num_tokens: int, layers: int, dim: int) -> torch.Tensor:

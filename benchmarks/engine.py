@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine [--json results.json]
 
-Decode steps are timed three ways: `graph` is the GPU's time of a replay; `step` the wall time of a step as a decode
-server makes them, by the same executor (fill the inputs, replay, choose tokens, read them back), each started before
-the tokens of the last one are read; `alone` the same without that look-ahead. All stand beside the roofline: the
-weights and the KV that a step must read, over the copy rate measured in the same run. Before anything is timed, logits
-of a prompt and of decode steps in graphs are compared with those of transformers over the same weights.
+Decode steps are timed in three ways: `graph` is the GPU time of a replay; `step` the wall time of a decode server's
+step, by the same executor (fill the inputs, replay, sample, read back), with overlap scheduling: each starts before
+the tokens of the last one are read; `alone` the same without overlap. All are compared with the roofline: the weights
+and the KV that a step must read, over the copy rate measured in the same run. Before timing, logits of a prompt and of
+decode steps in graphs are compared with those of transformers with the same weights.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig, RopeConfig
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
@@ -69,7 +70,7 @@ class Engine:
         self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
         self.decoder = Decoder(self.parameters)
-        self.cache = self.decoder.make_cache(-(-kv_tokens // page_size), page_size)
+        self.cache = self.decoder.make_cache(pages_for(kv_tokens, page_size), page_size)
         (self.pool,) = self.cache.pools
         self.pool.data.normal_()
         self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
@@ -78,7 +79,7 @@ class Engine:
 
     def pages(self, lengths: list[int]) -> list[list[int]]:
         """Pages for sequences of these lengths, scattered over the pool."""
-        needed = [-(-length // self.pool.page_size) for length in lengths]
+        needed = [pages_for(length, self.pool.page_size) for length in lengths]
         free = iter(self._random.sample(range(self.pool.num_pages), sum(needed)))
         return [[next(free) for _ in range(count)] for count in needed]
 
@@ -93,7 +94,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the embedding table, of which it reads a few rows."""
+        """Weights that a step reads: all except the embedding table, of which it reads a few rows."""
         return sum(
             slot.target.nbytes for name, slot in self.parameters.slots().items() if name != "model.embed_tokens.weight"
         )

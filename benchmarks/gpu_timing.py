@@ -1,4 +1,4 @@
-"""How benchmarks time a GPU, and the rate at which it copies."""
+"""Timing of GPU work, and the GPU's copy rate."""
 
 import statistics
 from collections.abc import Callable

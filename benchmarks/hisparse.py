@@ -3,21 +3,21 @@
     python -m benchmarks.hisparse [--json results.json]
 
 One prefill server and two decode servers share a GPU and take turns: "device" has all KV on the GPU, "hisparse" has it
-in host memory. Layers have the attention of DeepSeek-V3.2 and a dense MLP as large as what one of eight GPUs holds of
-its experts, so that a step reads as many weights; there are a few of them, and their share of the KV memory.
+in host memory. Layers have the attention of DeepSeek-V3.2 and a dense MLP as large as one of eight GPUs' part of its
+experts, so that a step reads as many weights; there are a few layers, with their share of the KV memory.
 
-Weights are random, and what different tokens select then has nothing in common: with random outputs, a step finds next
-to nothing of what it needs in the hot buffer. Real models select mostly what they have selected before. So every
-request is made to repeat one token: its index queries stay put, and what they select drifts as positions move on. How
-much that is, the server counts itself, and the table shows it.
+Weights are random, so the selections of different tokens have nothing in common: with random outputs, a step finds
+almost no row that it needs in the hot buffer. Real models mostly select what they have selected before. So every
+request is made to repeat one token: its index queries stay constant, and its selection drifts with the positions. The
+server counts the misses, and the table shows them.
 
-    fits       what the budget holds without HiSparse: every request streams, none ends while tokens are counted
-    exceeds    more clients than that, each sending its next request when one is answered, lengths mixed
+    fits       as many requests as the budget holds without HiSparse: all stream, none ends in the measured time
+    exceeds    more clients than that, each sends its next request after a response, lengths mixed
     worst      the same with random outputs
-    arrival    from the last prefill chunk to the second token, whose step reads the KV that was sent; new prompts
+    arrival    from the last prefill chunk to the second token, whose step reads the transferred KV; new prompts
 
-Prompts of the first three share all but their last tokens, which prefill has in its prefix cache: what is measured is
-decode, not prefill. Decode has no prefix cache here, so the KV of every request is sent and stored in full.
+Prompts of the first three share all but their last tokens, which prefill has in its prefix cache: this measures decode,
+not prefill. Decode has no prefix cache here, so the KV of every request is sent and stored in full.
 """
 
 import argparse
@@ -75,13 +75,13 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
         "prefix_cache": False,
         "max_running_requests": sizes.hisparse_requests,
         "queue_timeout_s": 600.0,
-        "growth_tokens": longest_output(options),  # whoever is let in can stay
+        "growth_tokens": longest_output(options),  # admitted requests are not retracted
     }
     hisparse = {
         "enable_hisparse": True,
         "hot_rows": sizes.hot_rows,
         "kv_memory_gib": (sizes.budget - sizes.tables(sizes.hisparse_requests)) / GIB,
-        # what the budget holds beside hot buffers are keys of those whose KV arrives while the others run
+        # besides hot buffers, the budget holds keys of requests whose KV arrives while others run
         "host_memory_gib": (sizes.hisparse_requests + 2) * sizes.longest * sizes.latent_token / GIB,
     }
     return {
@@ -93,15 +93,15 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one server did while tokens were counted."""
+    """Results of one server in the measured time."""
 
     arm: str
     clients: int
-    repeat: bool  # each output one token over and over, or random
+    repeat: bool  # each output repeats one token, or is random
     tokens_per_s: float
     batch: float  # requests in a step, on average
-    miss_share: float  # of the rows that cycling hot buffers were asked for
-    misses: float  # a request, layer and step; of cycling buffers
+    miss_share: float  # share of misses among the rows selected by evicting requests
+    misses: float  # per request, layer and step; of evicting requests
     swapped_gb_per_s: float
     resident: int
     retractions: int
@@ -140,7 +140,7 @@ class Bench:
         return self._sizes.device_requests if arm == "device" else self._sizes.hisparse_requests
 
     def same_tokens(self) -> tuple[int, int]:
-        """Of one prompt's greedy tokens, how many of the first are the same on both servers.
+        """Length of the common prefix of both servers' greedy tokens for one prompt.
 
         Before that, prefill computes what all prompts share. The last page of the one that counts is not full: it is
         never cached, and prefill computes it alike for both.
@@ -202,7 +202,7 @@ class Bench:
         )
 
     def _lengths(self, clients: int, draw: random.Random) -> Iterator[int]:
-        """Outputs of one client: where all fit, none may end while tokens are counted; otherwise they are mixed."""
+        """Output lengths of one client: if all fit, none may end in the measured time; otherwise they are mixed."""
         most = longest_output(self._options)
         if clients <= self._sizes.device_requests:
             return itertools.repeat(most)
@@ -214,7 +214,7 @@ class Bench:
             self._note(await client.generate(body, time.perf_counter(), expected_tokens=length))
 
     async def arrivals(self, arm: str) -> dict[str, float]:
-        """Seconds of one prompt that nobody has seen: by stage, and from its last chunk to the second token."""
+        """Seconds of one uncached prompt: by stage, and from its last chunk to the second token."""
         client = BenchClient(base_url(self._configs[arm]), api_key=None, timeout_s=600.0)
         body = self._body(self._tokens(self._options.context), 8)
         record = await client.generate(body, time.perf_counter(), expected_tokens=8)

@@ -1,4 +1,4 @@
-"""What benchmarks/hisparse.py serves: DeepSeek-V3.2's attention, and how many requests a budget of GPU memory holds."""
+"""The model of benchmarks/hisparse.py (DeepSeek-V3.2's attention), and how many requests a GPU memory budget holds."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.configs.arithmetic import round_up
 from pdserve.kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 
@@ -62,7 +63,7 @@ def longest_output(options: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a budget of GPU memory holds, with and without HiSparse. All bytes are of all layers."""
+    """Requests that a GPU memory budget holds, with and without HiSparse. All bytes are of all layers."""
 
     latent_token: int
     index_token: int
@@ -76,7 +77,7 @@ class Sizes:
         itemsize = 4 if options.device == "cpu" else 2
         of_layer = model["kv_lora_rank"] + model["qk_rope_head_dim"], model["index_head_dim"]
         latent, index = (options.layers * size * itemsize for size in of_layer)
-        longest = -(-(options.context + longest_output(options)) // PAGE) * PAGE
+        longest = round_up(options.context + longest_output(options), PAGE)
         return cls(latent, index, longest, options.hot_rows, options.layers, int(options.kv_memory_gib * GIB))
 
     @property
@@ -94,7 +95,7 @@ class Sizes:
 
     @property
     def hisparse_requests(self) -> int:
-        """As many as have their index keys, in whole hot pages, their hot buffer and their tables in the budget."""
+        """Requests whose index keys (in whole hot pages), hot buffers and tables fit the budget."""
         counts = itertools.takewhile(
             lambda count: self._overlay(count * self.longest).covered <= self._index_hot_pages(count),
             itertools.count(1),
@@ -103,7 +104,7 @@ class Sizes:
 
     @property
     def hisparse_tokens(self) -> int:
-        """Tokens whose index keys are in the budget beside the hot buffers of those that run: also of requests whose KV
+        """Tokens whose index keys fit the budget besides the hot buffers of running requests, and of requests whose KV
         waits in host memory for a buffer.
         """
         index_pages = self._index_hot_pages(self.hisparse_requests) * self.latent_token // self.index_token
@@ -111,7 +112,7 @@ class Sizes:
 
     @property
     def resident_requests(self) -> int:
-        """As many as have all their rows on the GPU: in what the index leaves, and in what is free of it."""
+        """Requests that are fully resident: in the pages that the index leaves, and in its free pages."""
         most, each = self.hisparse_requests, self.longest // PAGE
         overlay = self._overlay(self.hisparse_tokens)
         own = self._hot_pages(most) - overlay.covered
@@ -127,15 +128,15 @@ class Sizes:
         return PoolOverlay.of(tokens // PAGE, kv_page_bytes=self.index_token, hot_page_bytes=self.latent_token)
 
     def _index_hot_pages(self, requests: int) -> int:
-        """Hot pages that are left for the index beside the buffers and tables of so many requests."""
+        """Hot pages left for the index, besides the buffers and tables of this many requests."""
         return self._hot_pages(requests) - requests * buffer_pages(self.hot_rows, PAGE)
 
     def _hot_pages(self, requests: int) -> int:
-        """That the budget holds beside the tables of so many requests."""
+        """Hot pages in the budget, besides the tables of this many requests."""
         return (self.budget - self.tables(requests)) // (PAGE * self.latent_token)
 
     def tables(self, requests: int) -> int:
-        """Bytes of the tables that the server keeps beside its hot pool: they count here."""
+        """Bytes of the tables, which the server keeps outside its hot pool; they count here."""
         return table_bytes(
             groups=self.layers,
             requests=requests,

@@ -1,18 +1,17 @@
-"""What the host spends on a token and on a decode step: CPU time of the front, the leader's threads and rank 0.
+"""CPU time of the host per token and per decode step: of the frontend, the leader's threads and rank 0.
 
     python -m benchmarks.host_overhead
     python -m benchmarks.host_overhead --streams 128 --calls completion,completion-whole --context 8192 --json FILE
 
-A real pair on this machine serves a model of one tiny layer, so that what is left is the work around it. Every step
-waits for `--step-ms` without using the CPU, as it would for a GPU: long enough that nobody falls behind, because who
-does handles several tokens at once and looks cheaper than it is (`events` per token are less than 1 then). CPU time is
-counted by the kernel, per thread. All requests run in all steps that are counted: what they cost at their beginning and
-end is left out.
+A real pair on this machine serves a model of one tiny layer, so that the work around it remains. Every step waits for
+`--step-ms` without using the CPU, like for a GPU: long enough that no process falls behind, because one that does
+handles several tokens at once and looks cheaper than it is (`events` per token are then less than 1). The kernel counts
+CPU time per thread. All requests run in all measured steps: the cost of their beginning and end is excluded.
 
-    front    the front process, per token
+    front    the frontend process, per token
     engine   the leader's engine thread, per step
-    link     the leader's thread that sends to the front, per step
-    others   the leader's further threads, per step: the control plane, ZMQ's and torch's own
+    link     the leader's thread that sends to the frontend, per step
+    others   the leader's other threads, per step: the control thread, ZMQ's and torch's own
     rank 0   the thread of rank 0, per step: it prepares tensors, and here it also computes the tiny model
 """
 
@@ -37,7 +36,7 @@ from rich.table import Table
 from benchmarks.paced_server import read_cost
 from benchmarks.servers import free_port, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
-from pdserve.configs.load import dump_config
+from pdserve.configs.load import revealed_dict
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.launch.children import Children
 from pdserve.server.launch.up import base_url, server_command, server_environ
@@ -70,12 +69,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("/generate", {"stream": True}),
     "generate-logprobs": ("/generate", {"stream": True, "return_logprob": True, "top_logprobs_num": 5}),
 }
-"""Kinds of calls: the route, and what they ask for. Events of /generate are cumulative, OpenAI's are not."""
+"""Kinds of calls: route and body. Events of /generate are cumulative, OpenAI's are not."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the counted steps have cost, in microseconds of CPU time."""
+    """Cost of the measured steps, in microseconds of CPU time."""
 
     call: str
     streams: int
@@ -90,7 +89,7 @@ class Window:
 
 
 class Stream(asyncio.Protocol):
-    """One request; counts the events of its answer and forgets them."""
+    """One request; counts the events of its response and discards them."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -138,7 +137,7 @@ class Bench:
         )
         after = before
         while after.steps < before.steps + self._options.steps:
-            # seldom: to be asked costs the engine thread as much as a step
+            # seldom: a query costs the engine thread as much as a step
             await asyncio.sleep(self._options.steps * self._options.step_ms / 1000)
             after = read_cost(self._folder)
         events = sum(stream.events for stream in open_streams) - events
@@ -178,7 +177,7 @@ class Bench:
         return head.encode() + content
 
     def _front_s(self) -> float:
-        """CPU time of the front process so far: all its threads, in nanoseconds of the scheduler."""
+        """CPU time of the frontend process so far: all its threads, in nanoseconds of the kernel's scheduler."""
         tasks = Path(f"/proc/{(self._folder / 'front').read_text()}/task")
         spent_ns = 0
         for task in tasks.iterdir():
@@ -214,7 +213,7 @@ def run(options: argparse.Namespace, screen: Console) -> list[Window]:
         folder = Path(directory)
         write_model(folder, MODEL)
         prefill, decode = server_configs(folder, options)
-        (folder / "decode.json").write_bytes(dump_config(decode))
+        (folder / "decode.json").write_text(json.dumps(revealed_dict(decode)))
         paced = [sys.executable, "-m", "benchmarks.paced_server", "front", str(folder / "decode.json"), str(folder)]
         children = Children(screen)
         try:
@@ -267,7 +266,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=_numbers, default=[64], metavar="N,N,...", help="prompt tokens (default: 64)")
     parser.add_argument("--calls", type=_calls, default=list(CALLS), help=f"default: {','.join(CALLS)}")
     parser.add_argument("--steps", type=int, default=100, help="counted in each window (default: 100)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="what a step waits (default: 20)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="wait of a step (default: 20)")
     parser.add_argument("--rounds", type=int, default=1, help="of all windows (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all windows to this file")
     return parser.parse_args()

@@ -1,11 +1,12 @@
-"""A decode server whose steps wait as if a GPU computed them, and that says what its threads have cost.
+"""A decode server whose steps wait as if a GPU computed them, and which reports the CPU time of its threads.
 
     python -m benchmarks.paced_server front CONFIG FOLDER STEP_MS
 
-Everything in it is the real server's. `FOLDER/cost` is written anew on SIGUSR1 to the leader, whose process id is in
-`FOLDER/leader`. benchmarks/host_overhead.py uses it.
+Otherwise it is the real server. On SIGUSR1 to the leader, whose process id is in `FOLDER/leader`, it rewrites
+`FOLDER/cost`. benchmarks/host_overhead.py uses it.
 """
 
+import json
 import os
 import signal
 import sys
@@ -54,7 +55,7 @@ class PacedExecutor(Executor):
 
 
 def read_cost(folder: Path, timeout_s: float = 10.0) -> Cost:
-    """What the leader has cost until now."""
+    """Cost of the leader so far."""
     path = folder / "cost"
     path.unlink(missing_ok=True)
     os.kill(int((folder / "leader").read_text()), signal.SIGUSR1)
@@ -92,7 +93,7 @@ def main() -> int:
         return _lead(Path(folder), float(step_ms) / 1000)
     (Path(folder) / "front").write_text(str(os.getpid()))
     command = (sys.executable, "-m", "benchmarks.paced_server", "leader", config, folder, step_ms)
-    return run_frontend(parse_config(Path(config).read_bytes()), command)
+    return run_frontend(parse_config(json.loads(Path(config).read_bytes())), command)
 
 
 if __name__ == "__main__":

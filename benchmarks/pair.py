@@ -9,10 +9,10 @@ Real servers, loaded over HTTP by the code of `pdserve bench`:
     steady   the same clients, four requests each: tokens a second, and time to first token after the first burst
     tokens   time between the tokens of 8 streams, alone and while prefill computes prompts of 8,192 tokens
 
-What is not given as a flag is as a user has it without flags.
+Other settings are the defaults.
 
 Two processes take turns on a GPU: while both have work, each gets about half of it, and kernels of one do not fill the
-gaps of the other. What a pair on two GPUs would gain does not show here.
+gaps of the other. The gain of a pair on two GPUs does not show here.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
 
 
 class Load:
-    """Runs loads against a pair, each with prompts that nobody has seen."""
+    """Runs loads against a pair, each with uncached prompts."""
 
     def __init__(self, pair: RunningPair, screen: Console) -> None:
         self._pair = pair
@@ -106,7 +106,7 @@ class Load:
         return await measure(options, self._screen)
 
     def usage(self) -> dict[str, dict[str, float]]:
-        """What each server has done and used so far: its counters, and the CPU time of its processes."""
+        """Counters of each server so far, and the CPU time of its processes."""
         found: dict[str, dict[str, float]] = {}
         for config in self._pair.config:
             time.sleep(0.6)  # counters are published a few times a second
@@ -124,13 +124,13 @@ def difference(before: dict[str, dict[str, float]], after: dict[str, dict[str, f
 
 
 async def between_tokens(load: Load) -> tuple[BenchResult, BenchResult]:
-    """8 streams alone, and 8 streams while there is always a long prompt to compute."""
+    """8 streams alone, and 8 streams while prefill always computes a long prompt."""
     streams = {"requests": STREAMS, "concurrency": STREAMS, "input_len": 256, "output_len": 384}
     alone = await load.run(**streams)
     prompts = asyncio.create_task(load.run(requests=1000, concurrency=2, input_len=LONG_PROMPT, output_len=1))
     await asyncio.sleep(2.0)
     busy = await load.run(**streams)
-    prompts.cancel()  # ends the load, and lets it be summed up
+    prompts.cancel()  # ends the load, which then summarises its results
     await prompts
     return alone, busy
 
@@ -217,7 +217,7 @@ def _figures(result: BenchResult) -> dict[str, Any]:
 
 
 def _later_ttft(result: BenchResult) -> Distribution | None:
-    """Time to first token of what was sent after the first burst of all clients."""
+    """Time to first token of requests sent after the first burst of all clients."""
     in_order = sorted(result.records, key=lambda record: record.started_s)
     return Distribution.of(record.ttft_s for record in in_order[CLIENTS:] if record.ttft_s is not None)
 

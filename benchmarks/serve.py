@@ -44,7 +44,7 @@ def main() -> int:
                     input_len=options.input_len,
                     output_len=options.output_len,
                     prefix_len=options.prefix_len,
-                    seed=concurrency,  # other prompts in every round: no round finds the last one's in the prefix cache
+                    seed=concurrency,  # other prompts in every round, so that the prefix cache has none of them
                 )
                 results.append(runner.run(measure(bench, screen, command=" ".join(sys.argv))))
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def pair_on_free_ports(flags: dict[str, str | bool]) -> PairConfig:
-    """The pair on free ports, where the flags name none."""
+    """The pair, on free ports unless flags name ports."""
     ports = {name: str(free_port()) for name in ("port", "prefill_port", "bootstrap_port")}
     return load_pair_config(None, {**ports, **flags}, os.environ)
 

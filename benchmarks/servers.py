@@ -1,4 +1,4 @@
-"""What benchmarks of whole servers share: a model without weights on disk, and servers that end with the benchmark."""
+"""Shared by benchmarks of whole servers: a model without weights on disk, and servers that end with the benchmark."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _given_ports: set[int] = set()
 
 
 def write_model(directory: Path, config: Mapping[str, Any]) -> None:
-    """What a server needs of a model but its weights. The tokenizer has a short word for each id."""
+    """The files of a model except its weights. The tokenizer has a short word for each id."""
     (directory / "config.json").write_text(json.dumps(config))
     letters = sorted(ByteLevel.alphabet())
     words = letters + [f"{first}{second}{third}" for first in letters for second in letters for third in letters[:4]]
@@ -40,7 +40,7 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, another one each time."""
+    """A free port, another one each time."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             port: int = probe_socket.getsockname()[1]
@@ -62,7 +62,7 @@ def running(configs: Mapping[str, AnyServerConfig], screen: Console) -> Iterator
 
 
 def wait_ready(children: Children, configs: Sequence[AnyServerConfig], timeout_s: float) -> None:
-    """Until all are healthy, and a token has come out of each decode server.
+    """Wait until all are healthy and each decode server has generated a token.
 
     Raises ChildEndedError when one of them ends, NotReadyError when it takes longer than `timeout_s`.
     """
@@ -79,7 +79,7 @@ def wait_ready(children: Children, configs: Sequence[AnyServerConfig], timeout_s
 
 
 def cpu_seconds(port: int) -> dict[str, float]:
-    """CPU time of the front that was started with this port, and of its leader."""
+    """CPU time of the frontend that was started with this port, and of its leader."""
     ticks = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

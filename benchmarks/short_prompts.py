@@ -1,10 +1,10 @@
-"""How long short prompts wait under a load of long ones: their time to first token, alone and beside it.
+"""Time to first token of short prompts, alone and under a load of long ones.
 
     python -m benchmarks.short_prompts
     python -m benchmarks.short_prompts --long-len 8000 --long-requests 12 --short-requests 120 --rate 4
 
-Starts a pair on this machine; settings of the servers are those of `pdserve up`, such as `--threads 2`. So many long
-prompts are with the servers at any time, short ones arrive at random (Poisson). Everything asks for one token.
+Starts a pair on this machine; settings of the servers are those of `pdserve up`, such as `--threads 2`. A fixed number
+of long prompts is in flight at any time, and short ones arrive at random (Poisson). All requests generate one token.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Four prefill ranks write the KV of a prompt to one decode rank, four ways, over real Mooncake between two processes.
+"""Four prefill ranks write the KV of a prompt to one decode rank, in four ways, with Mooncake between two processes.
 
     python -m benchmarks.staging [--device cpu|cuda] [--transport tcp|nvlink] [--tokens 4096]
     python -m benchmarks.staging --device cuda --kernels
 
 token slices  rows of a token-major pool, one write per token, layer and plane: what SGLang does without staging
 page slices   page-major pools, one write per page, layer and plane: what pdserve does without staging
-staged        gather, one write per part into the ring, scatter; with the protocol of transfer/stage_*.py
+staged        gather, one write per part into the ring, scatter; with the protocol of transfer/staging/
 equal TP      the same bytes to four decode ranks sharded alike, one write per page: needs no staging, the bound
 
-The clock runs from "the KV is in the source pages" to decode's word that it is in its pages. Grants are asked for
-before, as a server does ahead of its forward pass. Every arm is run once into a poisoned destination and compared bit
-by bit before anything is timed; then the arms take turns. Many small writes go through Mooncake's batch call, 1,024 at
-a time, few large ones through submit and poll: each arm gets the faster of the two, and every arm a connection pool.
+The time runs from the KV in the source pages to decode's confirmation that it is in its pages. Grants are requested
+before, like a server does before its forward pass. Every arm first runs into a poisoned destination and is compared
+bitwise; then the arms are timed in turn. Many small writes use Mooncake's batch call, 1,024 at a time, few large ones
+submit and poll: each arm uses the faster of the two, and every arm has a connection pool.
 
 `--kernels` measures gather and scatter alone, against copies of the same size.
 """
@@ -56,7 +56,7 @@ def compare_arms(shape: Shape, repeats: int, screen: Console) -> dict[str, list[
             first = run(arm)
             ours.send(("check", arm, first.tokens))
             if not ours.recv():
-                raise RuntimeError(f"{arm}: decode's pages do not hold what prefill's did")
+                raise RuntimeError(f"{arm}: decode's pages differ from prefill's")
             screen.print(f"{arm}: contents verified, {first.copies:,} copies, {first.requests:,} Mooncake requests")
         for repeat in range(repeats):
             for arm in ARMS:

@@ -1,4 +1,4 @@
-"""How fast gather and scatter are alone: benchmarks/staging.py --kernels."""
+"""Speed of gather and scatter alone: benchmarks/staging.py --kernels."""
 
 import statistics
 import time
@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.staging_pair import Shape
+from pdserve.configs.arithmetic import ceil_div
 from pdserve.kernels.staging.kv_stage import block_bytes, kv_gather, kv_scatter
 
 
@@ -24,7 +25,7 @@ def call_seconds(call: Callable[[], object], device: str, repeats: int = 20) -> 
             times.append(time.perf_counter() - started)
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        ahead.fill_(0)  # 0.2 ms, and what the call reads is not in the cache any more
+        ahead.fill_(0)  # 0.2 ms, and evicts the call's inputs from the cache
         ahead.fill_(1)
         begin.record()
         call()
@@ -37,7 +38,7 @@ def call_seconds(call: Callable[[], object], device: str, repeats: int = 20) -> 
 def kernel_rates(shape: Shape, size_mib: int) -> dict[str, Any]:
     """Bytes read and written per second by gather (a rank's pool) and scatter (a head slice of the whole pool)."""
     tokens = max(1, (size_mib << 20) // (2 * shape.layers * shape.rank_heads * shape.row_bytes))
-    pages = -(-tokens // shape.page_size) + 1
+    pages = ceil_div(tokens, shape.page_size) + 1
     order = torch.randperm(pages, device=shape.device).to(torch.int32)
     source, target = (
         torch.randint(

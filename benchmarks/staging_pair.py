@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdserve.configs.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.transfer.mooncake.engine import ReceiveEngine
 from pdserve.transfer.mooncake.library import Transport, create_engine
@@ -46,7 +47,7 @@ ELEMENT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The model's KV, the two servers and where things lie in each process's one buffer."""
+    """The model's KV, the two servers, and the layout of each process's buffer."""
 
     device: str
     transport: Transport
@@ -75,7 +76,7 @@ class Shape:
         return self.layers * 2 * self.heads * self.tokens * self.row_bytes
 
     def pages(self, page_size: int) -> int:
-        return -(-self.tokens // page_size)
+        return ceil_div(self.tokens, page_size)
 
     def layout(self, heads: range, page_size: int) -> KvLayout:
         planes = (Plane("k", self.row_bytes), Plane("v", self.row_bytes))
@@ -89,7 +90,7 @@ class Shape:
         return HeadSlice(0, self.layers, self.heads_of(rank).start, self.heads_of(rank).stop)
 
     def order(self, page_size: int, seed: int) -> list[int]:
-        """Pages in the order of a sequence whose neighbours lie anywhere."""
+        """Pages of a sequence, scattered over the pool."""
         return [int(page) for page in np.random.default_rng(seed).permutation(self.pages(page_size))]
 
     def values(self, tokens: int) -> torch.Tensor:
@@ -102,7 +103,7 @@ class Shape:
 
 
 class Memory:
-    """One buffer, handed out from the front; so one registration and one base address serve every arm."""
+    """One buffer, allocated from its start, so that every arm uses one registration and one base address."""
 
     def __init__(self, shape: Shape, size_bytes: int) -> None:
         self.shape = shape
@@ -112,7 +113,7 @@ class Memory:
     def take(self, size_bytes: int) -> tuple[int, torch.Tensor]:
         """The offset and the bytes of a new part."""
         offset = self._used
-        self._used += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        self._used += round_up(size_bytes, ALIGNMENT)
         assert self._used <= len(self.buffer)
         return offset, self.buffer[offset : offset + size_bytes]
 
@@ -146,7 +147,7 @@ def wait(device: str) -> None:
 
 
 def mark(device: str) -> torch.cuda.Event | None:
-    """An event behind what was queued last; None where calls are done when they return."""
+    """An event after the work enqueued last; None if calls are synchronous."""
     if device != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -183,7 +184,7 @@ class Decode:
                 continue
             message = self.control.recv()
             match message:
-                case "landed":  # the direct arms: nothing to do but say so
+                case "landed":  # the direct arms: only confirm
                     self.control.send("landed")
                 case "poison":
                     self.memory.buffer.fill_(0xA5)
@@ -236,7 +237,7 @@ class Decode:
                 self.obey(self.receiver.scattered(part))
 
     def check(self, arm: str, tokens: int) -> bool:
-        """Whether the last run of an arm has left exactly the prompt's KV here."""
+        """Whether this process has exactly the prompt's KV after the last run of an arm."""
         values = self.shape.values(tokens)
         if arm == "token slices":
             rows = (self.shape.layers, 2, tokens, self.shape.heads, self.shape.row_bytes)
@@ -255,7 +256,7 @@ def decode_process(shape: Shape, control: Connection) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """One timed run of an arm. `copies` is what the arm asks for, `requests` what Mooncake is given for it."""
+    """One timed run of an arm. `copies` are the copies of the arm, `requests` the Mooncake requests for them."""
 
     seconds: float
     tokens: int
@@ -357,7 +358,7 @@ class Prefill:
                 self.control.send(effect)
         early = min(len(parts), shape.ring_bytes // shape.part_bytes)
         for _ in range(early):
-            self.hear(self.control.recv())
+            self.handle(self.control.recv())
 
         started = time.perf_counter()
         landed = False
@@ -384,13 +385,13 @@ class Prefill:
                 message = self.control.recv()
                 landed = message == "landed"
                 if not landed:
-                    ready += self.hear(message)
+                    ready += self.handle(message)
         seconds = time.perf_counter() - started
         while not self.sender.idle:
-            self.hear(self.control.recv())
+            self.handle(self.control.recv())
         return Run(seconds, shape.tokens, len(parts), self.requests, self.bytes_written)
 
-    def hear(self, message: object) -> list[SenderEffect]:
+    def handle(self, message: object) -> list[SenderEffect]:
         match message:
             case StageGrant():
                 return self.sender.granted(message, 0.0)
@@ -414,7 +415,7 @@ class Prefill:
         return write, offset, mark(self.shape.device)
 
     def write(self, runs: CopyRuns) -> None:
-        """Write all of it and wait. Counts what Mooncake is given."""
+        """Write all of it and wait. Counts the Mooncake requests."""
         pieces = runs.split(self.shape.write_bytes)
         source = (pieces.source + self.memory.buffer.data_ptr()).tolist()
         destination = (pieces.destination + self.decode_base).tolist()

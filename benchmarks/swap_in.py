@@ -1,15 +1,15 @@
-"""Swap-in on one GPU: plan and copy of one sparse layer, beside SGLang's kernel and what PCIe allows.
+"""Swap-in on one GPU: plan and copy of one sparse layer, compared with SGLang's kernel and the PCIe limit.
 
     python benchmarks/swap_in.py [--row-bytes 1152 656] [--json results.json]
 
-Each step selects 2,048 tokens per request, of which the given share was not selected before and is not resident. A step
-is timed with events around one `swap_in`, while the GPU is kept busy ahead of it, as it is in a serving step: launches
-from Python do not count. `gather` is the time of a plain Triton gather of as many random rows, nothing planned. Before
-anything is timed, every selected row of several steps is compared with host memory, as that gather reads it.
+Each step selects 2,048 tokens per request, of which the given share is new and not in the hot buffer. A step is timed
+with events around one `swap_in`, while earlier work keeps the GPU busy, as in a serving step: launch times from Python
+do not count. `gather` is the time of a plain Triton gather of as many random rows, without planning. Before timing,
+every selected row of several steps is compared with host memory, read by that gather.
 
-What the host's cores did last shows in all of it but the bulk copy: a gather took 10 to 20 % longer after two idle
-seconds, and 60 % longer after they had filled half a gigabyte. So nothing is compared by the CPU, and three rounds over
-the whole table show how far it can be trusted.
+All times but the bulk copy depend on what the host's cores did last: a gather took 10 to 20 % longer after two idle
+seconds, and 60 % longer after they had filled half a gigabyte. So the CPU compares nothing, and three rounds over the
+whole table show the variation.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  
 
 
 def timed_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """GPU time of what `run` enqueues, its launches hidden behind other work."""
+    """GPU time of the work that `run` enqueues, with launches hidden behind other work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # half a millisecond
     before()
@@ -102,7 +102,7 @@ class Trace:
         orders = torch.rand(batch, first_length, device=DEVICE).argsort(dim=1).int()
         window = torch.arange(steps, device=DEVICE)[:, None] * self.misses + torch.arange(TOP_K, device=DEVICE)
         selections = orders[:, window % first_length].transpose(0, 1)  # [steps, batch, TOP_K]
-        self.selections = selections.sort(dim=2).values  # as index_topk leaves them
+        self.selections = selections.sort(dim=2).values  # like the output of index_topk
         self.lengths = (first_length + 1 + torch.arange(steps, device=DEVICE, dtype=torch.int32))[:, None].repeat(
             1, batch
         )
@@ -110,7 +110,7 @@ class Trace:
         self.step = 0
 
     def select(self) -> None:
-        """What the top-k kernel before swap-in does: it leaves the selection in the GPU's cache."""
+        """Like the top-k kernel before swap-in, put the selection into the GPU's cache."""
         self.selected.copy_(self.selections[self.step])
         self.seq_lens.copy_(self.lengths[self.step])
         self.step += 1
@@ -128,7 +128,7 @@ class Trace:
         )
 
     def check(self) -> None:
-        """Every selected row of the step just run holds what host memory has, and the misses are the new tokens."""
+        """Check that every selected row of the last step equals host memory, and that the misses are the new tokens."""
         counts = self.plan.miss_counts.tolist()
         expected = TOP_K if self.step == 1 else self.misses
         assert counts == [expected] * self.batch, counts

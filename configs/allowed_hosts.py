@@ -1,4 +1,4 @@
-"""Which hosts a request may make a decode server connect to (`bootstrap_host`): by name, by address, by network."""
+"""Hosts that a request may name as `bootstrap_host`, so that a decode server connects to them."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ def check_entry(entry: str) -> str:
     if "/" in entry:
         ipaddress.ip_network(entry)
     elif not entry or any(character.isspace() for character in entry) or "*" in entry.removeprefix("*."):
-        raise ValueError(f"{entry!r} is no host name, *.DOMAIN, address, network (10.0.0.0/8) or *")
+        raise ValueError(f"{entry!r} is not a host name, *.DOMAIN, address, network (10.0.0.0/8) or *")
     return entry
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedHosts:
-    """Made from entries that `check_entry` has seen."""
+    """Made from entries that `check_entry` accepted."""
 
     names: frozenset[str] = frozenset()
     domains: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class AllowedHosts:
         )
 
     def allows(self, host: str) -> bool | None:
-        """Whether this host, as a request names it, is allowed; None when that depends on its address."""
+        """Whether `host`, as a request names it, is allowed; None if that depends on its resolved address."""
         name = host.lower()
         if self.any_host or name in self.names or name.endswith(self.domains):
             return True
@@ -51,7 +51,7 @@ class AllowedHosts:
         return None if self.networks else False
 
     def allows_at(self, host: str, address: str) -> bool:
-        """The same once the host's name is resolved to `address`."""
+        """Whether `host`, which resolves to `address`, is allowed."""
         allowed = self.allows(host)
         parsed = _address(address)
         return allowed if allowed is not None else parsed is not None and self._in_networks(parsed)

@@ -1,19 +1,19 @@
-"""The exceptions a user can see, in two branches: the client's fault (4xx) and ours (5xx).
+"""The exceptions that a user can see: client errors (4xx) and server errors (5xx).
 
 A message names the field, the limit and the value given. `StartupError` ends a command with one line and exit code 2.
 """
 
 
 class PdserveError(Exception):
-    """Root of everything pdserve raises on purpose."""
+    """Base class of all exceptions that pdserve raises on purpose."""
 
 
 class StartupError(PdserveError):
-    """The server cannot start as configured; the message says what to change."""
+    """The server cannot start with this configuration; the message names what to change."""
 
 
 class RequestError(PdserveError):
-    """A request that ends without a result; `status` is its HTTP status and `code` a stable machine-readable word."""
+    """A request ended without a result. `status` is the HTTP status, `code` a stable machine-readable word."""
 
     status = 500
     code = "internal"
@@ -24,7 +24,7 @@ class RequestError(PdserveError):
 
 
 class ClientError(RequestError):
-    """The request is wrong, too large, or was given up by its sender."""
+    """The request is invalid, too large, or was aborted by the client."""
 
     status = 400
     code = "invalid_request"
@@ -56,7 +56,7 @@ class AbortedError(ClientError):
 
 
 class ServerError(RequestError):
-    """The request was right and this server, or the prefill server it depends on, could not serve it."""
+    """The request is valid, but this server or its prefill server could not serve it."""
 
 
 class UnavailableError(ServerError):

@@ -1,7 +1,7 @@
-"""Command-line flags of the configuration schema: generated, so that a field and its flag cannot disagree.
+"""Command-line flags, generated from the configuration schema.
 
 `page_size` is `--page-size`, `verify_kv` is `--verify-kv` / `--no-verify-kv`. Values stay text here: the schema parses
-and checks them, the same way as values from a file.
+and checks them like values from a file.
 """
 
 import argparse
@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
@@ -21,11 +20,13 @@ ALIASES = {
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
 }
-"""Spellings that users of SGLang already type, and former names."""
+"""Spellings of SGLang, and former names."""
+
+_LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo], names: Iterable[str]) -> None:
-    """One flag per field; a flag that is not given leaves no trace in the namespace."""
+    """One flag per field; a flag that is not given is absent from the namespace."""
     for name in names:
         field = fields[name]
         spellings = (flag_of(name), *ALIASES.get(name, ()))
@@ -47,7 +48,7 @@ def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo
 
 
 def given_flags(namespace: argparse.Namespace, names: Collection[str]) -> dict[str, str | bool]:
-    """The flags among `names` that were given, by field name. Repeated list flags add up."""
+    """The given flags among `names`, by field name. Values of a repeated list flag are joined."""
     given: dict[str, str | bool] = {}
     for name, value in vars(namespace).items():
         if name in names:
@@ -56,7 +57,7 @@ def given_flags(namespace: argparse.Namespace, names: Collection[str]) -> dict[s
 
 
 def to_flags(config: AnyServerConfig) -> list[str]:
-    """The arguments that give another process the same settings, without secrets: those go through the environment."""
+    """Arguments that give another process the same settings, except secrets, which go through the environment."""
     arguments = []
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -65,7 +66,7 @@ def to_flags(config: AnyServerConfig) -> list[str]:
         if isinstance(value, bool):
             arguments.append(flag_of(name) if value else flag_of(f"no_{name}"))
         else:
-            # `--name=value` also when the value starts with a dash
+            # `--name=value`, because a value may start with a dash
             arguments.append(f"{flag_of(name)}={','.join(value) if isinstance(value, tuple) else value}")
     return arguments
 
@@ -75,7 +76,7 @@ def flag_of(name: str) -> str:
 
 
 def describe(name: str, field: FieldInfo) -> str:
-    """Meaning, default and range of a field in one sentence fragment, for --help."""
+    """Meaning, default and range of a field, for --help."""
     default = default_of(field)
     limits = "" if get_origin(_plain_type(field)) is Literal else limits_of(field)  # choices are in the metavar
     notes = [note for note in (default and f"default: {default}", limits) if note]
@@ -87,31 +88,27 @@ def meaning_of(name: str, field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """As one would type it; empty where there is none."""
+    """The default as one would type it; empty if there is none."""
     if field.default is None or field.default == ():
         return ""
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 
 def limits_of(field: FieldInfo) -> str:
-    """`1 to 1024`, `at least 1`, `above 0, up to 60`, `a, b or c`: what the field allows; empty where anything goes."""
+    """`1 to 1024`, `at least 1`, `above 0, up to 60`, `a, b or c`: the allowed values; empty if all are."""
     kind = _plain_type(field)
     if get_origin(kind) is Literal:
         *choices, last = map(str, get_args(kind))
         return f"{', '.join(choices)} or {last}" if choices else last
-    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
-    above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
-    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
-    below = next((m.lt for m in field.metadata if isinstance(m, Lt)), None)
-    if low is not None and high is not None:
-        return f"{low} to {high}"
-    parts = (("at least", low), ("above", above), ("up to", high), ("below", below))
-    return ", ".join(f"{word} {limit}" for word, limit in parts if limit is not None)
+    limits = {name: getattr(rule, name) for rule in field.metadata for name in _LIMITS if hasattr(rule, name)}
+    if limits.keys() == {"ge", "le"}:
+        return f"{limits['ge']} to {limits['le']}"
+    return ", ".join(f"{_LIMITS[name]} {limit}" for name, limit in limits.items())
 
 
-# Any: annotations are whatever the schema's author wrote; typing has no common base class for them.
+# Any: annotations have no common base class.
 def _plain_type(field: FieldInfo) -> Any:
-    """The field's type without `| None` and without what validates it."""
+    """The field's type without `| None` and without validators."""
     kind = field.annotation
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)

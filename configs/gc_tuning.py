@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process whose pauses somebody would notice."""
+"""Settings of Python's garbage collector for processes in which long pauses matter."""
 
 import gc
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 def keep_for_good() -> None:
-    """What exists now stays until the process ends, and no collection looks at it again. Call when all is loaded.
+    """Call gc.freeze(), so that full collections skip all objects that exist now. Call it when all is loaded.
 
-    A full collection stops every thread. Modules alone, most of them torch's, make it last for a dozen decode steps,
-    and what the prefix cache remembers of a few dozen long prompts is enough to set one off.
+    A full collection stops every thread. Modules alone, mostly torch's, make it last a dozen decode steps, and the
+    prefix cache's entries for a few dozen long prompts are enough to trigger one.
     """
     gc.collect()
     gc.freeze()
@@ -17,7 +17,7 @@ def keep_for_good() -> None:
 
 @contextmanager
 def kept_for_now() -> Iterator[None]:
-    """The same until the block ends, for a process that goes on with something else."""
+    """The same until the block ends, for processes (such as tests) that continue with other work."""
     keep_for_good()
     try:
         yield

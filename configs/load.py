@@ -1,11 +1,10 @@
-"""From a YAML file, flags and the environment to one validated configuration, and back.
+"""Loads one validated configuration from a YAML file, flags and the environment; dumps and parses it for processes.
 
-Precedence: flags, then the environment (secrets only), then the file, then the defaults of the schema. What is wrong
-becomes a `StartupError` with one line per problem that names the field, the limit, the value and where it came from.
+Precedence: flags, then the environment (secrets only), then the file, then the schema's defaults. Errors become a
+`StartupError` with one line per problem, which names field, limit, value and source.
 """
 
 import difflib
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -30,7 +29,7 @@ SECRET_VARIABLES = {"api_key": "PDSERVE_API_KEY", "cluster_key": "PDSERVE_CLUSTE
 """Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
 
 RENAMED = {"bootstrap_hosts": "bootstrap_allow"}
-"""Former names of settings, which files may still have."""
+"""Former names of settings, still accepted in files."""
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -50,7 +49,7 @@ _WORDING = {
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML's own would silently take the last."""
+    """SafeLoader that refuses duplicate keys; YAML's own takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -63,9 +62,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def load_config(
     role: Role, file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]
 ) -> AnyServerConfig:
-    """The configuration of one server. `flags` holds only the flags that were given, by field name.
+    """The configuration of one server. `flags` holds only the given flags, by field name.
 
-    Raises StartupError for an unreadable file, an unknown key, or a value outside its limits.
+    Raises StartupError for an unreadable file, an unknown key or a value outside its limits.
     """
     return build_config(
         CONFIG_OF_ROLE[role],
@@ -78,7 +77,7 @@ def load_config(
 
 
 def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, object]]]) -> ConfigT:
-    """Validate settings given as (where they come from, name -> value); later layers win. Raises StartupError."""
+    """Validate settings given as (source, name -> value); later layers win. Raises StartupError."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for origin, given in layers:
@@ -102,7 +101,7 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
 
 
 def find_config_file(name: str) -> Path:
-    """The file that `--config NAME` means: a path, or a preset of configs/presets by its bare name."""
+    """The file of `--config NAME`: a path, or else the preset of that name in configs/presets."""
     path = Path(name)
     if path.is_file():
         return path
@@ -114,7 +113,7 @@ def find_config_file(name: str) -> Path:
 
 
 def read_config_file(file: Path) -> dict[str, object]:
-    """The top-level mapping of a YAML file, keys unchecked; an empty file is an empty mapping."""
+    """The top-level mapping of a YAML file, keys unchecked. An empty file is an empty mapping."""
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
@@ -131,7 +130,7 @@ def read_config_file(file: Path) -> dict[str, object]:
 
 
 def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
-    """Secrets given in the environment. An empty variable counts as absent: compose files set them that way."""
+    """Secrets from the environment. An empty variable counts as unset: compose files set empty ones."""
     found: dict[str, object] = {}
     for field, variable in SECRET_VARIABLES.items():
         file = environ.get(f"{variable}_FILE")
@@ -145,13 +144,8 @@ def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
-def dump_config(config: AnyServerConfig) -> bytes:
-    """JSON of every field with the secrets **revealed**: for a child's stdin, never for a log, a file or an argv."""
-    return json.dumps(revealed_dict(config)).encode()
-
-
 def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
-    """Every field as plain JSON values, secrets revealed; see dump_config."""
+    """Every field as plain JSON values, secrets **revealed**: for a child's stdin only, never for a log or argv."""
     data = public_dict(config)
     for name in SECRET_VARIABLES:
         secret = getattr(config, name)
@@ -159,18 +153,18 @@ def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
     return data
 
 
-def parse_config(data: bytes | Mapping[str, object]) -> AnyServerConfig:
-    """The inverse of dump_config and revealed_dict. Trusts its source: raises pydantic's ValidationError."""
-    return _PARSED_CONFIG.validate_python(json.loads(data) if isinstance(data, bytes) else data)
+def parse_config(data: Mapping[str, object]) -> AnyServerConfig:
+    """The inverse of `revealed_dict`. Trusts its source: raises pydantic's ValidationError."""
+    return _PARSED_CONFIG.validate_python(data)
 
 
 def public_dict(config: AnyServerConfig) -> dict[str, object]:
-    """Every field as plain JSON values, secrets masked: what /server_info and logs may show."""
+    """Every field as plain JSON values, secrets masked: for /server_info and logs."""
     return config.model_dump(mode="json")
 
 
 def _hint(model: type[ServerConfig], key: str) -> str:
-    """What the author of an unknown key may have meant."""
+    """A suggestion for an unknown key."""
     for role, other in CONFIG_OF_ROLE.items():
         if key in other.model_fields:
             return f": it is a setting of 'pdserve {role}' only"
@@ -179,7 +173,7 @@ def _hint(model: type[ServerConfig], key: str) -> str:
 
 
 def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """One line for one problem, without the value where it is a secret."""
+    """One line for one problem; the value of a secret is not shown."""
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if not problem["loc"]:
         return message

@@ -1,16 +1,16 @@
-"""How one request wants its tokens chosen. Travels from the HTTP front to decode and on to prefill unchanged."""
+"""Sampling and log-probability parameters of a request. The frontend sets them; decode and prefill only read them."""
 
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """Validated sampling parameters. Array-encoded on the wire: fields are only ever appended
+    """Validated sampling parameters. Array-encoded on the wire: fields are only appended
     (transfer/protocol/messages.py).
 
-    `temperature == 0` is greedy. `top_k is None` keeps the whole vocabulary. `seed` is always set by the front: the
-    token at output position i is a function of (seed, i) and the logits, whoever samples it and whatever else is in
-    the batch. Penalties count as in SGLang and vLLM: repetition over prompt and output, presence and frequency over the
-    output. Until `min_new_tokens` tokens are out, neither EOS nor a stop token can be chosen.
+    `temperature == 0` is greedy. `top_k is None` keeps the whole vocabulary. The frontend always sets `seed`: the token
+    at output position i is a function of (seed, i) and the logits, independent of the sampling server and of the rest
+    of the batch. Penalties count as in SGLang and vLLM: repetition over prompt and output, presence and frequency over
+    the output. Before `min_new_tokens` output tokens, EOS and stop tokens cannot be chosen.
     """
 
     max_new_tokens: int = 128
@@ -33,19 +33,19 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a token depends on those before it by more than the logits: on how often each of them came."""
+        """Whether sampling needs counts of the earlier tokens, in addition to the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 NEUTRAL_SAMPLING = SamplingParams()
-"""The model's own distribution, as OpenAI's API has it by default."""
+"""The model's own distribution: the defaults of OpenAI's API."""
 
 
 class LogprobParams(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities that a request wants: `top` alternatives per token; of the prompt, tokens from `start` on.
+    """Requested log-probabilities: `top` alternatives per token; for the prompt, tokens from `start` on.
 
-    They are those of the model: log-softmax of the raw logits, before temperature, filters and penalties. The prompt's
-    first token has none (nothing precedes it).
+    Values are the log-softmax of the raw logits, before temperature, filters and penalties. The first prompt token has
+    none, because nothing precedes it.
     """
 
     top: int = 0
@@ -54,7 +54,7 @@ class LogprobParams(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """One token, its log-probability, and the most likely tokens in its place with theirs, best first."""
+    """One token, its log-probability, and the most likely tokens at its position with theirs, best first."""
 
     token: int
     logprob: float | None

@@ -1,7 +1,7 @@
-"""The configuration of a server: one frozen model per role, the same names in YAML and as flags.
+"""The configuration of a server: one frozen model per role, with the same names in YAML and as flags.
 
 `page_size` in a file is `--page-size` on the command line. Unknown names are refused, ranges are declared on the field,
-and nothing is changed after loading: what is `auto` here is resolved once into `memory/sizing.py` and logged.
+and nothing changes after loading: memory/auto_settings.py and memory/sizing.py resolve `auto` at start and log it.
 """
 
 from typing import Annotated, Literal
@@ -14,12 +14,12 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def can_receive_kv(host: str) -> bool:
-    """Whether peers can be told to send KV there: to one address, of IPv4, or its name. Mooncake knows no others."""
+    """Whether peers can send KV to `host`: Mooncake accepts one IPv4 address or a name."""
     return ":" not in host and host not in ("", "*", "0.0.0.0")
 
 
 def _split_commas(value: object) -> object:
-    """A flag gives `a:1,b:2`, a YAML file may give a list."""
+    """Split a flag such as `a:1,b:2`; a YAML file may have a list."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -37,10 +37,11 @@ TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
+CpuKernelsSetting = Literal["auto", "numba", "torch"]
 
 
 class ServerConfig(BaseModel):
-    """What prefill and decode servers have in common."""
+    """Settings of both prefill and decode servers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, allow_inf_nan=False)
 
@@ -51,44 +52,51 @@ class ServerConfig(BaseModel):
         "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
     )
     kv_dtype: KvDtypeSetting = Field(
-        "auto", description="auto is that of the weights, fp8_e4m3 takes about half the room of 16 bits"
+        "auto",
+        description="type of KV: auto is that of the weights, fp8_e4m3 takes about half the memory of 16 bits",
     )
     load_format: LoadFormat = Field(
         "auto",
-        description="weights: auto reads the model's files; dummy draws random ones, to measure a geometry for which "
-        "config.json and a tokenizer are enough",
+        description="weights: auto reads the model's files; dummy uses random ones, for benchmarks of a geometry: "
+        "config.json and a tokenizer are then enough",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+    cpu_kernels: CpuKernelsSetting = Field(
+        "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
+    )
 
     tp: int = Field(1, ge=1, le=64, description="tensor-parallel ranks: each holds a part of every layer")
     pp: int = Field(1, ge=1, le=64, description="pipeline stages: each holds some of the layers")
     expert_parallel: bool = Field(
-        False, description="tensor-parallel ranks hold whole experts, not a part of each; for mixtures of experts"
+        False, description="mixture-of-experts models: tensor-parallel ranks hold whole experts, not a part of each"
     )
-    nnodes: int = Field(1, ge=1, le=64, description="machines that the tp x pp ranks are spread over")
-    node_rank: int = Field(0, ge=0, le=63, description="number of this machine; 0 serves HTTP and decides")
+    nnodes: int = Field(1, ge=1, le=64, description="number of machines for the tp x pp ranks")
+    node_rank: int = Field(
+        0, ge=0, le=63, description="number of this machine; machine 0 runs the HTTP frontend and the leader"
+    )
     dist_init_addr: Endpoint | None = Field(
-        None, description="where ranks meet: HOST:PORT on machine 0, which also uses PORT + 1; needed with nnodes > 1"
+        None,
+        description="rendezvous of the ranks: HOST:PORT of machine 0, which also uses PORT + 1; required if nnodes > 1",
     )
 
-    host: str = Field("127.0.0.1", description="address the HTTP and control ports bind to")
-    advertise_host: str | None = Field(None, description="address peers reach this machine at; default: host")
-    api_key: SecretStr | None = Field(None, description="HTTP clients must send it as a bearer token")
+    host: str = Field("127.0.0.1", description="address that the HTTP and control ports bind to")
+    advertise_host: str | None = Field(None, description="address of this machine for peers; default: host")
+    api_key: SecretStr | None = Field(None, description="bearer token that HTTP clients must send")
     cluster_key: SecretStr | None = Field(
         None,
         min_length=16,
-        description="shared secret of all servers (CURVE); required when the control port is not on loopback",
+        description="shared secret of all servers (CURVE); required if the control port is not on loopback",
     )
 
-    page_size: int = Field(16, ge=1, le=1024, description="tokens in one KV page; the two sides may differ")
+    page_size: int = Field(16, ge=1, le=1024, description="tokens per KV page; prefill and decode may differ")
     kv_tokens: int | None = Field(None, ge=1, description="size of the KV pool in tokens")
     kv_memory_gib: float | None = Field(None, gt=0, description="size of the KV pool in GiB, instead of kv_tokens")
     kv_memory_fraction: float | None = Field(
         None,
         gt=0,
         le=0.95,
-        description="share of free memory for the KV pool when neither of the above is given; default: 0.25 on a CPU; "
-        "on a GPU 0.35 (prefill) and 0.9 (decode; 0.5 while a prefill server may still come to the same GPU)",
+        description="share of free memory for the KV pool if neither of the above is given; default: 0.25 on a CPU; "
+        "on a GPU 0.35 (prefill) and 0.9 (decode; 0.5 if a prefill server may still start on the same GPU)",
     )
 
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
@@ -96,7 +104,7 @@ class ServerConfig(BaseModel):
         256,
         ge=1,
         le=1_000_000,
-        description="prompts that wait; more are answered 429, and a call with several is let in as a whole",
+        description="queued prompts; more are answered 429; a call with several prompts is accepted or refused whole",
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
@@ -104,33 +112,33 @@ class ServerConfig(BaseModel):
 
     transport: TransportSetting = Field(
         "auto",
-        description="how KV travels; auto is rdma between HCAs, else nvlink (CUDA IPC) between GPUs of one machine, "
+        description="transport of KV; auto is rdma between HCAs, else nvlink (CUDA IPC) between GPUs of one machine, "
         "else tcp",
     )
     ib_device: str | None = Field(
         None,
         min_length=1,
         description="HCA for rdma: mlx5_0, one per local GPU as mlx5_0,mlx5_1, or a map as 0=mlx5_0,1=mlx5_2 or JSON; "
-        "default: all that are active",
+        "default: all active ones",
     )
     ib_gid_index: int | None = Field(
         None, ge=0, le=255, description="entry of the HCA's GID table (RoCE); default: Mooncake's choice"
     )
     staging: StagingSetting = Field(
         "auto",
-        description="head slices travel in one write through a ring in decode's memory: auto where prefill and decode "
-        "share KV heads out differently, on for all KV of dense models, off never; off on either side is off",
+        description="send head slices in one write, through a ring in decode's memory: auto if prefill and decode "
+        "divide KV heads differently, on for all KV of dense models, off never; off on either side is off",
     )
     verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
-    heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="how often peers hear from this server")
-    peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a silent peer is lost after this long")
-    shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="how long running requests may drain on SIGTERM")
+    heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="interval of heartbeats to peers")
+    peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a peer without heartbeats for this long is lost")
+    shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="drain time of running requests after SIGTERM")
     stall_timeout_s: float = Field(
-        120.0, gt=0, description="/health turns 503 when a loop makes no progress for this long"
+        120.0, gt=0, description="/health returns 503 if a loop makes no progress for this long"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_requests: bool = Field(
-        False, description="log a line for every request that ends or is refused: tokens and times, never text"
+        False, description="log one line per finished or refused request: token counts and times, never text"
     )
 
     @model_validator(mode="after")
@@ -142,12 +150,13 @@ class ServerConfig(BaseModel):
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ValueError("nnodes > 1 needs dist_init_addr: HOST:PORT of machine 0, the same on all machines")
         if self.nnodes > 1 and self.cluster_key is None:
-            raise ValueError("nnodes > 1 needs a cluster_key: the leader takes ranks of other machines only with it")
+            raise ValueError("nnodes > 1 needs a cluster_key: the leader accepts ranks of other machines only with it")
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
-        in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse  # tokens there, memory on the device
+        # with HiSparse, kv_tokens sizes host memory and kv_memory_gib device memory
+        in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse
         if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
             raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
         if self.peer_timeout_s < 2 * self.heartbeat_interval_s:
@@ -169,14 +178,14 @@ class ServerConfig(BaseModel):
 
     @property
     def ranks_share_gpu(self) -> bool:
-        """Whether several ranks of this machine were given one GPU, by its number (`cuda:0`; with `cuda` each has its
-        own). They take equal shares of its memory, and talk through host memory: NCCL wants a GPU for each.
+        """Whether several ranks of this machine are on one named GPU (`cuda:0`; with `cuda` each has its own). They
+        take equal shares of its memory and communicate through host memory: NCCL needs a GPU per rank.
         """
         return self.device.startswith("cuda:") and len(self.local_ranks) > 1
 
     @property
     def public_host(self) -> str:
-        """The address to give to peers."""
+        """The address that peers use."""
         return self.advertise_host or self.host
 
 
@@ -190,7 +199,7 @@ class PrefillConfig(ServerConfig):
         None,
         ge=1,
         le=1 << 20,
-        description="most prompt tokens computed in one step; default: 512 on a CPU, 1024 to 8192 on a GPU, by model",
+        description="maximum prompt tokens per step; default: 512 on a CPU, 1024 to 8192 on a GPU, by model",
     )
     send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
 
@@ -224,7 +233,7 @@ class DecodeConfig(ServerConfig):
     prefill: Endpoints = Field((), description="control ports of prefill servers: HOST:PORT[,HOST:PORT...]")
     bootstrap_allow: HostEntries | None = Field(
         None,
-        description="hosts that a request may name as bootstrap_host beside those of prefill and loopback: names, "
+        description="hosts that a request may name as bootstrap_host, besides those of prefill and loopback: names, "
         "*.DOMAIN, addresses, networks as 10.0.0.0/8, or * for all; default: private networks when api_key is set",
     )
     max_running_requests: int | None = Field(
@@ -233,39 +242,44 @@ class DecodeConfig(ServerConfig):
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="temperature, top_p, top_k, min_p and repetition_penalty where a request does not say: those of "
-        "the model's generation_config.json, or OpenAI's",
+        description="temperature, top_p, top_k, min_p and repetition_penalty that a request leaves out: from "
+        "the model's generation_config.json, or OpenAI's defaults",
     )
-    cuda_graphs: bool = Field(True, description="on CUDA, run decode steps as CUDA graphs")
+    cuda_graphs: bool = Field(True, description="run decode steps as CUDA graphs")
     enable_hisparse: bool = Field(
-        False, description="KV of sparse-attention models in host memory, a small hot buffer per request on the GPU"
+        False,
+        description="keep KV of sparse-attention models in host memory, and a small hot buffer per request on the GPU",
     )
     hot_rows: int | None = Field(
         None, ge=1, le=32767, description="rows of a request's hot buffer; default: 1.5 x the model's index_topk"
     )
     host_memory_gib: float | None = Field(None, gt=0, description="pinned host memory for KV (HiSparse), in GiB")
     host_memory_fraction: float = Field(
-        0.5, gt=0, le=0.95, description="share of free host memory for KV (HiSparse) when host_memory_gib is not given"
+        0.5, gt=0, le=0.95, description="share of free host memory for KV (HiSparse) if host_memory_gib is not given"
     )
     staging_ring_mib: float | None = Field(
         None,
         gt=0,
-        description="ring of each rank for staged KV, in MiB; default: twice the KV of 4096 tokens, at most 128 MiB",
+        description="staging ring of each rank, in MiB; default: twice the KV of 4096 tokens, at most 128 MiB",
     )
     growth_tokens: int = Field(
-        128, ge=1, description="output tokens whose KV is reserved at admission; what is longer may be retracted"
+        128, ge=1, description="output tokens for which KV is reserved at admission; longer requests may be retracted"
     )
     retract_memory_gib: float = Field(4.0, ge=0, description="host memory for the KV of retracted requests")
     queue_timeout_s: float = Field(
-        60.0, gt=0, description="longest wait before a request begins: for KV memory, or behind others for prefill"
+        60.0, gt=0, description="longest wait in queues before prefill starts: for KV memory, or behind other prompts"
     )
     prefill_wait_s: float = Field(
-        3.0, gt=0, description="longest wait while no prefill server is paired, at arrival and after one was lost"
+        3.0, gt=0, description="longest wait for a paired prefill server, at arrival and after one is lost"
     )
-    prefill_timeout_s: float = Field(120.0, gt=0, description="longest time from asking prefill to the last KV byte")
+    prefill_timeout_s: float = Field(
+        120.0, gt=0, description="longest time from dispatch to prefill until the last KV byte"
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="longest time from arrival to the last token")
     quarantine_s: float = Field(
-        6.0, ge=0, description="pages of a broken transfer rest this long; above Mooncake's own progress timeout (5 s)"
+        6.0,
+        ge=0,
+        description="quarantine of the pages of a failed transfer; longer than Mooncake's progress timeout (5 s)",
     )
 
     @model_validator(mode="after")
@@ -280,9 +294,7 @@ class DecodeConfig(ServerConfig):
 
     @property
     def allowed_bootstrap_hosts(self) -> AllowedHosts:
-        """Hosts that requests may make us connect to. A stranger's request must not: without an API key only those that
-        are configured.
-        """
+        """Hosts that requests may name. Without an API key, only configured ones: requests may come from anyone."""
         known = (*LOOPBACK_HOSTS, *(endpoint.rpartition(":")[0] for endpoint in self.prefill))
         private = PRIVATE_NETWORKS if self.api_key is not None else ()
         return AllowedHosts.of((*known, *(private if self.bootstrap_allow is None else self.bootstrap_allow)))

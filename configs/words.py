@@ -1,4 +1,4 @@
-"""Numbers and values as messages show them."""
+"""Formats numbers and values for messages."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its JSON, shortened; containers by their size."""
+    """A value for an error message: its JSON, shortened; containers by their size."""
     if isinstance(value, list):
         return f"an array of {len(value)}"
     if isinstance(value, dict):

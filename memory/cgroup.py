@@ -1,8 +1,8 @@
-"""How much memory the control groups that this process is in leave it: what a container was given, not the machine.
+"""Memory that the control groups (cgroups) of this process still allow: the limit of the container, not of the machine.
 
-A group has a limit and counts what its processes use, with the files that the kernel caches for them; those it gives
-up before it ends anybody. A limit holds for everything below, so the tightest on the way up counts. Versions 1 and 2 of
-the interface name the same things differently.
+A group's usage includes the page cache of its processes, which the kernel drops before it kills a process, so it counts
+as free. A limit applies to all groups below it: the tightest one on the path to the root counts. Versions 1 and 2 of
+the interface differ in file names.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 
 class _Interface(NamedTuple):
-    """Where a version of control groups has them, and how their files are called."""
+    """Mount folder and file names of one cgroup version."""
 
     controller: str
-    """As in /proc/self/cgroup."""
+    """Name in /proc/self/cgroup."""
     folder: str
     limit: str
     usage: str
     cached: tuple[str, str]
-    """Lines of memory.stat, of the group and all below it."""
+    """Keys in memory.stat: page cache of the group and all groups below it."""
 
 
 _INTERFACES = (
@@ -35,26 +35,26 @@ _INTERFACES = (
 
 
 def cgroup_free_bytes(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What can still be allocated before a limit is reached; None where there is none, or no control groups."""
+    """Bytes that can be allocated before a limit is reached; None without a limit or without cgroups."""
     if not membership.exists():
         return None
-    rooms: list[int] = []
+    free_bytes: list[int] = []
     for line in membership.read_text(encoding="utf-8").splitlines():  # number:controllers:path, or 0::path
         _, controllers, path = line.split(":", 2)
         for interface in _INTERFACES:
             if interface.controller in controllers.split(","):
-                rooms += _rooms(mount / interface.folder, path, interface)
-    return max(0, min(rooms)) if rooms else None
+                free_bytes += _free_bytes(mount / interface.folder, path, interface)
+    return max(0, min(free_bytes)) if free_bytes else None
 
 
-def _rooms(root: Path, path: str, interface: _Interface) -> list[int]:
-    """What the group and each above it have left. In a container `path` may be that outside, of which its own group is
-    all that can be seen here: at the root.
+def _free_bytes(root: Path, path: str, interface: _Interface) -> list[int]:
+    """Free bytes of the group and of each group above it. In a container `path` may be the path outside it; then only
+    the container's own group is visible, at the root.
     """
     inner = Path(path.lstrip("/"))
     found = []
     for group in (root / inner, *(root / parent for parent in inner.parents)):
-        with contextlib.suppress(OSError):  # not to be seen from here: nor is its limit
+        with contextlib.suppress(OSError):  # a group outside the container: its limit cannot be read
             limit = _read(group / interface.limit)
             if limit != "max":
                 stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())

@@ -1,4 +1,4 @@
-"""The device a server computes on, and the memory it has free."""
+"""Selects the device that a rank computes on, and measures free memory."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from .cgroup import cgroup_free_bytes
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
-    """`auto` is CUDA where there is one; raises StartupError for a device this host lacks.
+    """`auto` is CUDA if available, else the CPU. Raises StartupError for a device that this host lacks.
 
-    The `local_ranks` ranks of this machine get a GPU each, by number, unless one is named (`cuda:N`): that is for all.
+    Each of the `local_ranks` ranks of this machine gets the GPU of its number; `cuda:N` puts all of them on one GPU.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         devices = torch.cuda.device_count()
@@ -35,7 +35,7 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on `device`; of the host, by this process with the limits of its container."""
+    """Bytes that can still be allocated on `device`; for the host, within the limits of the container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limited = cgroup_free_bytes()

@@ -1,4 +1,4 @@
-"""The pages of a pool that are free, and which whole lots of them are (lots.py)."""
+"""The free pages of a pool, and which whole units (hisparse/shared_pool.py) are free."""
 
 import heapq
 from collections.abc import Iterator
@@ -8,20 +8,20 @@ PageT = TypeVar("PageT", bound=int)
 
 
 class FreePages(Generic[PageT]):
-    """Hands out the lowest page first: what is in use stays together. Neighbours travel as one write, and at the other
-    end whole lots stay free, which are handed out from the highest.
+    """Hands out the lowest page first, so that used pages stay together: adjacent pages are transferred as one write,
+    and whole units stay free at the upper end, where `pop_units` takes them.
     """
 
     def __init__(self, pages: range) -> None:
-        # here, and nowhere else, a number becomes a page
+        # the only place where a number becomes a page
         self._pages = cast("set[PageT]", set(pages))
         self._queue = cast("list[PageT]", list(pages))
-        """A heap of all free pages, and of some that were handed out as part of a lot."""
+        """A heap of all free pages; also holds pages that `pop_units` took, which `pop` skips."""
         self._queued = bytearray(pages.stop)
         self._queued[pages.start :] = b"\1" * len(pages)
-        self._lot_pages = 0
-        self._free_of_lot: list[int] = []
-        self._whole_lots: set[int] = set()
+        self._unit_pages = 0
+        self._free_in_unit: list[int] = []
+        self._whole_units: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -30,52 +30,52 @@ class FreePages(Generic[PageT]):
         return iter(self._pages)
 
     @property
-    def overlay(self) -> int:
-        """PoolOverlay that are free as a whole."""
-        return len(self._whole_lots)
+    def whole_units(self) -> int:
+        """Units of which every page is free."""
+        return len(self._whole_units)
 
-    def divide(self, lot_pages: int) -> None:
-        """From now on, lot n is pages [n * lot_pages, (n + 1) * lot_pages). All pages are free."""
-        self._lot_pages = lot_pages
-        self._whole_lots = set(range(len(self) // lot_pages))
-        self._free_of_lot = [lot_pages] * len(self._whole_lots)
-        if len(self) % lot_pages:
-            self._free_of_lot.append(len(self) % lot_pages)
+    def divide(self, unit_pages: int) -> None:
+        """Define unit n as pages [n * unit_pages, (n + 1) * unit_pages). All pages must be free."""
+        self._unit_pages = unit_pages
+        self._whole_units = set(range(len(self) // unit_pages))
+        self._free_in_unit = [unit_pages] * len(self._whole_units)
+        if len(self) % unit_pages:
+            self._free_in_unit.append(len(self) % unit_pages)
 
     def add(self, page: PageT) -> None:
-        """This page is free again."""
+        """Return `page` to the free pages."""
         assert page not in self._pages, f"page {page} is free already"
         self._pages.add(page)
         if not self._queued[page]:
             self._queued[page] = True
             heapq.heappush(self._queue, page)
-        if self._lot_pages:
-            lot = page // self._lot_pages
-            self._free_of_lot[lot] += 1
-            if self._free_of_lot[lot] == self._lot_pages:
-                self._whole_lots.add(lot)
+        if self._unit_pages:
+            unit = page // self._unit_pages
+            self._free_in_unit[unit] += 1
+            if self._free_in_unit[unit] == self._unit_pages:
+                self._whole_units.add(unit)
 
     def pop(self) -> PageT:
-        """Take the lowest; there is one."""
+        """Take the lowest page. At least one must be free."""
         while True:
             page = heapq.heappop(self._queue)
             self._queued[page] = False
             if page in self._pages:
                 break
         self._pages.remove(page)
-        if self._lot_pages:
-            lot = page // self._lot_pages
-            self._free_of_lot[lot] -= 1
-            self._whole_lots.discard(lot)
+        if self._unit_pages:
+            unit = page // self._unit_pages
+            self._free_in_unit[unit] -= 1
+            self._whole_units.discard(unit)
         return page
 
-    def pop_lots(self, count: int) -> list[PageT]:
-        """Take the pages of the `count` highest lots that are free, in ascending order; there are as many."""
+    def pop_units(self, count: int) -> list[PageT]:
+        """Take the pages of the `count` highest whole units, ascending. At least `count` must be free."""
         taken: list[int] = []
-        for lot in sorted(heapq.nlargest(count, self._whole_lots)):
-            self._free_of_lot[lot] = 0
-            self._whole_lots.remove(lot)
-            taken += range(lot * self._lot_pages, (lot + 1) * self._lot_pages)
+        for unit in sorted(heapq.nlargest(count, self._whole_units)):
+            self._free_in_unit[unit] = 0
+            self._whole_units.remove(unit)
+            taken += range(unit * self._unit_pages, (unit + 1) * self._unit_pages)
         pages = cast("list[PageT]", taken)
         self._pages.difference_update(pages)
         return pages

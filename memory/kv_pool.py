@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..configs.arithmetic import ceil_div
 from .pinned import PinnedMemory
 
 DTYPE_NAMES = {
@@ -17,20 +18,20 @@ DTYPE_NAMES = {
 }
 
 PROBE_BYTES = 1 << 10
-"""Behind the pages of a pool: bytes that peers write and read back to try a transport."""
+"""Size of the probe area behind the pages of a pool: peers write to it and read it back to test a transport."""
 
 _COPY_BYTES = 64 << 20
-"""Pages that are saved or loaded at once."""
+"""Bytes of pages that are saved or loaded per copy."""
 
 
 class KvPool:
-    """Owns its memory, or lies in what it is given. One contiguous range, so it is one registered region, and so is a
-    page of it. The last `PROBE_BYTES` of the memory are `probe`.
+    """One contiguous memory range, allocated here or passed in, so that the pool is one registered region. The last
+    `PROBE_BYTES` of the memory are `probe`.
 
-    `planes` names what a token has in one layer and head: keys and values, or one row of a latent-attention model
-    ("latent", "indexer"), which has a single head. `layer(i)` gives a view of each plane, `[page, head, token, dim]`,
-    strided: what kernels read and write. `layers` and `heads` are those of the model that this rank holds; of indexers,
-    which not every layer may have, `layers` counts those that there are.
+    `planes` names what a token has per layer and head: keys and values, or one row of a latent-attention model
+    ("latent", "indexer"), which has a single head. `layer(i)` gives a strided view per plane, `[page, head, token,
+    dim]`, which kernels read and write. `layers` and `heads` are the ranges of the model that this rank holds; in an
+    indexer pool `layers` counts only the layers that have an indexer.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class KvPool:
         pinned: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """`pinned` host memory is page-locked for the GPU: raises StartupError where that much cannot be had. Given
-        `memory` (of `zeroed`), the pool lies at its beginning, whatever else does.
+        """`pinned` page-locks host memory for the GPU; raises StartupError if that fails. A given `memory` (from
+        `zeroed`) may be shared: the pool starts at its beginning.
         """
         self.planes = planes
         self.num_pages = num_pages
@@ -93,7 +94,7 @@ class KvPool:
 
     @property
     def pages_per_chunk(self) -> int:
-        """A copy to or from a GPU stays between two multiples of it."""
+        """A copy to or from a GPU must not cross a multiple of this many pages."""
         return self.num_pages if self._pinned is None else self._pinned.chunk_bytes // self.page_bytes
 
     @property
@@ -106,7 +107,7 @@ class KvPool:
         return self.head_dim * self.data.element_size()
 
     def close(self) -> None:
-        """Let the GPU go of pinned memory; nothing may be running on it. Harmless for other pools."""
+        """Unregister pinned memory from the GPU; no GPU work may use it. No effect on other pools."""
         if self._pinned is not None:
             self._pinned.close()
 
@@ -119,19 +120,19 @@ class KvPool:
         self.data[destination].copy_(self.data[source])
 
     def save(self, pages: Sequence[int]) -> torch.Tensor:
-        """A host copy of these pages, complete when this returns."""
+        """A host copy of these pages; synchronous."""
         saved = torch.empty((len(pages), *self.data.shape[1:]), dtype=self.data.dtype)
         for start, index in self._blocks(pages):
             saved[start : start + len(index)] = self.data[index].cpu()
         return saved
 
     def load(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
-        """Put what save() returned into the first of these pages."""
+        """Copy the result of `save` into the first of these pages."""
         for start, index in self._blocks(pages[: len(saved)]):
             self.data[index] = saved[start : start + len(index)].to(self.data.device)
 
     def _blocks(self, pages: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Pages in blocks, each with its start: what is copied at once takes as much memory again on the device."""
+        """Pages in blocks, each with its start. Limits the temporary device memory of a copy."""
         size = max(1, _COPY_BYTES // self.page_bytes)
         for start in range(0, len(pages), size):
             block = list(pages[start : start + size])
@@ -140,10 +141,10 @@ class KvPool:
     def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
         """A contiguous host copy of tokens [start, end) of a sequence: `[layer, plane, head, token, dim]`.
 
-        The order does not depend on the page size, so both sides of a transfer can be compared.
+        The result does not depend on the page size, so that both sides of a transfer can be compared.
         """
         first = start // self.page_size
-        last = -(-end // self.page_size)
+        last = ceil_div(end, self.page_size)
         index = torch.tensor(pages[first:last], dtype=torch.long, device=self.data.device)
         gathered = self.data[index].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         offset = first * self.page_size
@@ -175,11 +176,11 @@ class KvCache:
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the memory of `device`."""
+        """Bytes allocated on `device`."""
         return self.size_bytes
 
     def close(self) -> None:
-        """Let the GPU go of pinned memory; nothing may be running on it."""
+        """Unregister pinned memory from the GPU; no GPU work may use it."""
         for pool in self.pools:
             pool.close()
 
@@ -189,20 +190,20 @@ class KvCache:
             pool.copy_page(source, destination)
 
     def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """A host copy of these pages, complete when this returns."""
+        """A host copy of these pages; synchronous."""
         return [pool.save(pages) for pool in self.pools]
 
     def load(self, saved: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        """Put what save() returned into the first of these pages."""
+        """Copy the result of `save` into the first of these pages."""
         for pool, part in zip(self.pools, saved, strict=True):
             pool.load(part, pages)
 
 
 def zeroed(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros, as bytes, and PROBE_BYTES behind them: rows that were never written are read and masked out, and NaN would
-    survive the mask of dense attention.
+    """`size_bytes` zeros, and PROBE_BYTES behind them. Zeros because attention reads rows that were never written and
+    masks them out: NaN would survive the mask of dense attention.
 
-    Host memory comes from the kernel, zeroed page by page as it is used: `torch.zeros` would touch all of it at start.
+    Host memory comes from mmap, which zeroes it on first use; `torch.zeros` would touch all of it at start.
     """
     size_bytes += PROBE_BYTES
     if device.type != "cpu":

@@ -1,7 +1,7 @@
 """Host memory for the KV of retracted requests: pages are copied there and back.
 
-The memory is taken at start and page-locked where the cache is on a GPU: a copy allocates nothing and runs at the full
-rate of PCIe. What it cannot hold goes to plain memory, which is slower.
+It is allocated at start, and page-locked if the cache is on a GPU: copies allocate nothing and run at the full PCIe
+rate. Pages that do not fit go to pageable memory, which is slower.
 """
 
 import logging
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class PageStore:
-    """Copies of pages of one cache, by the name they were saved under.
+    """Copies of pages of one cache, by request name.
 
-    One thread at a time. On a GPU copies are enqueued on the current stream, in the order of the calls, and nothing
-    waits for them: memory that was dropped may be overwritten by what is saved next, but not before it has been read.
+    Not thread-safe. GPU copies are enqueued on the current stream in call order and are asynchronous: dropped memory
+    may be reused by the next `save`, whose copy runs after the copies that read it.
     """
 
     def __init__(self, cache: KvCache, num_pages: int) -> None:
-        """Room for `num_pages` pages. Where it cannot be page-locked there is none."""
+        """Room for `num_pages` pages. Raises StartupError if it cannot be page-locked."""
         self._cache = cache
         self._pools = [_StoredPool(pool, num_pages) for pool in cache.pools] if num_pages else []
         self._free = FreePages[int](range(num_pages))
@@ -34,7 +34,7 @@ class PageStore:
 
     @classmethod
     def allocate(cls, cache: KvCache, size_bytes: int) -> "PageStore":
-        """As many pages as `size_bytes` hold. Where they cannot be page-locked it does without, and says so."""
+        """As many pages as fit in `size_bytes`. If they cannot be page-locked, logs a warning and stores none."""
         page_bytes = sum(pool.page_bytes for pool in cache.pools)
         try:
             return cls(cache, size_bytes // page_bytes)
@@ -56,7 +56,7 @@ class PageStore:
             stored.copy(pages, slots, to_store=True)
 
     def load(self, name: str, pages: Sequence[int]) -> None:
-        """Copy what was saved under this name to the first of these pages, and forget it."""
+        """Copy what `name` saved to the first of these pages, and drop it."""
         if name in self._overflow:
             self._cache.load(self._overflow.pop(name), pages)
             return
@@ -66,26 +66,26 @@ class PageStore:
         self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forget what was saved under this name."""
+        """Free what `name` saved."""
         if self._overflow.pop(name, None) is None:
             for slot in self._slots.pop(name):
                 self._free.add(slot)
 
     def close(self) -> None:
-        """Undo the page-locking; no copy may be under way."""
+        """Undo the page-locking; no copy may be in flight."""
         for stored in self._pools:
             stored.close()
 
 
 class _StoredPool:
-    """Room for pages of one pool."""
+    """Host memory for pages of one pool."""
 
     def __init__(self, pool: KvPool, num_pages: int) -> None:
         self._pool = pool
         size_bytes = num_pages * pool.page_bytes
         self._pinned: PinnedMemory | None = None
         self._chunk = num_pages
-        """A copy to or from a GPU stays between two multiples of it."""
+        """A copy to or from a GPU must not cross a multiple of this many pages."""
         if pool.on_gpu:
             self._pinned = PinnedMemory(size_bytes, unit_bytes=pool.page_bytes)
             self._chunk = self._pinned.chunk_bytes // pool.page_bytes
@@ -95,7 +95,7 @@ class _StoredPool:
         self._data = memory[:size_bytes].view(pool.data.dtype).view(num_pages, *pool.data.shape[1:])
 
     def copy(self, pages: Sequence[int], slots: Sequence[int], *, to_store: bool) -> None:
-        for page, slot, count in stretches(pages, slots, self._chunk):
+        for page, slot, count in copy_runs(pages, slots, self._chunk):
             in_pool, in_store = self._pool.data[page : page + count], self._data[slot : slot + count]
             target, source = (in_store, in_pool) if to_store else (in_pool, in_store)
             target.copy_(source, non_blocking=True)
@@ -105,9 +105,9 @@ class _StoredPool:
             self._pinned.close()
 
 
-def stretches(first: Sequence[int], second: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:
-    """(start in `first`, start in `second`, length) of the stretches in which both count up by one, none of which is on
-    both sides of a multiple of `chunk` in `second`.
+def copy_runs(first: Sequence[int], second: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:
+    """(start in `first`, start in `second`, length) of the longest runs in which both ascend by one, split at multiples
+    of `chunk` in `second`.
     """
     start, length = (0, 0), 0
     for pair in zip(first, second, strict=True):

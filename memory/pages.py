@@ -1,35 +1,36 @@
-"""Which page belongs to whom: plain integers, no tensors.
+"""Accounting of the pages of a pool: plain integers, no tensors.
 
-A page is free, held by one or more grants, or idle: kept by the prefix cache and held by nobody. Idle pages are as good
-as free ones: they are taken, oldest first, when free ones run out. Growth is reserved when a request is let in and
-taken page by page as it generates, so what was reserved can always be had. `check_integrity()` proves the accounting.
+A page is free, held by one or more grants, or idle: kept by the prefix cache without a holder. Idle pages are evicted,
+oldest first, when free ones run out, so they count as available. Admission reserves pages for growth, which a request
+takes one by one as it generates: a reserved page is always available. `check_integrity()` verifies the accounting.
 
-Where a pool is divided into lots (lots.py), whole free ones can be lent: until such a grant is released its memory is
-something else. Whoever asks for pages in vain leaves a note, so that loans can be called in.
+A pool that is divided into units (hisparse/shared_pool.py) can lend whole free units: until such a grant is released,
+its memory serves as hot pages. Failed allocations are recorded as shortfalls, so that lent pages can be reclaimed.
 """
 
 import collections
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from ..configs.arithmetic import ceil_div
 from ..configs.errors import PdserveError
 from .free_pages import FreePages
 
 PageT = TypeVar("PageT", bound=int)
-"""Which pages: those of sequences or those of the hot pool (index_spaces.py)."""
+"""KvPage or HotPage (index_spaces.py)."""
 
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that `tokens` tokens occupy."""
-    return -(-tokens // page_size)
+    return ceil_div(tokens, page_size)
 
 
 class PageLeakError(PdserveError):
-    """The page accounting does not add up: a bug, found by check_integrity()."""
+    """`check_integrity()` found inconsistent page accounting: a bug."""
 
 
 class PageGrant(Generic[PageT]):
-    """The pages of one owner, in sequence order, and how many more it may still take. Released exactly once."""
+    """The pages of one owner, in sequence order, and how many more it may take. Released exactly once."""
 
     __slots__ = ("owner", "pages", "released", "reserved")
 
@@ -44,16 +45,16 @@ class PageGrant(Generic[PageT]):
 
 
 class PageAllocator(Generic[PageT]):
-    """Hands out `num_pages` pages, from `first` on. Not thread-safe: the leader's scheduling thread owns it."""
+    """Hands out the pages [first, first + num_pages). Not thread-safe: owned by the leader's scheduling thread."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
         self.on_evict: Callable[[PageT], None] | None = None
-        """Told when an idle page is taken from the cache."""
+        """Called with each idle page that is evicted."""
         self.chances = 0
-        """Counts what may make room for a grant that was refused: pages let go, and pages kept, which can be shared."""
+        """Counts events after which a refused grant may succeed: pages released, or kept, which can be shared."""
         self._range = range(first, first + num_pages)
         self._free = FreePages[PageT](self._range)
         self._holders = [0] * (first + num_pages)
@@ -61,7 +62,7 @@ class PageAllocator(Generic[PageT]):
         self._idle: collections.OrderedDict[PageT, None] = collections.OrderedDict()
         self._reserved = 0
         self._grants: set[PageGrant[PageT]] = set()
-        self._lot_pages = 0
+        self._unit_pages = 0
         self._loans: set[PageGrant[PageT]] = set()
         self._lent = 0
         self._shortfalls: list[int] = []
@@ -73,12 +74,12 @@ class PageAllocator(Generic[PageT]):
 
     @property
     def held(self) -> int:
-        """Pages that grants hold as pages: not those that are lent."""
+        """Pages that grants hold, without lent pages."""
         return self.num_pages - len(self._free) - len(self._idle) - self._lent
 
     @property
     def lent(self) -> int:
-        """Pages whose memory is something else until the loan is released."""
+        """Pages that are lent as hot pages."""
         return self._lent
 
     @property
@@ -87,10 +88,10 @@ class PageAllocator(Generic[PageT]):
         return len(self._idle)
 
     def grant(self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = ()) -> PageGrant[PageT] | None:
-        """Hold `shared` together with their other holders, take `pages` new ones behind them and keep `reserve` more
-        for later; None, and nothing changed, when they are not there.
+        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. Returns None, and
+        changes nothing, if there are not enough.
 
-        New pages are ascending, and adjacent where the pool allows it: neighbours travel as one write.
+        New pages are ascending, and adjacent if the pool allows it: adjacent pages are transferred as one write.
         """
         if not self.can_grant(pages + reserve, shared):
             return None
@@ -102,18 +103,18 @@ class PageAllocator(Generic[PageT]):
         return grant
 
     def can_grant(self, pages: int, shared: Sequence[PageT] = ()) -> bool:
-        """Whether so many pages, to hold or to reserve, can be had beside `shared`, which may be idle so far."""
+        """Whether `pages` pages can be held or reserved in addition to `shared`, some of which may be idle."""
         lacking = pages + self.idle_among(shared) - self.available
         if lacking > 0:
             self._note_shortfall(lacking)
         return lacking <= 0
 
     def idle_among(self, pages: Sequence[PageT]) -> int:
-        """How many of these, which the prefix cache keeps, nobody holds."""
+        """How many of these cached pages have no holder."""
         return sum(1 for page in pages if not self._holders[page])
 
     def grow(self, grant: PageGrant[PageT]) -> bool:
-        """Give `grant` one more page, from its reservation or, when that is used up, from what is available."""
+        """Add one page to `grant`, from its reservation or, if that is used up, from what is available."""
         assert grant in self._grants, f"grow of a released grant: {grant}"
         if grant.reserved:
             grant.reserved -= 1
@@ -125,7 +126,7 @@ class PageAllocator(Generic[PageT]):
         return True
 
     def release(self, grant: PageGrant[PageT]) -> None:
-        """Let go of everything. The caller has made sure that nobody, here or remote, still writes these pages."""
+        """Release all pages. The caller guarantees that no local or remote writer still writes them."""
         assert not grant.released, f"second release of {grant}"
         grant.released = True
         self._grants.remove(grant)
@@ -134,35 +135,35 @@ class PageAllocator(Generic[PageT]):
         if grant in self._loans:
             self._loans.remove(grant)
             self._lent -= len(grant.pages)
-        # Last page first: in the order of eviction a page then comes before those it builds on.
+        # Last page first: eviction takes a page before the pages that it builds on.
         for page in reversed(grant.pages):
             self._let_go(page)
         grant.pages = []
 
     def give_back(self, grant: PageGrant[PageT], count: int) -> None:
-        """Let go of the last `count` pages of a grant, which goes on with the others."""
+        """Release the last `count` pages of a grant."""
         assert grant in self._grants, f"give_back of a released grant: {grant}"
         for _ in range(count):
             self._let_go(grant.pages.pop())
 
-    def divide(self, lot_pages: int) -> None:
-        """Let whole lots of this many pages be lent; before anything was granted."""
+    def divide(self, unit_pages: int) -> None:
+        """Allow lending in units of `unit_pages` pages. No page may be granted yet."""
         assert not self._grants, "a pool in use cannot be divided"
-        self._lot_pages = lot_pages
-        self._free.divide(lot_pages)
+        self._unit_pages = unit_pages
+        self._free.divide(unit_pages)
 
     def lendable(self, keep: int) -> int:
-        """PoolOverlay that can be lent so that at least `keep` free pages are left beside those for what is reserved.
+        """Units that can be lent so that `keep` free pages remain in addition to the reserved ones.
 
-        Idle pages do not count: what the prefix cache has found is worth more than what is lent.
+        Idle pages do not count: a cached prefix is worth more than a lent unit.
         """
-        if not self._lot_pages:
+        if not self._unit_pages:
             return 0
-        return max(0, min(self._free.overlay, (len(self._free) - self._reserved - keep) // self._lot_pages))
+        return max(0, min(self._free.whole_units, (len(self._free) - self._reserved - keep) // self._unit_pages))
 
-    def lend(self, owner: str, overlay: int) -> PageGrant[PageT]:
-        """Lend so many lots, of those that are `lendable`. Released like any grant: then they are pages again."""
-        grant = PageGrant(owner, self._free.pop_lots(overlay), 0)
+    def lend(self, owner: str, units: int) -> PageGrant[PageT]:
+        """Lend `units` of the `lendable` units. The grant is released like any other."""
+        grant = PageGrant(owner, self._free.pop_units(units), 0)
         for page in grant.pages:
             self._holders[page] = 1
         self._grants.add(grant)
@@ -171,27 +172,25 @@ class PageAllocator(Generic[PageT]):
         return grant
 
     def take_shortfalls(self) -> list[int]:
-        """By how many pages each that was asked for, and refused, since the last call, was too much. None are noted
-        where there is nothing to lend.
-        """
+        """Missing pages of each refused allocation since the last call. Always empty if the pool is not divided."""
         taken, self._shortfalls = self._shortfalls, []
         return taken
 
     def keep(self, page: PageT) -> None:
-        """The prefix cache wants this page, which somebody holds, to stay when it is released."""
-        assert self._holders[page], f"page {page} is held by nobody"
+        """Mark a held page as cached: it becomes idle, not free, when its last holder releases it."""
+        assert self._holders[page], f"page {page} has no holder"
         self._kept.add(page)
         self.chances += 1
 
     def forget(self, page: PageT) -> None:
-        """The prefix cache has no more use for this page."""
+        """Undo `keep`."""
         self._kept.remove(page)
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Raise PageLeakError unless every page is free, idle or held as often as the grants say; with `idle`, none
+        """Raise PageLeakError unless every page is free, idle or held as often as grants list it. With `idle`, no page
         may be held.
         """
         held = collections.Counter(page for grant in self._grants for page in grant.pages)
@@ -202,11 +201,13 @@ class PageAllocator(Generic[PageT]):
         if any(self._holders[page] != held[page] for page in everything):
             raise PageLeakError(f"the counts of holders differ from the grants: {self._names()}")
         if self._reserved != sum(grant.reserved for grant in self._grants):
-            raise PageLeakError(f"{self._reserved} pages are reserved, but the grants say otherwise: {self._names()}")
+            raise PageLeakError(
+                f"{self._reserved} pages are reserved, but the grants hold another number: {self._names()}"
+            )
         if self.available < 0:
             raise PageLeakError(f"{self._reserved} pages are reserved, more than are free or idle")
         if self._lent != sum(len(loan.pages) for loan in self._loans):
-            raise PageLeakError(f"{self._lent} pages are lent, but the loans say otherwise: {self._names()}")
+            raise PageLeakError(f"{self._lent} pages are lent, but the loans hold another number: {self._names()}")
         if idle and self._grants:
             raise PageLeakError(f"idle, but pages are held by {self._names()}")
 
@@ -239,7 +240,7 @@ class PageAllocator(Generic[PageT]):
         return taken
 
     def _note_shortfall(self, pages: int) -> None:
-        if self._lot_pages:
+        if self._unit_pages:
             self._shortfalls.append(pages)
 
     def _names(self) -> str:

@@ -1,9 +1,8 @@
-"""Host memory that the GPU reads and writes itself: page-locked, zeroed, as large as the machine allows.
+"""Page-locked, zeroed host memory that the GPU accesses directly.
 
-It comes from the kernel in 2 MiB pages where it has them, and is registered with CUDA chunk by chunk: no single call
-takes long, and one that fails says how far it got. Kernels may read across the border of two chunks, copies may not
-(cudaMemcpy refuses them), so chunks are made of whole units, the pages of a pool. Where there is no CUDA device it is
-plain memory, so that everything above works on any machine.
+It is mmapped, in 2 MiB pages if the kernel has them, and registered with CUDA chunk by chunk, so that no single call
+takes long and an error can report the progress. Kernels may read across the border of two chunks; cudaMemcpy refuses
+copies across it, so a chunk is a whole number of units (the pages of a pool). Without a CUDA device it is plain memory.
 """
 
 import contextlib
@@ -22,19 +21,18 @@ from .sizing import GIB
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * GIB
-_PORTABLE_AND_MAPPED = 1 | 2  # every device may reach it, by an address
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister flags: valid for every device, mapped into its address space
 
 
 class PinnedMemory:
     """Owns `size_bytes` of zeroed host memory; `data` is a view of it as bytes. A copy stays within `chunk_bytes`.
 
-    `close` lets the GPU go of it, not the memory itself, which lives as long as its views; with the last of them it is
-    let go of at the latest. Nothing may be running on it then. A process that ends without closing is cleaned up by the
-    driver, only more slowly.
+    `close` unregisters the memory from CUDA but does not unmap it: that happens with its last view, which unregisters
+    it if `close` has not. No GPU work may use it then. If a process ends without `close`, the driver cleans up, slowly.
     """
 
     def __init__(self, size_bytes: int, unit_bytes: int = 1) -> None:
-        """Raises StartupError, naming sizes in GiB, where the machine has too little memory or will not lock it."""
+        """Raises StartupError, with sizes in GiB, if there is too little memory or it cannot be page-locked."""
         available = free_memory_bytes(torch.device("cpu"))
         if size_bytes > available:
             raise StartupError(
@@ -45,7 +43,7 @@ class PinnedMemory:
         except OSError as error:
             raise StartupError(
                 f"cannot map {size_bytes / GIB:.2f} GiB of host memory for KV: {error.strerror}; the limit on address "
-                "space (ulimit -v) and the kernel's on promises (vm.overcommit_memory) must allow it"
+                "space (ulimit -v) and the kernel's overcommit limit (vm.overcommit_memory) must allow it"
             ) from error
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)[:size_bytes]
         whole = math.lcm(unit_bytes, mmap.PAGESIZE)
@@ -54,7 +52,7 @@ class PinnedMemory:
             self._register(len(self._memory))
 
     def close(self) -> None:
-        """Undo the page-locking. Harmless the second time."""
+        """Undo the page-locking. May be called twice."""
         self._memory.unlock()
 
     def _register(self, size_bytes: int) -> None:
@@ -76,20 +74,20 @@ class PinnedMemory:
 
 
 class _LockedMemory(mmap.mmap):
-    """Memory that is unlocked before it is unmapped, however it goes: the driver would take whatever is mapped at the
-    same addresses next for locked already, and refuse it.
+    """Unregisters itself before it is unmapped: the driver would refuse to register another mapping at the same
+    addresses.
     """
 
     def __new__(cls, size_bytes: int) -> "_LockedMemory":
-        # private: the kernel has large pages for shared memory only where an administrator has asked for them
+        # private: for shared memory the kernel uses large pages only if an administrator enables them
         return super().__new__(cls, -1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __init__(self, _size_bytes: int) -> None:
         self.locked_chunks: list[int] = []
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel that has no large pages
+            with contextlib.suppress(OSError):  # a kernel without large pages
                 self.madvise(mmap.MADV_HUGEPAGE)
-            self.madvise(mmap.MADV_DONTFORK)  # a child would share it, and writes would go to copies
+            self.madvise(mmap.MADV_DONTFORK)  # after a fork, writes of this process would go to copies
 
     def unlock(self) -> None:
         while self.locked_chunks:

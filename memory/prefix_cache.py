@@ -1,8 +1,8 @@
-"""Finds the pages that already hold the beginning of a prompt: a tree over whole pages of tokens.
+"""Prefix cache: a tree over full pages of tokens that finds the pages with the KV of a prompt's prefix.
 
 A node is one page; its path from the root spells the tokens whose KV the pages hold. Only full pages are in the tree:
-they are never written again, so any number of requests may read them. The cache owns no memory of its own. It asks the
-allocator to keep pages when their last holder goes, and gives them up, least recently used first, when memory is short.
+they are not written again, so any number of requests may read them. The cache owns no memory: it asks the allocator to
+keep pages after their last release, and drops them, least recently used first, when the allocator evicts them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from .pages import PageAllocator
 
 
 class _Node:
-    """One cached page. `tokens` are those of the page itself."""
+    """One cached page and its tokens."""
 
     __slots__ = ("children", "page", "parent", "tokens")
 
@@ -24,7 +24,7 @@ class _Node:
 
 
 class PrefixCache:
-    """The prefixes in the pages of one allocator. A disabled cache finds and keeps nothing."""
+    """The prefixes in the pages of one allocator. A disabled cache is always empty."""
 
     def __init__(self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True) -> None:
         self._pages = pages
@@ -40,7 +40,7 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
         """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
 
-        They may be evicted by the next grant unless that grant shares them.
+        The next grant may evict them unless it shares them.
         """
         found: list[KvPage] = []
         children = self._roots
@@ -53,10 +53,10 @@ class PrefixCache:
         return found
 
     def insert(self, tokens: Sequence[int], pages: Sequence[KvPage]) -> None:
-        """`pages`, which the caller holds, have the KV of `tokens`; remember the full ones.
+        """Add the full pages among `pages`, which the caller holds and which have the KV of `tokens`.
 
-        Where a page with the same prefix is known already, that one stays, and what follows is not remembered: a child
-        in use must have its parent in use, or eviction could not go from the leaves.
+        If another page with the same prefix is cached already, that one stays and the rest is not added: a page in use
+        must have its parent in use, because eviction takes leaves first.
         """
         if not self._enabled:
             return
@@ -72,7 +72,7 @@ class PrefixCache:
             parent, children = node, node.children
 
     def flush(self) -> int:
-        """Forget everything; pages in use are freed when their requests end. Returns how many pages were known."""
+        """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""
         for page in self._nodes:
             self._pages.forget(page)
         count = len(self._nodes)
@@ -87,6 +87,6 @@ class PrefixCache:
 
     def _evicted(self, page: KvPage) -> None:
         node = self._nodes.pop(page)
-        assert not node.children, f"page {page} was evicted before those that build on it"
+        assert not node.children, f"page {page} was evicted before its children"
         siblings = node.parent.children if node.parent is not None else self._roots
         del siblings[node.tokens]

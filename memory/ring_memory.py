@@ -1,9 +1,10 @@
-"""The memory of a decode rank's staging ring, and how much there is of it."""
+"""Memory of a decode rank's staging ring, and its size."""
 
 import logging
 
 import torch
 
+from ..configs.arithmetic import round_up
 from ..configs.errors import StartupError
 from ..configs.schema import DecodeConfig, ServerConfig
 from .kv_pool import PROBE_BYTES
@@ -17,25 +18,25 @@ ROUND_BYTES = 4096
 
 
 def may_stage(config: ServerConfig, kv_heads: int) -> bool:
-    """Whether dense KV of a model with so many heads is ever staged here, so that memory is to be kept for it.
+    """Whether this server may stage dense KV of a model with `kv_heads` heads, so that memory must be kept for it.
 
-    A single head is on every rank of both sides: there are no slices of it, and `auto` stages slices only. A peer that
-    is told to stage everything does without where decode has no ring, and prefill finds room for its buffers or fails.
+    A single head is on every rank of both sides, so it is never sliced, and `auto` stages slices only. Without a ring
+    on decode, a peer with `staging: on` sends directly; prefill allocates its buffers when needed, or fails.
     """
     return config.staging == "on" or (config.staging == "auto" and kv_heads > 1)
 
 
 def ring_bytes(config: DecodeConfig, token_bytes: int) -> int:
-    """How large the ring of a rank is that keeps `token_bytes` of KV for each token.
+    """Bytes of the ring of a rank that has `token_bytes` of KV per token.
 
-    By default 2 x min(KV of 4096 tokens, 64 MiB): what prefill computes in a step or two, so that one chunk is written
-    while another one is scattered. Raises StartupError when the configured size holds no token.
+    Default: 2 x min(KV of 4096 tokens, 64 MiB), what prefill computes in one or two steps, so that one chunk is written
+    while another is scattered. Raises StartupError if the configured size holds less than one token.
     """
     if config.staging_ring_mib is None:
         size = 2 * min(RING_TOKENS * token_bytes, MAX_SHARE_BYTES)
     else:
         size = int(config.staging_ring_mib * MIB)
-    size = -(-size // ROUND_BYTES) * ROUND_BYTES
+    size = round_up(size, ROUND_BYTES)
     if size < token_bytes:
         raise StartupError(
             f"staging_ring_mib = {config.staging_ring_mib} is less than one token, which takes {token_bytes} bytes"
@@ -44,8 +45,8 @@ def ring_bytes(config: DecodeConfig, token_bytes: int) -> int:
 
 
 class RingMemory:
-    """Owns the bytes. On a GPU they are an allocation of their own: CUDA IPC hands out whole allocations, and a peer
-    counts from the start of the one that it is given.
+    """Owns the bytes. On a GPU they are an allocation of their own: CUDA IPC exports whole allocations, and a peer
+    computes offsets from the start of the exported one.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:

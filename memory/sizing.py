@@ -1,4 +1,4 @@
-"""How large the KV pool is: what the configuration asks for, held against the memory that is really free."""
+"""Size of the KV pool: from the configuration, checked against free memory."""
 
 import gc
 from collections.abc import Callable
@@ -9,14 +9,15 @@ from ..configs.errors import StartupError
 from ..configs.schema import ServerConfig
 from .auto_settings import KvShare
 from .device import free_memory_bytes
+from .pages import pages_for
 
 GIB = 1 << 30
 
 
 def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int = 1) -> None:
-    """Refuse a model whose weights alone exceed the free memory, before minutes are spent on loading it.
+    """Refuse a model whose weights exceed the free memory, before the slow load.
 
-    `sharers` ranks, this one included, are about to load as much onto the device.
+    `sharers`: ranks, including this one, that load the same amount onto the device.
     """
     free = free_memory_bytes(device)
     if weight_bytes * sharers > free:
@@ -29,18 +30,18 @@ def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int =
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Device memory that torch takes at most while `work` runs, and gives back when it is over; 0 on the CPU, which
-    does not run short of it. Runs nothing there.
+    """Peak device memory that torch allocates while `work` runs and frees afterwards. On the CPU returns 0 and does not
+    run `work`.
     """
     if device.type != "cuda":
         return 0
-    torch.cuda.empty_cache()  # or `work` would seem to have taken what was cached before it
+    torch.cuda.empty_cache()  # so that memory cached earlier does not hide what `work` allocates
     torch.cuda.reset_peak_memory_stats(device)
     try:
         work()
         torch.cuda.synchronize(device)
     finally:
-        gc.collect()  # what refers to itself
+        gc.collect()  # reference cycles
         torch.cuda.empty_cache()
     return torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
 
@@ -48,16 +49,16 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
 def pool_pages(
     config: ServerConfig, *, token_bytes: int, most_useful_tokens: int, free_bytes: int, share: KvShare
 ) -> int:
-    """Pages of the KV pool. An explicit size must fit; an automatic one, a `share` of what is free, stops at
+    """Pages of the KV pool. An explicit size must fit; an automatic one is a `share` of free memory, at most
     `most_useful_tokens`.
     """
     page_bytes = token_bytes * config.page_size
     if config.kv_tokens is not None:
-        asked, pages = "kv_tokens", -(-config.kv_tokens // config.page_size)
+        asked, pages = "kv_tokens", pages_for(config.kv_tokens, config.page_size)
     elif config.kv_memory_gib is not None:
         asked, pages = "kv_memory_gib", int(config.kv_memory_gib * GIB) // page_bytes
     else:
-        useful = -(-most_useful_tokens // config.page_size)
+        useful = pages_for(most_useful_tokens, config.page_size)
         budget = int(share.fraction * (free_bytes - share.left_bytes))
         asked, pages = "kv_memory_fraction", min(useful, budget // page_bytes)
     value = share.fraction if asked == "kv_memory_fraction" else getattr(config, asked)

@@ -1,4 +1,4 @@
-"""A rank's part of a loaded model on one device: what an engine process calls to compute."""
+"""A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import KvDtypeSetting, LoadFormat
+from ..configs.schema import CpuKernelsSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -30,7 +30,7 @@ _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], config: ModelConfig, device: torch.device
 ) -> torch.dtype:
-    """`auto` is float32 on CPU; on CUDA the checkpoint's own 16-bit type, bfloat16 where it is stored in 32 bits."""
+    """`auto` is float32 on the CPU; on CUDA the checkpoint's 16-bit type, or bfloat16 if it is stored in 32 bits."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cpu":
@@ -39,7 +39,7 @@ def resolve_dtype(
 
 
 class AnyDecoder(Protocol):
-    """One rank's share of a model, of whatever architecture; decoder.py says what each method does."""
+    """One rank's share of a model of any architecture; decoders/dense.py describes the methods."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -57,41 +57,16 @@ class AnyDecoder(Protocol):
 def allocate_parameters(
     config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype
 ) -> DecoderParameters | DsaParameters:
-    """Uninitialised weights of the architecture; raises StartupError where the model cannot be shared so."""
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this."""
     architecture = DecoderParameters if config.dsa is None else DsaParameters
     return architecture.allocate(config, shard, device=device, dtype=dtype)
 
 
-def build_decoder(
-    source: ModelSource,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    parallel: Parallel,
-    load_format: LoadFormat,
-    kv_dtype: KvDtypeSetting,
-) -> AnyDecoder:
-    """Read this rank's weights straight into their place on `device`; raises StartupError when they do not fit."""
-    config = source.config
-    prepare_kernels(device, dtype)
-    try:
-        parameters = allocate_parameters(config, parallel.shard, device=device, dtype=dtype)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(f"model {source.name}: not enough memory on {device} for its weights: {error}") from error
-    if load_format == "dummy":
-        fill_with_noise(parameters.slots())
-    else:
-        load_weights(source, parameters.slots(), parameters.names(config))
-    if isinstance(parameters, DsaParameters):
-        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
-    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
-
-
 class ModelRunner:
-    """Owns the weights. The KV cache belongs to the caller, who says per call where each sequence's KV is.
+    """Owns the weights. The caller owns the KV cache and passes the pages of each sequence per call.
 
-    All ranks of a server make the same calls in the same order, each with its own cache. Stages hand hidden states on:
-    those before the last have no result, and do not wait for the next.
+    All ranks of a server make the same calls in the same order, each with its own cache. Pipeline stages send hidden
+    states to the next one: all but the last return no result, and do not wait for the next.
     """
 
     def __init__(
@@ -114,22 +89,36 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
         kv_dtype: KvDtypeSetting = "auto",
+        cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
-        """Read the weights of this rank's shard; raises StartupError when they do not fit or cannot be shared so."""
-        decoder = build_decoder(
-            source, device=device, dtype=dtype, parallel=parallel, load_format=load_format, kv_dtype=kv_dtype
-        )
+        """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
+        prepare_kernels(device, dtype, cpu_kernels)
+        try:
+            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"model {source.name}: not enough memory on {device} for its weights: {error}"
+            ) from error
+        if load_format == "dummy":
+            fill_with_noise(parameters.slots())
+        else:
+            load_weights(source, parameters.slots(), parameters.names(source.config))
+        decoder: AnyDecoder
+        if isinstance(parameters, DsaParameters):
+            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+        else:
+            decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod
     def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """What the weights of `shard` will take, without reading any."""
+        """Bytes of the weights of `shard`, without reading any."""
         parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype)
         return sum(slot.target.nbytes for slot in parameters.slots().values())
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV that one token takes over all layers and heads of this rank."""
+        """Bytes of KV per token, over all layers and heads of this rank."""
         return self._decoder.kv_token_bytes
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
@@ -139,18 +128,18 @@ class ModelRunner:
     def make_hisparse_cache(
         self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
     ) -> HiSparseCache:
-        """A KV cache in host memory with hot rows on the device, as DsaDecoder has it; for sparse attention only."""
+        """A KV cache in host memory with hot rows on the device (DsaDecoder); for sparse attention only."""
         assert isinstance(self._decoder, DsaDecoder), "the configuration was checked against the model"
         return self._decoder.make_hisparse_cache(
             num_pages, page_size, hot_pages=hot_pages, slots=slots, hot_rows=hot_rows, max_context=max_context
         )
 
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
-        """From now on run decode steps over `cache` as CUDA graphs; no other cache may be used then. Takes seconds.
+        """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one. Returns None, and does nothing, where graphs are not
-        possible: with several ranks, whose exchanges are not captured, and for mixtures of experts in other dtypes than
-        bfloat16, which torch computes expert by expert.
+        The logits of such a step are overwritten by the next one. Returns None, and does nothing, if graphs are not
+        possible: with several ranks, whose communication is not captured, and for mixtures of experts in dtypes other
+        than bfloat16, which torch computes expert by expert.
         """
         if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
             return None
@@ -160,19 +149,19 @@ class ModelRunner:
         return self._graphs
 
     def release_graphs(self) -> None:
-        """Forget the graphs and their memory, if there are any; their cache may go then."""
+        """Drop the graphs and their memory, if any; their cache can be freed then."""
         self._graphs = None
 
     @torch.inference_mode()
     def forward(
         self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Run the slices in one pass: their KV is in `cache` afterwards. Returns float32 logits [len(slices), vocab] of
-        the last token of each slice on the rank that samples, None on all others. Slices of one call do not see each
+        """Run the slices in one pass, which writes their KV to `cache`. Returns float32 logits [len(slices), vocab] of
+        the last token of each slice on the sampling rank, None on all others. Slices of one call do not see each
         other's KV unless they share pages.
 
-        `token_ids` (on the device, one for each of slices of a single token) stand for those of the slices: the step
-        can be started before the host knows the tokens. Only the first stage reads them.
+        `token_ids` (on the device, one per slice of a single token) replace those of the slices: the step can start
+        before the host knows the tokens. Only the first stage reads them.
         """
         if self._graphs is not None and self._graphs.fits(slices):
             return self._graphs.run(slices, token_ids)
@@ -184,20 +173,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """As `forward`, but returns what `logits` needs of every token, [tokens of all slices, hidden], on all ranks of
-        the last stage, None on all others: logits of a whole prompt would be larger than its KV.
+        """Like `forward`, but returns the input of `logits` for every token, [tokens of all slices, hidden], on all
+        ranks of the last stage, None on all others: logits of a whole prompt would be larger than its KV.
         """
         return self._run(cache, self._batch(cache, slices))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Float32 logits [N, vocab] of rows that `forward_hidden` returned. All ranks of the last stage call it with
-        the same rows; None on all but the one that samples.
+        """Float32 logits [N, vocab] of rows of `forward_hidden`. All ranks of the last stage call it with the same
+        rows; returns None on all but the sampling rank.
         """
         return self._decoder.logits(hidden)
 
     def _run(self, cache: KvCache, batch: ForwardBatch) -> torch.Tensor | None:
-        """This stage's layers, between the stages before and after it; None where there is one after."""
+        """This stage's layers, with transfers from the previous and to the next stage; None if there is a next one."""
         shard, received = self.parallel.shard, None
         if not shard.first:
             received = self.parallel.receive_hidden(len(batch.token_ids), self.config.hidden_size, self.dtype)

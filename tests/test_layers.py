@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "models": {"memory", "kernels", "configs"},
     "memory": {"kernels", "configs"},
     "transfer": {"kernels", "configs"},
-    "kernels": set(),
+    "kernels": {"configs"},
     "configs": set(),
 }
 
@@ -53,7 +53,7 @@ LAYERS = {
     "models": ["", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
     "memory": ["hisparse", ""],
     "transfer": ["control", "staging", "data", "mooncake", "plan", "protocol", ""],
-    "kernels": ["mla", "hisparse", "staging", "sampling", "attention", "linear", "backends"],
+    "kernels": ["mla", "hisparse", "staging", "sampling", "numba", "attention", "linear", "backends"],
     "configs": [""],
 }
 """The subfolders of each folder, from top to bottom: a file imports from its own subfolder and from those below it. ""

@@ -100,7 +100,7 @@ def test_an_uninstall_leaves_nothing(built: Path, tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
     run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
     (site_packages / "pdserve").resolve(strict=True)
-    compile_one = "import os, sys; os.environ['HOME'] = sys.argv[1]; import pdserve.kernels.linear.swiglu_numba"
+    compile_one = "import os, sys; os.environ['HOME'] = sys.argv[1]; import pdserve.kernels.numba.swiglu"
     run(python, "-I", "-c", compile_one, str(home), cwd=tmp_path)
     run(python, "-I", "-m", "pdserve.server", "version", cwd=tmp_path)
     assert list(home.rglob("*.nbc")), "the kernel was compiled, and kept"

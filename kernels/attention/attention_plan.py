@@ -1,8 +1,8 @@
-"""The work of one attention call over a paged cache, as arrays that a kernel reads: made once, used by every layer.
+"""The work of one attention call over a paged cache, as device arrays: planned once per step, used by every layer.
 
-Sequences with one query are cut into pieces of their keys, those with several into tiles of their queries. All lengths
-are in device memory and only the sizes of these arrays shape a launch, so a CUDA graph captured over them computes
-whatever they hold when it is replayed.
+Sequences with one query are split into pieces of their keys, sequences with several into tiles of their queries. All
+lengths are in device memory, and only the sizes of these arrays determine a launch: a captured CUDA graph computes what
+the arrays hold when it is replayed.
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...configs.arithmetic import ceil_div, round_up
 from ..backends.uploads import upload_array
 
 IntArray = npt.NDArray[np.int32]
 
 PIECE_TOKENS = 64
-"""A piece is a multiple of this long: the keys that the decode kernel takes at a time."""
+"""Piece lengths are multiples of this: the keys that the decode kernel processes at a time."""
 
 TILE_QUERIES = 128
 """Queries of one sequence in a tile."""
 
 COPY_TOKENS = 128
-"""Sequences that are copied out of their pages start at multiples of this, with zeros between them."""
+"""Sequences that are copied out of their pages start at multiples of this, zero-padded."""
 
 _ALIGNED = 4
-"""Arrays start at multiples of 16 bytes. Triton compiles kernels anew for pointers that do and pointers that do not."""
+"""Arrays start at multiples of 16 bytes: Triton would compile kernels again for unaligned pointers."""
 
 PIECES_PER_SM = 4
-"""Enough to hide latency and to even out the end; more only adds partial results."""
+"""Enough to hide latency and to balance the last wave; more only adds partial results."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,30 @@ class WorkPlan:
     kv_lens: torch.Tensor  # [B]
     query_lens: torch.Tensor  # [B]
     row_starts: torch.Tensor  # [B], each sequence's first row of `query`
-    pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, and which partial result it makes
+    pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, index of its partial result
     piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
     tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
     copied_tokens: int  # of the sequences in tiles, whose keys and values are copied out of their pages
     copies: torch.Tensor  # [2, K]: sequence, and the first of its tokens in a block of COPY_TOKENS
-    copy_starts: torch.Tensor  # [B], each sequence's place in the copy
+    copy_starts: torch.Tensor  # [B], each sequence's first row in the copy
 
 
 def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """How many pieces a batch of `batch` sequences is cut into at most. Every KV head works on every piece."""
+    """Maximum number of pieces of a batch of `batch` sequences. Every KV head works on every piece."""
     if device.type != "cuda":
         return batch + PIECES_PER_SM
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return batch + -(-PIECES_PER_SM * sms // num_kv_heads)
+    return batch + ceil_div(PIECES_PER_SM * sms, num_kv_heads)
 
 
 def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Cut sequences into at most `most` (> their number) pieces as even as can be, the longest first.
+    """Split sequences into at most `most` (> their number) pieces of about equal length, longest sequences first.
 
-    Returns pieces [4, n] and piece_starts [B + 1] as WorkPlan has them. A sequence of length 0 has no piece.
+    Returns pieces [4, n] and piece_starts [B + 1] of WorkPlan. A sequence of length 0 has no piece.
     """
     batch = len(kv_lens)
-    share = -(-int(kv_lens.sum()) // (most - batch))  # sum(ceil(len / share)) < batch + sum(len) / share <= most
-    length = max(-(-share // PIECE_TOKENS), 1) * PIECE_TOKENS
+    share = ceil_div(int(kv_lens.sum()), most - batch)  # sum(ceil(len / share)) < batch + sum(len) / share <= most
+    length = max(round_up(share, PIECE_TOKENS), PIECE_TOKENS)
     counts = -(-kv_lens // length)
     piece_starts = np.zeros(batch + 1, dtype=np.int32)
     np.cumsum(counts, out=piece_starts[1:])
@@ -81,7 +82,7 @@ def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
 
 
 def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> IntArray:
-    """Tiles [2, m] of sequences with several queries, those that see the most keys first."""
+    """Tiles [2, m] of sequences with several queries, those with the most visible keys first."""
     tiles = _blocks(np.where(query_lens > 1, query_lens, 0), TILE_QUERIES)
     sequence, first = tiles
     seen = kv_lens[sequence] - query_lens[sequence] + first
@@ -89,7 +90,7 @@ def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> IntArray:
 
 
 def _blocks(lengths: IntArray, size: int) -> IntArray:
-    """[2, n]: sequence and first token of the blocks of `size` tokens that sequences of these lengths take."""
+    """[2, n]: sequence and first token of every block of `size` tokens of sequences of these lengths."""
     counts = -(-lengths // size)
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     starts = np.cumsum(counts) - counts
@@ -106,7 +107,7 @@ def make_work_plan(
     num_kv_heads: int,
     device: torch.device,
 ) -> WorkPlan:
-    """Plan a batch and bring the plan to `device` in one copy. `pages[i]` holds what kv_lens[i] needs, no more."""
+    """Plan a batch and upload the plan to `device` in one copy. `pages[i]` holds exactly the pages of kv_lens[i]."""
     batch = len(query_lens)
     queries, keys = np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32)
     page_counts = [len(ids) for ids in pages]
@@ -149,8 +150,8 @@ def make_work_plan(
 
 
 def _upload(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on `device`, brought there in one copy."""
-    ends = np.cumsum([-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays])
+    """Upload the arrays to `device` in one copy."""
+    ends = np.cumsum([round_up(len(array), _ALIGNED) for array in arrays])
     packed = np.zeros(ends[-1], dtype=np.int32)
     starts = [0, *ends[:-1].tolist()]
     for start, array in zip(starts, arrays, strict=True):

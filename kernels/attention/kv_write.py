@@ -1,4 +1,4 @@
-"""Scatter new keys and values into the pages of a paged KV cache.
+"""The torch reference of KV writes: scatters new keys and values into the pages of a paged KV cache.
 
     key_pages[page_ids[t], h, offsets[t], :]   = key[t, h, :]      for every token t and head h
     value_pages[page_ids[t], h, offsets[t], :] = value[t, h, :]
@@ -6,11 +6,9 @@
 Shapes: key_pages, value_pages [pages, heads, page_size, head_dim], any strides (a layer of a page-major pool);
 key, value [tokens, heads, head_dim]; page_ids, offsets [tokens] int64. Two tokens never share a slot.
 
-Pages have the dtype of key and value, or are float8_e4m3fn: rows are rounded to the nearest then, and what is beyond
-its range becomes its largest number, 448.
+Pages have the dtype of key and value, or float8_e4m3fn: then rows are rounded to the nearest value, and values out of
+range saturate at 448.
 """
-
-from typing import Literal
 
 import torch
 
@@ -24,7 +22,7 @@ def can_store(pages: torch.dtype, rows: torch.dtype) -> bool:
 
 
 def round_to_pages(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`rows` as pages of `dtype` keep them."""
+    """`rows` converted to the `dtype` of pages."""
     return rows.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 and rows.dtype != FP8 else rows
 
 
@@ -37,34 +35,10 @@ def kv_write_reference(
     offsets: torch.Tensor,
 ) -> None:
     key, value = round_to_pages(key, key_pages.dtype), round_to_pages(value, value_pages.dtype)
-    if len(page_ids) == 1 and page_ids.device.type == "cpu":  # a third of the time of indexing with tensors
+    if len(page_ids) == 1 and page_ids.device.type == "cpu":  # takes a third of the time of tensor indexing
         page, offset = int(page_ids), int(offsets)
         key_pages[page, :, offset] = key[0]
         value_pages[page, :, offset] = value[0]
         return
     key_pages[page_ids, :, offsets] = key
     value_pages[page_ids, :, offsets] = value
-
-
-def kv_write(
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    page_ids: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    impl: Literal["auto", "reference"] = "auto",
-) -> None:
-    """Write in place; see the module docstring. `auto` is the reference: on CUDA, rope_kv_write.py writes."""
-    if impl not in ("auto", "reference"):
-        raise ValueError(f"impl must be auto or reference, got {impl!r}")
-    _, heads, _, head_dim = key_pages.shape
-    if key.shape != (len(page_ids), heads, head_dim) or value.shape != key.shape or offsets.shape != page_ids.shape:
-        raise ValueError(
-            f"key {list(key.shape)}, value {list(value.shape)} and offsets {list(offsets.shape)} do not fit "
-            f"{len(page_ids)} tokens of pages {list(key_pages.shape)}"
-        )
-    if not (can_store(key_pages.dtype, key.dtype) and can_store(value_pages.dtype, value.dtype)):
-        raise ValueError(f"key is {key.dtype} and value {value.dtype}, the pages are {key_pages.dtype}")
-    kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)

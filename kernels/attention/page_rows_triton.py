@@ -1,4 +1,4 @@
-"""How the attention kernels read a sequence out of its pages."""
+"""Reads rows of a sequence from its pages, for the attention kernels."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
@@ -10,8 +10,8 @@ import triton.language as tl
 def load_page_rows(pages_ptr, base_ptr, first, limit, page_stride, token_stride, column, D, PAGE, BLOCK):
     """Rows [first, first + BLOCK) of one head of a sequence's keys or values; zero from `limit` and from D on.
 
-    Keys and values look their pages up separately: with one lookup for both, a decode step at 64k context took 7.6
-    instead of 6.9 ms (H200, Qwen3-8B), presumably because it holds up the pipeline of loads.
+    Keys and values look up their pages separately: with one lookup for both, a decode step at 64k context took 7.6
+    instead of 6.9 ms (H200, Qwen3-8B), presumably because it stalls the pipeline of loads.
     """
     token = first + tl.arange(0, BLOCK)
     inside = token < limit

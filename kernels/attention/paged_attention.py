@@ -1,17 +1,17 @@
 """Causal grouped-query attention of a ragged batch over a paged KV cache.
 
-Sequence i has its last query_lens[i] tokens as queries and kv_lens[i] tokens in its pages, the queries' own included.
-The query at row r of sequence i stands at position p = kv_lens[i] - query_lens[i] + r and sees the keys [0, p]:
+The last query_lens[i] tokens of sequence i are queries, and kv_lens[i] tokens, including those, are in its pages. The
+query at row r of sequence i is at position p = kv_lens[i] - query_lens[i] + r and sees the keys [0, p]:
 
     out[i, r, h] = sum_{j <= p} softmax_j(scale * query[i, r, h] . key[i, j, g]) value[i, j, g],   g = h // (Hq / Hkv)
 
 Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
 any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
-out as query. Rows of a page beyond a sequence's end may hold anything, NaN as well: another sequence has left them.
-Pages have the dtype of query, or are float8_e4m3fn: keys and values are widened to that of query as they are read.
+out as query. Rows of a page beyond a sequence's end may hold anything, including NaN, from an earlier sequence.
+Pages have the dtype of query, or float8_e4m3fn: then keys and values are converted to that of query when read.
 
-The plan of a batch is made once and serves every layer: `WorkPlan` for the Triton kernels, otherwise `GatherPlan`, by
-which torch computes, or the Numba kernel for sequences of one query and torch for the others.
+The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels, else `GatherPlan`, for
+torch or, for sequences of one query, the Numba kernel.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from .attention_plan import WorkPlan, make_work_plan
 from .kv_write import can_store
@@ -31,8 +32,8 @@ from .kv_write import can_store
 class PageTable:
     """The pages of some sequences, padded to one length, for all heads: [B, H, P] blocks of [page_size, D] to gather.
 
-    Where the blocks lie depends on the strides of the pool, which are the same for every layer: worked out once. With
-    `unseen`, [B, P * page_size] bool on the CPU, rows that a sequence does not have are gathered as zeros: a mask gives
+    Block indices depend on the pool's strides, which are the same for every layer, so they are computed once. With
+    `unseen`, [B, P * page_size] bool on the CPU, rows beyond a sequence's end are gathered as zeros: the mask gives
     them the weight 0, and 0 * NaN is NaN.
     """
 
@@ -49,15 +50,15 @@ class PageTable:
         first, last = pages[0][0], pages[0][-1]
         alone = len(pages) == 1 and pages[0] == tuple(range(first, last + 1))
         self.adjacent = slice(first, last + 1) if alone else None
-        """The pages of a single sequence, where they lie side by side."""
+        """The pages of a single sequence, if they are adjacent."""
         self.unseen: torch.Tensor | None = None
-        """Of the rows of keys and then of values, [2, B, H, P * page_size] in one, those to be zeros."""
+        """Rows to be zeroed, among the rows of keys and then of values, [2, B, H, P * page_size] flattened."""
         if unseen is not None:
             everywhere = unseen.unsqueeze(1).expand(2, -1, num_kv_heads, -1)
             self.unseen = everywhere.flatten().nonzero().squeeze(1).to(device)
 
     def blocks(self, per_page: int, value_distance: int) -> torch.Tensor:
-        """[2 * B * H * P] numbers of the key blocks, then of the value blocks `value_distance` behind them."""
+        """[2 * B * H * P] indices of the key blocks, then of the value blocks `value_distance` behind them."""
         found = self._blocks.get((per_page, value_distance))
         if found is None:
             keys = (self.pages * per_page + self.heads).flatten()
@@ -67,7 +68,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of one query each, computed together. `mask` is None where all have the same length."""
+    """Sequences of one query each, computed together. `mask` is None if all have the same length."""
 
     rows: torch.Tensor | None  # [B] rows of `query`; None means all of them, in order
     table: PageTable  # padded with each sequence's last page
@@ -77,7 +78,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PrefillSequence:
-    """One sequence of several queries. `mask` is None where nothing is before them: plain causal attention."""
+    """One sequence of several queries. `mask` is None if no keys precede them: plain causal attention."""
 
     row_start: int
     row_end: int
@@ -87,7 +88,7 @@ class PrefillSequence:
 
 
 class DecodingSequence(NamedTuple):
-    """A sequence of one query: where that is, and what it sees."""
+    """A sequence of one query: its row, pages and length."""
 
     row: int
     kv_len: int
@@ -96,18 +97,18 @@ class DecodingSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """B sequences of one query each as the Numba kernel reads them, all int64 and contiguous."""
+    """B sequences of one query each, for the Numba kernel; all int64 and contiguous."""
 
     rows: torch.Tensor  # [B] rows of `query`
     kv_lens: torch.Tensor  # [B]
-    page_starts: torch.Tensor  # [B], each sequence's first in `pages`
+    page_starts: torch.Tensor  # [B], index of each sequence's first page in `pages`
     pages: torch.Tensor
     longest: int  # of kv_lens
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """A batch as torch, and the Numba kernel, compute it. What only one of them needs is made when it asks."""
+    """A batch for torch and the Numba kernel. Parts that only one of them needs are made on first use."""
 
     impl: Impl
     device: torch.device
@@ -153,7 +154,7 @@ def plan_attention(
     impl: Impl = "auto",
 ) -> AttentionPlan:
     """Plan a batch for `impl`. `pages[i]` may be longer than kv_lens[i] needs."""
-    used = [tuple(ids[: -(-kv_len // page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
+    used = [tuple(ids[: ceil_div(kv_len, page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
     for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
         if not 1 <= query_len <= kv_len <= len(ids) * page_size:
             raise ValueError(
@@ -179,7 +180,7 @@ def plan_attention(
 
 
 def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
-    """Split sequences so that padding at most doubles the pages gathered; one group where lengths are alike."""
+    """Group sequences so that padding at most doubles the gathered pages; one group if lengths are similar."""
     groups: list[list[DecodingSequence]] = []
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence.pages)):
         if groups and 2 * len(sequence.pages) >= len(groups[-1][0].pages):
@@ -253,7 +254,7 @@ def _attend_decode(
     batch, num_heads, head_dim = query.shape
     if batch == 1 and query.device.type == "cpu" and query.dtype == torch.float32:
         return _attend_one(query, key_pages, value_pages, group, scale)
-    # the query heads of one KV head stand in for query positions, so KV heads are not repeated in memory
+    # the query heads of one KV head take the axis of query positions, so KV heads are not repeated in memory
     kv_heads = key_pages.shape[1]
     grouped = query.view(batch, kv_heads, num_heads // kv_heads, head_dim)
     key, value = _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype)
@@ -264,7 +265,7 @@ def _attend_decode(
 def _attend_one(
     query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
-    """One sequence on the CPU: at this size the calls cost more than the arithmetic, and these are the fewest."""
+    """One sequence on the CPU: at this size call overhead dominates, and this needs the fewest calls."""
     kv_heads, head_dim = key_pages.shape[1], key_pages.shape[3]
     pages = group.table.adjacent
     if pages is None:
@@ -301,13 +302,13 @@ def _attend_prefill(
 def _gather(
     key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, kv_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a table's sequences, [B, H, kv_len, D] of `dtype`, in one copy of both where the pool allows.
+    """Keys and values of a table's sequences, [B, H, kv_len, D] of `dtype`, in one copy of both if the pool allows it.
 
-    In a page-major pool a page's values lie a whole number of blocks behind its keys, so both are rows of one matrix.
+    In a page-major pool a page's values are a whole number of blocks behind its keys, so both are rows of one matrix.
     Copying rows of a matrix is two to four times as fast as indexing over two dimensions.
     """
     num_pages, num_heads, page_size, head_dim = key_pages.shape
-    block = page_size * head_dim  # what one head has in one page
+    block = page_size * head_dim  # elements of one head in one page
     per_page, rest = divmod(key_pages.stride(0), block)
     distance, odd = divmod(int(value_pages.storage_offset()) - int(key_pages.storage_offset()), block)
     one_pool = key_pages.untyped_storage().data_ptr() == value_pages.untyped_storage().data_ptr()
@@ -327,7 +328,7 @@ def _gather(
 def paged_attention(
     query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, *, scale: float
 ) -> torch.Tensor:
-    """Attention of the batch that `plan` describes, by the implementation it was made for; see the module docstring."""
+    """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring."""
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
         raise ValueError(
@@ -344,7 +345,7 @@ def paged_attention(
         if not plan.decoding or not use_numba(plan.impl, query, pages=(key_pages, value_pages)):
             return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale)
         out = torch.empty_like(query)
-        launch = launcher("attention.paged_decode_numba", "launch_decode")
+        launch = launcher("numba.paged_decode", "launch_decode")
         launch(query, key_pages, value_pages, plan.decode_rows, out, scale=scale)
         _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale)
         return out

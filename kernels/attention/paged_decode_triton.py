@@ -1,10 +1,10 @@
 """Triton kernels of paged_attention.py for sequences with one query.
 
-A program has one piece of one sequence's keys and one KV head. Its query heads are the rows of the matrix products, so
-keys and values are read once for all of them. A sequence of one piece is finished there; of several, each leaves its
-own result and log-sum, which `_decode_combine` weighs.
+A program processes one piece of one sequence's keys for one KV head. Its query heads are the rows of the matrix
+products, so keys and values are read once for all of them. A sequence of one piece is complete then; with several, each
+stores its partial result and log-sum, which `_decode_combine` combines.
 
-Floor: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
+Lower bound: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -56,7 +56,7 @@ def _decode_pieces(
     piece = pieces_ptr + tl.program_id(1)
     start = tl.load(piece + pieces_stride)
     end = tl.load(piece + 2 * pieces_stride)
-    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+    if OVERLAP:  # the plan was written before this step; queries and the newest keys were not
         wait_for_previous()
     if start >= end:
         return
@@ -185,7 +185,7 @@ def launch_decode(
         BLOCK_D=block_d,
         PAGE=page_size,
         BLOCK=PIECE_TOKENS if query.dtype.itemsize * block_d <= 256 else PIECE_TOKENS // 2,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would cut float32 to 10 bits
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=4,
         num_stages=3,
         **overlap_options(query.device),

@@ -1,12 +1,11 @@
 """Triton kernels of paged_attention.py for sequences with several queries.
 
-Keys and values are first copied out of their pages into one contiguous tensor per head, in the dtype of the queries: a
-few percent of the work, and what the matrix units consume can then be fetched by the tensor memory accelerator, which
-is worth 30% (H200). A program
-has a tile of queries (half a tile where rows are wide) and one query head, and goes over the keys they see: first those
-that all of them see, then the diagonal.
+Keys and values are first copied out of their pages into one contiguous tensor per head, in the dtype of the queries.
+This takes a few percent of the time, and lets the tensor memory accelerator (TMA) feed the matrix units, which is 30%
+faster (H200). A program processes a tile of queries (half a tile if rows are wide) and one query head: first the keys
+that all its queries see, then the diagonal.
 
-Floor: 4 * D * Hq * (pairs of a query and a key it sees) operations.
+Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -58,7 +57,7 @@ def _copy_out(
     keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
     key = load_page_rows(pages, keys, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
     value = load_page_rows(pages, values, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
-    # rows past the end are written too, as zeros: what is there may be NaN, and 0 * NaN is not 0
+    # rows past the end are written as zeros: they may hold NaN, and 0 * NaN is not 0
     place = (head * copied_tokens + tl.load(copy_starts_ptr + sequence) + first).to(tl.int64) + tl.arange(0, BLOCK)
     target = place[:, None] * D + column[None, :]
     tl.store(keys_ptr + target, key.to(keys_ptr.dtype.element_ty), mask=(column < D)[None, :])
@@ -82,7 +81,7 @@ def _attend(
     DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add keys [low, high) to a tile's running softmax. Off the diagonal, all queries see all of them."""
+    """Add keys [low, high) to a tile's running softmax. Off the diagonal, all queries see all of these keys."""
     for first in range(low, high, BLOCK):
         key = keys.load([base + first, 0])
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -137,7 +136,7 @@ def _prefill_tiles(
     base = (head // GROUP) * copied_tokens + tl.load(copy_starts_ptr + sequence)
 
     number = first_query + tl.arange(0, ROWS)
-    # rows past the end see what the last query sees, and are not stored
+    # rows past the end compute what the last query does, and are not stored
     position = kv_len - query_len + tl.minimum(number, query_len - 1)
     column = tl.arange(0, BLOCK_D)
     inside = (number < query_len)[:, None] & (column < D)[None, :]
@@ -173,7 +172,7 @@ def launch_prefill(
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    # float32 is multiplied element by element, which takes minutes to compile in large tiles
+    # float32 products are element-wise, which takes minutes to compile for large tiles
     wide = query.dtype == torch.float32 or query.dtype.itemsize * block_d > 256
     rows, block = (TILE_QUERIES // 2, 32) if wide else (TILE_QUERIES, 128)
     keys = query.new_empty(kv_heads * plan.copied_tokens, head_dim)
@@ -217,7 +216,7 @@ def launch_prefill(
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK=block,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would cut float32 to 10 bits
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=4 if wide else 8,
         num_stages=2 if wide else 3,
         **overlap_options(query.device),

@@ -1,4 +1,4 @@
-"""From the fused projection to attention's inputs: norm q and k per head, rotate them, write k and v into their pages.
+"""Converts the fused projection to attention inputs: norms and rotates q and k per head, writes k and v into pages.
 
     q, k, v    =  the Hq, Hkv and Hkv heads of qkv[t]
     q, k       =  rms_norm(q, q_norm), rms_norm(k, k_norm)     where the model has these norms
@@ -9,18 +9,18 @@
 
 Shapes: qkv [tokens, (Hq + 2 Hkv) * D], contiguous; cos = [c, c] and signed_sin = [-s, s], both [tokens, D]; key_pages,
 value_pages [pages, Hkv, page_size, D], the last dimension contiguous, otherwise any strides; page_ids, offsets
-[tokens]; query [tokens, Hq, D]. Two tokens never share a slot. Products are rounded before they are added, as
-transformers does it. Pages have the dtype of qkv or are float8_e4m3fn, as kv_write.py has it.
+[tokens]; query [tokens, Hq, D]. Two tokens never share a slot. Products are rounded before they are added, as in
+transformers. Pages have the dtype of qkv or float8_e4m3fn, as in kv_write.py.
 
-`live_rows`, a tensor of one integer on the device, says how many rows are real: of the others nothing is written. It is
-what lets a CUDA graph of a padded batch run. Floor: 2 * tokens * (Hq + 2 Hkv) * D elements moved.
+`live_rows`, a device tensor of one integer, is the number of valid rows; nothing is written for the others. It lets a
+CUDA graph run a padded batch. Lower bound: 2 * tokens * (Hq + 2 Hkv) * D elements moved.
 """
 
 import torch
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..linear.rms_norm import rms_norm_reference
-from .kv_write import can_store, kv_write
+from .kv_write import can_store, kv_write_reference
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def rope_kv_write_reference(
         query_key = torch.cat((query, key), dim=1)
     rotated = rotate_reference(query_key, cos, signed_sin)
     query, key = rotated[:, :q_heads], rotated[:, q_heads:]
-    kv_write(key_pages, value_pages, key, value, page_ids, offsets)
+    kv_write_reference(key_pages, value_pages, key, value, page_ids, offsets)
     return query
 
 
@@ -88,10 +88,10 @@ def rope_kv_write(
             f"{value_pages.dtype}"
         )
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm come together")
+        raise ValueError("q_norm and k_norm must be given together")
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
     if use_numba(impl, qkv, cos, signed_sin, *norms, pages=(key_pages, value_pages)):
-        launch = launcher("attention.rope_kv_write_numba", "launch_rope_kv_write")
+        launch = launcher("numba.rope_kv_write", "launch_rope_kv_write")
     elif use_triton(impl, qkv.device):
         launch = launcher("attention.rope_kv_write_triton", "launch_rope_kv_write")
     else:

@@ -1,4 +1,4 @@
-"""Triton kernel of rope_kv_write.py: one program a token and a few of its heads, be they of q, k or v."""
+"""Triton kernel of rope_kv_write.py: one program per token and group of heads (of q, k or v)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 

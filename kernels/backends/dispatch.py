@@ -1,5 +1,5 @@
-"""Which implementation of an operation runs: Triton on CUDA tensors; Numba on float32 tensors of the CPU, where the
-operation has such kernels and Numba is installed; plain torch everywhere else.
+"""Selects the implementation of an operation: Triton on CUDA tensors, Numba (kernels/numba/) on float32 CPU tensors if
+the operation has such a kernel, plain torch everywhere else.
 """
 
 import functools
@@ -10,24 +10,22 @@ from typing import Literal
 
 import torch
 
+from ...configs.errors import StartupError
+from ...configs.schema import CpuKernelsSetting
+
 Impl = Literal["auto", "reference", "triton", "numba"]
 
 log = logging.getLogger(__name__)
 
 _KERNELS = __package__.rpartition(".")[0]
-_NUMBA_KERNELS = (
-    "attention.paged_decode_numba",
-    "attention.rope_kv_write_numba",
-    "linear.linear_numba",
-    "linear.rms_norm_numba",
-    "linear.swiglu_numba",
-)
+_NUMBA_MODULES = ("linear", "paged_decode", "rms_norm", "rope_kv_write", "swiglu")
+_numba_allowed = True
 
 
 def use_triton(impl: Impl, device: torch.device) -> bool:
-    """`auto` is Triton on CUDA and the reference elsewhere; raises ValueError for a name that is none of ours.
+    """`auto` is Triton on CUDA and the reference elsewhere. Raises ValueError for an unknown name.
 
-    "triton" on another device is taken at its word: it works where Triton interprets (TRITON_INTERPRET=1).
+    "triton" is accepted on any device: on the CPU it needs Triton's interpreter (TRITON_INTERPRET=1).
     """
     if impl == "auto":
         return device.type == "cuda"
@@ -37,19 +35,18 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
 
 
 def use_numba(impl: Impl, *tensors: torch.Tensor, pages: tuple[torch.Tensor, ...] = ()) -> bool:
-    """`auto` is Numba for float32 on CPU; `tensors` are contiguous, and `pages` have the same strides, rows contiguous.
-
-    Raises ValueError where "numba" was asked for and they are not.
+    """`auto` is Numba for float32 on the CPU, unless `cpu_kernels` is torch: `tensors` must be contiguous, and `pages`
+    must have equal strides and contiguous rows. Raises ValueError if `impl` is "numba" and they do not.
     """
-    if impl not in ("auto", "numba"):
+    if impl not in ("auto", "numba") or (impl == "auto" and not _numba_allowed):
         return False
     fits = True
-    for tensor in tensors:  # a plain loop: a hundred calls a step, and `all(...)` takes twice as long
+    for tensor in tensors:  # a plain loop: a step makes a hundred calls, and `all(...)` takes twice as long
         fits = fits and tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()
     for plane in pages:
         strides = plane.stride()
         fits = fits and plane.dtype is torch.float32 and strides[-1] == 1 and strides == pages[0].stride()
-    fits = fits and numba_works()
+    fits = fits and _numba_problem() is None
     if impl == "numba" and not fits:
         found = ", ".join(f"{each.dtype} {list(each.shape)} of {each.device}" for each in (*tensors, *pages))
         raise ValueError(f"Numba, where installed, takes float32 of the CPU with contiguous rows, got {found}")
@@ -63,20 +60,35 @@ def launcher(module: str, name: str) -> Callable[..., None]:
     return found
 
 
+def numba_computes() -> bool:
+    """Whether `auto` uses the Numba kernels in this process."""
+    return _numba_allowed and _numba_problem() is None
+
+
+def prepare_kernels(device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto") -> None:
+    """Apply the setting `cpu_kernels` to this process, and compile or load from the cache the kernels that the first
+    request would otherwise wait for. Raises StartupError if Numba is required and missing.
+    """
+    global _numba_allowed  # dispatch has no object of its own that ranks could configure
+    _numba_allowed = cpu_kernels != "torch"
+    if device.type != "cpu" or dtype != torch.float32:
+        return
+    problem = _numba_problem() if _numba_allowed else "cpu_kernels = torch"
+    if problem is not None:
+        if cpu_kernels == "numba":
+            raise StartupError(f"cpu_kernels = numba: {problem}; install pdserve with the extra cpu, or use auto")
+        log.info("CPU kernels: plain torch (%s)", problem)
+        return
+    for name in _NUMBA_MODULES:
+        importlib.import_module(f"{_KERNELS}.numba.{name}")
+    log.info("CPU kernels: compiled by Numba, on %d threads", torch.get_num_threads())
+
+
 @functools.cache
-def numba_works() -> bool:
-    """Whether kernels can be compiled for this CPU. Asked once; the answer holds for the life of the process."""
+def _numba_problem() -> str | None:
+    """Why Numba kernels cannot be compiled in this process; None if they can."""
     try:
-        importlib.import_module(".openmp", __package__)
+        importlib.import_module(f"{_KERNELS}.numba.openmp")
     except ImportError as error:
-        log.info("CPU kernels: plain torch (%s)", error)
-        return False
-    return True
-
-
-def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile, or load from where they are kept, the kernels that a first request would otherwise wait for."""
-    if device.type == "cpu" and dtype == torch.float32 and numba_works():
-        for name in _NUMBA_KERNELS:
-            importlib.import_module(f"{_KERNELS}.{name}")
-        log.info("CPU kernels: compiled by Numba, on %d threads", torch.get_num_threads())
+        return str(error)
+    return None

@@ -1,9 +1,9 @@
 """CUDA kernels from source in `kernels/csrc/`: compiled on first use with NVRTC, launched on torch's current stream.
 
-NVRTC and the driver are reached through cuda-core: no nvcc and no headers on the serving host. A kernel is compiled
-once per process, device and set of constants (about 0.1 s), for the architecture of that device. A launch allocates
-nothing and waits for nothing, so a CUDA graph captures it like any other. Kernels take pointers and 64-bit integers
-only: a Python int has one width on the way. Of a bool, which has another, the kernel would read too much.
+cuda-core gives access to NVRTC and the driver: the serving host needs no nvcc and no headers. A kernel is compiled once
+per process, device and set of constants (about 0.1 s), for the architecture of that device. A launch allocates nothing
+and does not wait, so a CUDA graph can capture it. Kernels take only pointers and 64-bit integers, because cuda-core
+passes a Python int as 64 bits; a bool would be narrower than what the kernel reads.
 """
 
 import functools
@@ -19,7 +19,7 @@ CudaImpl = Literal["auto", "reference", "cuda"]
 
 
 def use_cuda(impl: CudaImpl, device: torch.device) -> bool:
-    """`auto` is CUDA on CUDA tensors and the reference elsewhere; raises ValueError for what cannot run there."""
+    """`auto` is CUDA on CUDA tensors and the reference elsewhere. Raises ValueError if `impl` cannot run there."""
     if impl == "auto":
         return device.type == "cuda"
     if impl not in ("reference", "cuda"):
@@ -30,13 +30,13 @@ def use_cuda(impl: CudaImpl, device: torch.device) -> bool:
 
 
 class CudaKernel:
-    """One compiled kernel on one device. `load_kernel` makes them."""
+    """One compiled kernel on one device, made by `load_kernel`."""
 
     def __init__(self, core: Any, kernel: Any, device: torch.device) -> None:  # Any: cuda-core is an optional package
         self._core = core
         self._kernel = kernel
         self._device = device
-        # A kernel may start while the one before it ends (it waits for it where it says so) from Hopper on.
+        # Programmatic dependent launch, from Hopper on: a kernel may start while the previous one ends.
         self._can_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def launch(
@@ -47,9 +47,9 @@ class CudaKernel:
         shared_bytes: int = 0,
         overlap_previous: bool = False,
     ) -> None:
-        """Enqueue on torch's current stream of the kernel's device. Pointers and integers only; nothing is checked.
+        """Enqueue on torch's current stream of the kernel's device. Arguments are not checked.
 
-        `overlap_previous` lets it start before the kernel enqueued before it has ended: only for a kernel that waits
+        `overlap_previous` lets it start before the previous kernel has ended: only for a kernel that waits
         (`griddepcontrol.wait`) before it touches memory.
         """
         config = self._core.LaunchConfig(
@@ -75,7 +75,7 @@ def load_kernel(
 ) -> CudaKernel:
     """Kernel `name` of `kernels/csrc/<source>`, with `constants` as macros and up to `shared_bytes` of dynamic memory.
 
-    `device` has an index. `only_here` allows instructions that this architecture has and later ones need not have
+    `device` has an index. `only_here` allows instructions that later architectures may lack
     (sm_90a: wgmma). Raises RuntimeError where cuda-core is missing, or with the compiler's log.
     """
     core, driver = _cuda_packages()
@@ -100,9 +100,9 @@ def load_kernel(
 
 
 def device_address(tensor: torch.Tensor) -> int:
-    """Where kernels find the tensor: its own address on the GPU, the device alias of pinned host memory.
+    """The tensor's address for kernels: its own on the GPU, the device alias of pinned host memory.
 
-    Raises ValueError for host memory that no kernel can reach.
+    Raises ValueError for host memory that is not pinned.
     """
     if tensor.device.type == "cuda":
         return tensor.data_ptr()

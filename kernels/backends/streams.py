@@ -1,23 +1,23 @@
 """Every thread that uses a GPU enqueues its work on a stream of its own, never on the legacy default stream.
 
-The legacy default stream takes part in everything: Mooncake's CUDA IPC transport waits, before every write, for all
-work that is queued there. A rank that computed on it would send the KV of one step only after the steps queued behind
-it. Streams made by torch do not synchronise with it.
+Mooncake's CUDA IPC transport waits, before every write, for all work on the legacy default stream. A rank that computed
+on it would send the KV of one step only after the steps queued behind it. Streams made by torch do not synchronise with
+the legacy default stream.
 """
 
 import torch
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Give the calling thread a new stream as its current one. Does nothing where `device` is not a GPU."""
+    """Make a new stream the current one of the calling thread. Does nothing if `device` is not a GPU."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def wait_for_arrivals(device: torch.device) -> None:
-    """Order the next work of this thread after the copies to `device` that Mooncake's TCP transport has reported.
+    """Order the next work of this thread after copies to `device` that Mooncake's TCP transport has reported complete.
 
-    It copies from pageable host memory on the legacy default stream, and such a copy may return before the bytes are on
+    It copies pageable host memory on the legacy default stream, and such a copy may return before the bytes are on
     the GPU. The host does not wait.
     """
     if device.type == "cuda":
@@ -25,6 +25,6 @@ def wait_for_arrivals(device: torch.device) -> None:
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait until all that this thread has enqueued on `device` is done."""
+    """Wait for all work that this thread has enqueued on `device`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-// The copying half of swap-in: warps of many blocks take the misses of all batch rows in turn. Constants: ROW_BYTES,
+// The copying half of swap-in: warps of many blocks copy the misses of all batch rows in turn. Constants: ROW_BYTES,
 // PAGE_SIZE, TOP_K.
 
 #include "copy_row.cuh"
@@ -27,10 +27,10 @@ __device__ __forceinline__ unsigned inclusive_warp_scan(unsigned value) {
     return value;
 }
 
-// Copy the first count_of(t) misses of each batch row t, shared among `blocks` blocks of which this is `block`. Warps draw
-// one miss after another: some multiprocessors get rows from the host at twice the rate of others. `count_of` is called
-// once per batch row, by one warp; `ends` has room for `batch` integers. The two `counters` are zero between calls.
-// True in the last block to end, when no other looks at the counts any more.
+// Copy the first count_of(t) misses of each batch row t, distributed over `blocks` blocks of which this is `block`. Warps
+// draw one miss after another, because some multiprocessors get rows from the host at twice the rate of others.
+// `count_of` is called once per batch row, by one warp; `ends` has room for `batch` integers. The two `counters` are zero
+// between calls. Returns true in the last block to finish, when no other block reads the counts any more.
 template <typename CountOf>
 __device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const int* miss_sources, const int* miss_rows,
                                                      int batch, int block, int blocks, int* ends, int* counters,
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const i
         int before = 0;
         for (int first = 0; first < batch; first += 32) {
             const int sum = inclusive_warp_scan(first + lane < batch ? count_of(first + lane) : 0);
-            if (first + lane < batch) ends[first + lane] = before + sum;  // of its misses, counted through the batch
+            if (first + lane < batch) ends[first + lane] = before + sum;  // end of its misses, numbered across the batch
             before += __shfl_sync(~0u, sum, 31);
         }
     }
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const i
     int miss = warp * blocks + block;
     while (miss < misses) {
         int drawn = 0;
-        if (lane == 0) drawn = atomicAdd(counters, 1);  // on its way while the row is
+        if (lane == 0) drawn = atomicAdd(counters, 1);  // overlaps the copy of the row
         int low = 0, high = batch - 1;                  // the first batch row that ends beyond this miss
         while (low < high) {
             const int middle = (low + high) / 2;

@@ -1,5 +1,5 @@
 // One warp copies one row of ROW_BYTES bytes: the widest words that both addresses allow, then the tail byte by byte.
-// Either side may be pinned host memory. Loads of up to eight words a lane are in flight before the first store.
+// Either side may be pinned host memory. Up to eight loads per lane are in flight before the first store.
 
 template <typename Word>
 __device__ __forceinline__ void copy_words(char* to, const char* from, int lane) {

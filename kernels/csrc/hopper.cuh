@@ -1,5 +1,5 @@
-// Hopper's asynchronous parts as functions: copies, barriers, clusters, matrix products of a warpgroup.
-// Addresses of shared memory are 32 bits wide, as PTX has them.
+// Hopper's asynchronous instructions as functions: copies, barriers, clusters, warpgroup matrix products.
+// Addresses of shared memory are 32 bits wide, as in PTX.
 //
 // Constants: HALF, 1 for float16 elements and 0 for bfloat16.
 
@@ -13,25 +13,25 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// The same place in a block of this cluster.
+// The same address in another block of this cluster.
 __device__ __forceinline__ unsigned in_block(unsigned address, int rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// All threads of the cluster wait for each other and see what the others have written.
+// Barrier of the cluster: all threads then see what the others have written.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The threads that name this barrier wait for each other; 0 is __syncthreads.
+// Barrier of the threads that name it; 0 is __syncthreads.
 template <int BARRIER, int THREADS>
 __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
 
-// Count as one that waits, and go on.
+// Arrive at the barrier without waiting.
 template <int BARRIER, int THREADS>
 __device__ __forceinline__ void arrive_threads() {
     asm volatile("bar.arrive %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
@@ -47,20 +47,20 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Barriers in shared memory. When all have arrived a phase is over, and the next begins.
+// Barriers in shared memory. When all have arrived, the phase ends and the next begins.
 
 __device__ __forceinline__ void init_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// After the last init_barrier, before the threads that use them are told.
+// Call it after the last init_barrier, before other threads use the barriers.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Wait for the end of phase number `phase`, counted from 0. It, or the one after it, must be running.
+// Wait for the end of phase number `phase`, counted from 0. That phase or the next one must be the current one.
 __device__ __forceinline__ void wait_phase(unsigned barrier, unsigned phase) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void copy_16_async(unsigned to, const char* from, boo
                  : "memory");
 }
 
-// This thread arrives when its copies so far are done.
+// This thread arrives at the barrier when its copies so far are done.
 __device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -95,7 +95,7 @@ __device__ __forceinline__ float2 load_remote(unsigned from) {
     return pair;
 }
 
-// What threads and cp.async have written to shared memory is what matrix products read.
+// Makes writes of threads and cp.async to shared memory visible to matrix products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l has the address of line l % 8 of matrix l / 8.
@@ -126,7 +126,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 
 // Operands of matrix products in shared memory, as descriptors; adding n to one moves it by 16 * n bytes.
 //
-// A tile is 64 lines of 128 bytes, aligned to 1024. The 16-byte words of a line change places: word w of line l is at
+// A tile is 64 lines of 128 bytes, aligned to 1024. The 16-byte words of a line are swizzled: word w of line l is at
 // w ^ l % 8. Elements along a line are what the product sums over or, transposed, its columns; 64 of those are in one
 // tile and the next 64 are `next_tile` bytes further.
 __device__ __forceinline__ unsigned word_in_tile(int line, int word) { return line * 128 + ((word ^ (line & 7)) << 4); }
@@ -141,7 +141,7 @@ __device__ __forceinline__ unsigned long long column_operand(unsigned address) {
     return (address & 0x3ffff) >> 4 | 1024ull >> 4 << 16 | 128ull >> 4 << 32;
 }
 
-// Products run after begin_products and commit_products, until finish_products; `sums` is out of reach meanwhile.
+// Products run after begin_products and commit_products, until finish_products; `sums` must not be used meanwhile.
 // Thread t of the warpgroup has sums[i] of row 16 * (t / 32) + t % 32 / 4 + 8 * (i % 4 / 2) and column
 // i / 4 * 8 + t % 4 * 2 + i % 2.
 
@@ -151,7 +151,7 @@ __device__ __forceinline__ void hold(float (&sums)[N]) {  // the compiler moves 
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// Products see what this thread has in registers.
+// Makes this thread's registers visible to products.
 __device__ __forceinline__ void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 template <int N>
@@ -160,10 +160,10 @@ __device__ __forceinline__ void begin_products(float (&sums)[N]) {
     fence_registers();
 }
 
-// Those so far may start, while others are still to come.
+// The products issued so far may start.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until only those committed last are still running.
+// Wait until only the products committed last are still running.
 __device__ __forceinline__ void wait_for_first_products() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }

@@ -1,9 +1,9 @@
-// The weights of the fewest tokens, best first, that hold a given mass; the others become 0: see keep_top_p.py.
+// Keeps the weights of the fewest tokens, best first, that hold a given mass; the others become 0: see keep_top_p.py.
 //
-// One block has one row. The token at which the mass is reached is found digit by digit: a histogram of weights says in
-// which bin it is, and the next one has the tokens of that bin alone. The first digit divides the range of the logits
-// evenly, because their bits do not: hundreds of threads would add to the same few bins. The others are the bits of
-// the logit (11, 11 and 10), so that the end is exact. Of tokens with the same logit the lower ids stay.
+// One block has one row. The token at which the mass is reached is found digit by digit: a histogram of weights gives
+// its bin, and the next histogram has only the tokens of that bin. The first digit divides the range of the logits
+// evenly, because their bits do not: hundreds of threads would add to the same few bins. The other digits are the bits
+// of the logit (11, 11 and 10), so that the result is exact. Of tokens with the same logit the lower ids are kept.
 
 namespace {
 
@@ -20,8 +20,8 @@ struct Shared {
     Mass warp_sums[kWarps];
     float warp_least[kWarps], warp_most[kWarps];
     Mass before;        // mass of all tokens that are better than those of the bin
-    Mass equal_weight;  // of a token at which the mass is reached
-    unsigned equal;     // how many such tokens there are
+    Mass equal_weight;  // weight of a token at which the mass is reached
+    unsigned equal;     // number of such tokens
     int bin;
 };
 
@@ -31,12 +31,12 @@ __device__ unsigned key_of(float logit) {
     return ~static_cast<unsigned>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u)));
 }
 
-// The even digit: 0 for the best. It never falls when the logit does not rise, whatever is rounded.
+// The evenly divided digit: 0 for the best. Monotonic in the logit in spite of rounding.
 __device__ int even_bin(float logit, float best, float scale) {
     return min(static_cast<int>((best - logit) * scale), kBins - 1);
 }
 
-// What the threads before this one have, added up.
+// Exclusive prefix sum over the threads of the block.
 template <typename T>
 __device__ T sum_before(T mine, T* warp_sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -57,7 +57,7 @@ __device__ T sum_before(T mine, T* warp_sums) {
     return (warp > 0 ? before : 0) + sum - mine;
 }
 
-// The largest and the smallest logit of tokens that have weight.
+// The largest and the smallest logit among tokens with a weight.
 __device__ void find_range(const float* logits, const Mass* weights, int n, Shared& shared, float& best, float& least) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     best = -3.4e38f;
@@ -131,7 +131,7 @@ keep_top_p(const float* logits, long long logits_stride, Mass* weights, long lon
             shared.before = until + (in_better ? 0 : better);
         }
         __syncthreads();
-        if (shared.bin < 0) return;  // logits that are not numbers
+        if (shared.bin < 0) return;  // logits are NaN
         before = shared.before;
         if (digit == 0) {
             even = shared.bin;
@@ -142,7 +142,7 @@ keep_top_p(const float* logits, long long logits_stride, Mass* weights, long lon
         __syncthreads();
     }
 
-    // tokens with keys above `known` go; those with this very key are all alike
+    // tokens with keys above `known` are dropped; those with this key all have the same weight
     unsigned equal = 0;
     for (int i = thread; i < n; i += kThreads) {
         const unsigned key = key_of(logits[i]);
@@ -159,7 +159,7 @@ keep_top_p(const float* logits, long long logits_stride, Mass* weights, long lon
     const Mass kept = (wanted - before + weight - 1) / weight;
     if (kept >= shared.equal) return;
 
-    // by id: a thread has neighbours now
+    // in the order of ids: a thread has adjacent tokens here
     const int share = (n + kThreads - 1) / kThreads, first = min(n, thread * share), last = min(n, first + share);
     unsigned mine = 0;
     for (int i = first; i < last; ++i) mine += key_of(logits[i]) == known;

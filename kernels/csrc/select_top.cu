@@ -2,25 +2,25 @@
 //
 // A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th
 // largest is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits
-// known so far says which digit comes next. Every block counts its part of the row and adds up the histograms of all. At the
-// end the positions of the larger keys, and of as many equal ones as are needed, are written in order. A row that fits
-// the registers of the cluster is read once, a longer one for every digit, from the L2 cache.
+// known so far gives the next digit. Every block counts its part of the row and adds up the histograms of all blocks. At
+// the end the positions of the larger keys, and of as many equal ones as needed, are written in order. A row that fits
+// the registers of the cluster is read once; a longer one is read for every digit, from the L2 cache.
 
 namespace {
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocks = CLUSTER;
-constexpr int kQuads = 4;  // float4 of a thread in each round
+constexpr int kQuads = 4;  // float4 values per thread and round
 constexpr int kRoundQuads = kBlocks * kThreads * kQuads;
 constexpr int kDigits = 3;
-constexpr int kBins = 2 * kThreads;  // of the largest digit
+constexpr int kBins = 2 * kThreads;  // of the longest digit
 constexpr unsigned kAll = 0xffffffffu;
 static_assert(kThreads == 1024, "2048 bins, two per thread; 32 warps, one per lane");
 
 struct Shared {
     unsigned histograms[kDigits][kBins];
-    unsigned counts[2];  // of chosen keys in a round; two, so that the next can be written while others read
+    unsigned counts[2];  // of selected keys in a round; double-buffered, to write the next while others read
     unsigned warp_sums[kWarps];
     unsigned found_bin, found_needed, found_count;
 };
@@ -35,7 +35,7 @@ __device__ int block_rank() {
 #endif
 }
 
-// All threads of the cluster wait for each other and see what the others have written.
+// Barrier of the cluster: all threads then see what the others have written.
 __device__ void sync_cluster() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -65,7 +65,7 @@ struct Keys {
     unsigned key[4 * kQuads];
 };
 
-// The keys of neighbours from `first` on; 0 from n on.
+// Adjacent keys from `first` on; 0 from n on.
 __device__ Keys load_keys(const float* scores, int first, int n) {
     Keys keys;
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ Keys load_keys(const float* scores, int first, int n) {
     return keys;
 }
 
-// What the threads of the block before this one have, added up; the sum of all goes to `total`.
+// Exclusive prefix sum over the threads of the block; the sum of all goes to `total`.
 __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned sum = mine;
@@ -89,7 +89,7 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
     }
     if (lane == 31) warp_sums[warp] = sum;
     __syncthreads();
-    unsigned of_warps = warp_sums[lane];  // every warp adds up all warps: one barrier less than if one did
+    unsigned of_warps = warp_sums[lane];  // every warp sums all warps: this saves a barrier
     for (int distance = 1; distance < 32; distance *= 2) {
         const unsigned other = __shfl_up_sync(kAll, of_warps, distance);
         if (lane >= distance) of_warps += other;
@@ -132,9 +132,9 @@ select_top(const float* scores, long long stride, const int* visible, long long 
     __syncthreads();
 
     unsigned known = 0;                          // the digits of the k-th largest key that are known, zeros below them
-    unsigned known_bits = 0;                     // ones where they are
+    unsigned known_bits = 0;                     // mask of these bits
     unsigned needed = static_cast<unsigned>(k);  // its rank among the keys that share them
-    bool all_chosen = false;                     // whether all that share them are among the k largest
+    bool all_chosen = false;                     // whether all keys that share them are among the k largest
     for (int digit = 0; digit < kDigits && !all_chosen; ++digit) {
         const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
         const unsigned mask = digit == 2 ? 1023 : 2047;
@@ -170,7 +170,7 @@ select_top(const float* scores, long long stride, const int* visible, long long 
         __syncthreads();
     }
 
-    // chosen are keys above `limit`, and the first `needed` that are equal to it
+    // selected are keys above `limit`, and the first `needed` keys equal to it
     const unsigned limit = all_chosen ? known - 1 : known;
     if (all_chosen) needed = 0;
     unsigned larger_before = 0, equal_before = 0;  // in earlier rounds
@@ -203,5 +203,5 @@ select_top(const float* scores, long long stride, const int* visible, long long 
             equal += is_equal;
         }
     }
-    sync_cluster();  // nobody leaves while others read its shared memory
+    sync_cluster();  // a block must not exit while others read its shared memory
 }

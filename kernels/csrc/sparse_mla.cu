@@ -1,19 +1,19 @@
-// Attention over selected rows of 512 + 64 elements, 64 heads at a time: kernels/mla/sparse_mla.py says what it computes.
+// Attention over selected rows of 512 + 64 elements, 64 heads at a time; see kernels/mla/sparse_mla.py for the formula.
 //
-// A block has a token, 64 of its heads and a share of its rows, and takes 64 rows at a time. Its first warpgroup, the
+// A block has a token, 64 of its heads and a share of its rows, and processes 64 rows at a time. Its first warpgroup, the
 // scorer, multiplies the query with the rows and turns scores into weights; the query stays in its registers. The other
 // two, the adders, multiply the weights with one half of the values each, and keep the sums in their registers. Rows go
-// through a ring of three stages in shared memory, which the adders fill again as soon as they have used one. The last
-// tile of a row is no value; the weights take its place once there are scores.
+// through a ring of three stages in shared memory, which the adders refill as soon as they have used a stage. The last
+// tile of a row is not a value; the weights overwrite it once the scores are computed.
 //
-// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums, and the weights take some 900
-// without them. So that they are not idle then, weights are handed over late: when the scorer is half through the next
-// rows. The adders multiply while it turns to the next weights.
+// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums; computing the weights takes about
+// 900 clocks without tensor cores. To keep them busy meanwhile, weights are handed over late: when the scorer is half
+// through the next rows. The adders multiply while the scorer computes the next weights.
 //
-// Weights are relative to a reference: a score that no other so far exceeds by more than kGrowth (in powers of two).
-// When it changes, which is rare after the first rows, the adders shrink what they have.
+// Weights are relative to a reference: a score that no later one has exceeded by more than kGrowth (in powers of two).
+// When the reference changes, which is rare after the first rows, the adders scale their sums down.
 //
-// The blocks of all shares are a cluster. In the end each of them adds up some of the columns.
+// The blocks of all shares are a cluster. At the end each of them sums some of the columns.
 //
 // Constants: SHARES (a power of two), PAGE_SIZE, HALF (see hopper.cuh).
 
@@ -29,15 +29,15 @@ constexpr int kFirstTiles = 4;  // multiplied before the others are there
 constexpr int kTileBytes = kBlockRows * 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = kTiles * kTileBytes;
-constexpr int kWeights = kValueTiles * kTileBytes;  // where they are in a stage: in the last tile
-constexpr int kQueryStage = kStages - 1;            // where the query is until it is in registers
-constexpr int kRegisterSteps = 4 * kValueTiles - 1;  // of 16 elements of the query: there is no room for more
+constexpr int kWeights = kValueTiles * kTileBytes;  // offset of the weights in a stage: the last tile
+constexpr int kQueryStage = kStages - 1;            // the stage that holds the query until it is in registers
+constexpr int kRegisterSteps = 4 * kValueTiles - 1;  // steps of 16 query elements in registers, which hold no more
 constexpr int kThreads = 3 * 128;
 constexpr int kScorerRegisters = 184, kAdderRegisters = 160;  // of a thread; 3 * 168 together
 constexpr int kScannedRows = 8;                               // of a thread at a time
 constexpr int kShares = SHARES;
 constexpr int kOwnSums = 128 / kShares;  // of those of a thread, in the end
-constexpr float kLowest = -1e30f;        // below every score, and yet a number
+constexpr float kLowest = -1e30f;        // below every score, but finite
 constexpr float kGrowth = 8.0f;
 constexpr unsigned kAll = 0xffffffffu;
 enum { kAllThreads, kScorer, kAdders, kCounted };  // barriers of sync_threads
@@ -89,7 +89,7 @@ struct Turn {
 __device__ __forceinline__ int thread_in_group() { return threadIdx.x % 128; }
 __device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-// Of a thread, which has two; the other is 8 further.
+// First head of a thread, which has two; the other is 8 further.
 __device__ __forceinline__ int first_head() { return 16 * warp_in_group() + lane() / 4; }
 
 // The adders fetch 64 rows; zeros for those that do not exist.
@@ -122,7 +122,7 @@ __device__ __forceinline__ void fetch(Shared& shared, const Rows& rows, const Pa
     arrive_after_copies(shared_address(&shared.all_fetched[stage]));
 }
 
-// The scorer starts to copy the query to its stage, and its last tile to its place.
+// The scorer starts to copy the query to its stage, and its last tile to query_rest.
 __device__ __forceinline__ void fetch_query(Shared& shared, const char* query, long long head_bytes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void read_query(Shared& shared, unsigned (&query)[kRe
     sync_threads<kScorer, 128>();
 }
 
-// scores [64 heads, 64 rows]; half way, hands the weights of the rows before over to the adders
+// scores [64 heads, 64 rows]; half way, hands the weights of the previous rows to the adders
 __device__ __forceinline__ void multiply_query(Shared& shared, const unsigned (&query)[kRegisterSteps][4],
                                                const Turn& turn, float (&scores)[32], bool hand_over) {
     const unsigned stage = shared_address(shared.stages[turn.stage]);
@@ -197,12 +197,12 @@ __device__ __forceinline__ void mask(const Rows& rows, int block, float (&scores
     }
 }
 
-// Of the two heads of a thread.
+// Softmax state of the two heads of a thread.
 struct Softmax {
     float reference[2] = {kLowest, kLowest};
     float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
 
-    // Scores become weights; says what earlier ones must be multiplied with, and whether that is not 1 in this warp.
+    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this warp.
     __device__ __forceinline__ bool weigh(float (&scores)[32], float scale, float (&shrink)[2]) {
         bool changes = false;
 #pragma unroll
@@ -239,7 +239,7 @@ __device__ __forceinline__ void score(Shared& shared, const Rows& rows, int bloc
         multiply_query(shared, query, turn, scores, block > 0);
         mask(rows, block, scores);
         float shrink[2];
-        const bool any = softmax.weigh(scores, scale, shrink) && block > 0;  // there is nothing to shrink at first
+        const bool any = softmax.weigh(scores, scale, shrink) && block > 0;  // the first block has no earlier sums
         if (any && lane() % 4 == 0) {
             shared.shrink[turn.stage][first_head()] = shrink[0];
             shared.shrink[turn.stage][first_head() + 8] = shrink[1];
@@ -306,7 +306,7 @@ __device__ __forceinline__ void sync_shares() {
 #endif
 }
 
-// What to multiply the sums of each share with, for the two heads of a thread, before they are added: the weight of the
+// Factors of the sums of each share before they are added, for the two heads of a thread: the weight of the
 // share over the total. 0 for a token without rows.
 __device__ __forceinline__ void weigh_shares(Shared& shared, float (&factors)[kShares][2]) {
     float2 totals[kShares][2];
@@ -334,7 +334,7 @@ __device__ __forceinline__ void weigh_shares(Shared& shared, float (&factors)[kS
     }
 }
 
-// Rounds what a warp has, 16 heads x 2 * kOwnSums columns, and stores it by way of shared memory, in whole sectors.
+// Rounds a warp's 16 heads x 2 * kOwnSums columns, and stores them through shared memory, in whole sectors.
 __device__ __forceinline__ void store(const float* sums, unsigned char* staging, char* out) {
     constexpr int kLineBytes = 4 * kOwnSums, kPitch = kLineBytes + 16, kLineWords = kLineBytes / 16;
     const unsigned to = shared_address(staging) + lane() % 16 * kPitch + lane() / 16 * 16;
@@ -356,7 +356,7 @@ __device__ __forceinline__ void store(const float* sums, unsigned char* staging,
 // Block i of the cluster gets all sums number [i * kOwnSums, (i + 1) * kOwnSums) of every adder, adds and stores them.
 // `out` is where the block's first head begins.
 __device__ __forceinline__ void add_shares(Shared& shared, int share, int half, float (&sums)[128], char* out) {
-    sync_shares();  // all totals are there, and all stages are free
+    sync_shares();  // all totals are written, and all stages are free
     const auto place = [&](int from) { return (from * 2 + half) * kOwnSums * 128 * 4; };
 #pragma unroll
     for (int owner = 0; owner < kShares; ++owner) {
@@ -372,7 +372,7 @@ __device__ __forceinline__ void add_shares(Shared& shared, int share, int half, 
     weigh_shares(shared, factors);
     sync_shares();
 #pragma unroll
-    for (int owner = 0; owner < kShares; ++owner) {  // a loop, so that the compiler knows which registers are meant
+    for (int owner = 0; owner < kShares; ++owner) {  // unrolled, so that register indices are constants
         if (owner != share) continue;
         float* const own = sums + owner * kOwnSums;
 #pragma unroll
@@ -400,7 +400,7 @@ __device__ __forceinline__ int count_blocks(const Shared& shared) {
     return (shared.last_row + kBlockRows - 1) / kBlockRows;
 }
 
-// The scorer counts the blocks of rows up to the last row that exists, and tells the adders without waiting for them.
+// The scorer counts the blocks of rows up to the last existing row, and signals the adders without waiting for them.
 __device__ __forceinline__ int find_last_row(Shared& shared, const Rows& rows) {
     int last = 0;  // the number after it
     for (int first = thread_in_group(); first < rows.count; first += kScannedRows * 128) {
@@ -467,7 +467,7 @@ sparse_mla(const char* query, long long token_bytes, long long head_bytes, const
         give_registers<kAdderRegisters>();
         const int half = threadIdx.x / 128 - 1;
         const Pages all_pages = {pages, page_bytes, slot_bytes};
-        // without waiting for the count: what is fetched in vain does no harm
+        // without waiting for the count: unneeded fetches do no harm
         if (own_rows.count > 0) fetch(shared, own_rows, all_pages, 0, 0);
         if (own_rows.count > kBlockRows) fetch(shared, own_rows, all_pages, 1, 1);
         sync_threads<kCounted, kThreads>();

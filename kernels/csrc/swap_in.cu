@@ -1,13 +1,13 @@
-// Swap-in for sparse attention; kernels/hisparse/swap_in.py says what it computes and holds it against torch.
+// Swap-in for sparse attention; kernels/hisparse/swap_in.py defines the result, and tests compare it with torch.
 //
 // The first `batch` blocks plan one batch row each. Hits are found through the inverse table, so a plan costs one pass
-// over TOP_K and one over the eviction order. The other blocks copy: each waits for the plans, of which `signals[t]`
-// says how many misses (plus one) batch row t has for them. PCIe must not wait that long, so the warps of a planning
-// block but the first fetch one of the first missing tokens each, before anything is decided (`fetch_early`); these are
-// the last in the list of misses. All that nobody waits for is written after the signal.
+// over TOP_K and one over the eviction order. The other blocks copy: they wait for the plans; `signals[t]` is the number
+// of misses (plus one) that batch row t leaves for them. So that PCIe is not idle meanwhile, every warp of a planning
+// block except the first fetches one of the first missing tokens before the plan is made (`fetch_early`); these are last
+// in the list of misses. Data that no other block waits for is written after the signal.
 //
-// Copiers always get their signals: they are fewer than the GPU's multiprocessors, so planners find room, and planners
-// wait for nobody. Signals are zero between calls.
+// Copying blocks always get their signals: they are fewer than the GPU's multiprocessors, so planning blocks can run, and
+// planning blocks wait for no other block. Signals are zero between calls.
 //
 // Constants: TOP_K, HOT_ROWS, PAGE_SIZE, ROW_BYTES, THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
 
@@ -20,7 +20,7 @@ constexpr int ORDERED = (HOT_ROWS + THREADS - 1) / THREADS;  // entries of the e
 constexpr int BUFFER_PAGES = HOT_ROWS / PAGE_SIZE + 1;
 constexpr int BUCKETS = 1 << BUCKET_BITS;
 constexpr int EMPTY = 0x7fffffff;
-constexpr int EARLY = WARPS - 1;  // missing tokens that are fetched early. Not by warp 0: it signals; its fence would wait
+constexpr int EARLY = WARPS - 1;  // missing tokens fetched early; not by warp 0, whose signal's memory fence would wait
 static_assert(THREADS % 32 == 0 && WARPS <= 32, "whole warps, and one warp scans the sums of all");
 static_assert(BUCKETS >= 2 * TOP_K && HOT_ROWS >= TOP_K && HOT_ROWS < 32768, "see check_geometry");
 
@@ -31,7 +31,7 @@ struct Shared {
     unsigned warp_sums[32];
     int found_counts[32];  // missing tokens of each warp, duplicates included
     int found[32][32];     // and the host rows of the first of them
-    int early_ranks[32];   // of what was fetched early, among the misses; -1 for a duplicate
+    int early_ranks[32];   // rank, among the misses, of each early fetch; -1 for a duplicate
     int pages[BUFFER_PAGES];  // of the hot pool
     short victims[TOP_K];     // the slot that takes the n-th miss
     unsigned char used[SLOTS];
@@ -140,8 +140,8 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
     eviction_order += request * eviction_order_stride;
     host_pages += row * host_pages_stride;
 
-    // What the plan reads from memory, in flight together, while shared memory is cleared. A resident row does not need
-    // it, but knowing that it is one takes as long.
+    // The plan's loads from memory are in flight together while shared memory is cleared. A fully resident row does not
+    // need them, but finding that out takes as long.
     const bool resident = seq_len <= capacity[request];
     const int newest = seq_len - 1;
     const int reserved = eviction_order[HOT_ROWS];
@@ -215,7 +215,7 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
         else
             bucket[s] = insert(shared, token[s], thread * SELECTED + s);
     }
-    int held[ORDERED];  // the token in each slot; waited for at the end only
+    int held[ORDERED];  // the token in each slot; needed at the end only
 #pragma unroll
     for (int o = 0; o < ORDERED; o++) held[o] = slot_tokens[order[o]];
     __syncthreads();
@@ -238,7 +238,7 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
     counts = exclusive_block_scan(shared, counts, totals);
     const int misses = totals >> 16, stale = HOT_ROWS - (totals & 0xffff);
 
-    // Of the slots in the order of eviction, the first that are not hit take the misses.
+    // In eviction order, the first slots that are not hit take the misses.
     int miss_rank = counts >> 16, hits_before = counts & 0xffff;
 #pragma unroll
     for (int s = 0; s < SELECTED; s++) {
@@ -255,7 +255,7 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
     }
     __syncthreads();
 
-    // The list of misses, the first ones, which are fetched early, behind the others.
+    // The list of misses; the first ones, which were fetched early, come last.
     const int candidates = fetch_early ? min(EARLY, __shfl_sync(~0u, found_up_to, 31)) : 0;
     const int early = __popc(__ballot_sync(~0u, lane < candidates && shared.early_ranks[lane] >= 0));
 #pragma unroll
@@ -278,7 +278,7 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
             const int rank = shared.first_of[bucket[s]];
             at = shared.victims[rank];
             if (first[s]) {
-                const bool vacated = rank == 0 && stale == misses;  // every slot was used: even this one has to go
+                const bool vacated = rank == 0 && stale == misses;  // every slot was used: this one is vacated, too
                 slot_tokens[at] = vacated ? -1 : token[s];
                 if (!vacated) token_slots[token[s]] = at;
             }

@@ -1,4 +1,4 @@
-// Write-back of new rows; kernels/hisparse/write_back.py says what it does. One warp a row, rows of all layers in one launch.
+// Write-back of new rows; see kernels/hisparse/write_back.py. One warp per row, rows of all layers in one launch.
 // Constants: ROW_BYTES, PAGE_SIZE, THREADS.
 
 #include "copy_row.cuh"

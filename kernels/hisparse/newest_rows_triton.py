@@ -1,4 +1,4 @@
-"""newest_rows of slot_tables.py in one launch: torch takes twenty, and every decode step starts with it."""
+"""newest_rows of slot_tables.py in one launch: torch needs twenty, at the start of every decode step."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 

@@ -1,22 +1,22 @@
-"""Which tokens are in a request's hot buffer: the tables that swap-in plans with, for all request slots of a server.
+"""Slot tables: which tokens are in the hot buffer of each request. Swap-in plans with them.
 
-A request has pages of a GPU pool, all of S rows, whose rows in order are its slots. A sequence of up to `capacity`
-tokens is resident: token p is in slot p, and nothing is looked up. Of a longer one B + 1 slots are in use, B of them
+A request has pages of a GPU pool, of S rows each; their rows in order are its slots. A sequence of up to `capacity`
+tokens is fully resident: token p is in slot p, without a lookup. A longer sequence is evicting: it uses B + 1 slots, B
 under LRU replacement and one for its newest token:
 
-    capacity        [requests] int32               the longest sequence that is resident
+    capacity        [requests] int32               the longest sequence that is fully resident
     hot_pages       [requests, width] int32        its pages of the hot pool
     slot_tokens     [requests, B + 1] int32        the token in each slot, -1 for none
     token_slots     [requests, max_context] int16  its inverse: the slot of each token, -1 for none
     eviction_order  [requests, B + 1] int16        all slots: the next to evict first, the one reserved for the next
                                                    step's token last
-    lookups         [2] int64                      hits and misses of all steps so far, newest tokens aside
+    lookups         [2] int64                      hits and misses of all steps so far, without newest tokens
 
 Layers that select the same tokens (an index group) share one set of the last four. Slot s of a request is row
 `hot_pages[s // S] * S + s % S` of the hot pool of each layer: a flat row.
 
-While a sequence is resident its tables stay as `admit` has left them: tokens 0 to B - 1 in slots 0 to B - 1. So
-residency can be taken away at any time, by lowering the capacity to B: nothing has to be moved.
+While a sequence is fully resident its tables stay as `admit` left them: tokens 0 to B - 1 in slots 0 to B - 1. So it
+can become evicting at any time, by lowering the capacity to B: no row has to move.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,11 @@ from typing import NewType
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 
 KvRows = NewType("KvRows", torch.Tensor)
-"""Flat rows of a pool that has the pages of sequences, such as the one in host memory: int32, -1 for none."""
+"""Flat rows of a pool with the pages of sequences, such as the one in host memory: int32, -1 for none."""
 HotRows = NewType("HotRows", torch.Tensor)
 """Flat rows of the hot pool: int32, -1 for none."""
 
@@ -37,7 +38,7 @@ MAX_ROWS = 2**31 - 1  # flat rows are int32
 
 
 def buffer_pages(hot_rows: int, page_size: int) -> int:
-    """Pages that hold B rows and that of the newest token."""
+    """Pages that hold B rows and the newest row."""
     return hot_rows // page_size + 1
 
 
@@ -64,7 +65,7 @@ def check_geometry(
     hot_pool_rows: int,
     device: torch.device,
 ) -> None:
-    """Raises ValueError, naming field, limit and value, for a geometry that swap-in cannot serve on this device."""
+    """Raise ValueError, with field, limit and value, for a geometry that swap-in does not support on this device."""
     for field, value, low, high in (
         ("top_k", top_k, 1, hot_rows),
         ("hot_rows", hot_rows, 1, MAX_HOT_ROWS),
@@ -94,15 +95,15 @@ def table_bytes(*, groups: int, requests: int, hot_rows: int, max_context: int, 
 
 
 def _table_pages(hot_rows: int, max_context: int, page_size: int) -> int:
-    """Hot pages that a request can have: those of its buffer, or of all its tokens."""
-    return max(buffer_pages(hot_rows, page_size), -(-max_context // page_size))
+    """Maximum hot pages of a request: those of its buffer, or of all its tokens."""
+    return max(buffer_pages(hot_rows, page_size), ceil_div(max_context, page_size))
 
 
 @dataclass(frozen=True)
 class SlotTables:
-    """The tables of all index groups, or those of one: `group(i)`. `swap_in` changes them, on the GPU's time.
+    """The tables of all index groups, or of one: `group(i)`. `swap_in` changes them on the GPU.
 
-    `admit` and `set_pages` are enqueued too: they count for the steps that come after.
+    `admit` and `set_pages` are enqueued too: they take effect in order, for later steps.
     """
 
     page_size: int
@@ -131,7 +132,7 @@ class SlotTables:
         )
 
     def group(self, index: int) -> "SlotTables":
-        """A view of the tables of one index group: what swap_in takes."""
+        """A view of the tables of one index group, as swap_in takes it."""
         return SlotTables(
             self.page_size,
             self.capacity,
@@ -162,7 +163,7 @@ class SlotTables:
     def admit(self, request: int, *, resident: bool) -> None:
         """Start a request whose tokens so far are in host memory.
 
-        Where it is `resident` they must also be in the hot pool, token p in slot p, before its first step. Otherwise
+        If it is `resident`, its rows must also be in the hot pool, token p in slot p, before its first step. Otherwise
         the hot buffer starts empty.
         """
         slots = torch.arange(self.hot_rows + 1, dtype=torch.int16, device=self.slot_tokens.device)
@@ -175,7 +176,7 @@ class SlotTables:
             self.token_slots[..., request, : len(first)] = first
 
     def set_pages(self, request: int, hot_pages: Sequence[int], capacity: int) -> None:
-        """Give a request these pages of the hot pool, at least as many as its tokens or its buffer need.
+        """Assign these pages of the hot pool to a request, at least as many as its tokens or its buffer need.
 
         The capacity is at least B. It may be raised only while the sequence is within the old one.
         """
@@ -196,10 +197,10 @@ class SlotTables:
         return HotRows(pages * self.page_size + slots % self.page_size)
 
     def newest_rows(self, requests: torch.Tensor, seq_lens: torch.Tensor, *, impl: Impl = "auto") -> HotRows:
-        """The flat hot rows where this step's tokens go: [groups, batch] int32, of one group [batch].
+        """The flat hot rows for this step's tokens: [groups, batch] int32, of one group [batch].
 
-        To be read before the step's swap_in. `seq_lens` count the new token, which stays in its row when it is no
-        longer the newest; padding, whose length is 0, gets -1. Both are int32.
+        Call it before the step's swap_in. `seq_lens` include the new token, which stays in its row when it is no longer
+        the newest; padding, of length 0, gets -1. Both are int32.
         """
         if use_triton(impl, self.capacity.device):
             from .newest_rows_triton import launch_newest_rows

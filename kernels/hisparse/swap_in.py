@@ -1,31 +1,30 @@
-"""Swap-in for sparse attention: where each selected token is in the hot buffer, and the fetch of those that are not.
+"""Swap-in for sparse attention: looks up selected tokens in the hot buffer, and fetches the rows that are missing.
 
-The rows of all tokens are in pinned host memory; the GPU holds B of each request, least recently used out, and the
-newest. Once per step and index group, `swap_in` decides, updates the tables (slot_tables.py) and fetches what is
-missing in the group's first layer; `copy_misses` fetches the same for each further layer. Of a sequence beyond its
-capacity, with n = seq_len - 1 its newest token and `order` its slots in eviction order (the last is where n was written
-before):
+The rows of all tokens are in pinned host memory; the GPU holds B rows of each request under LRU replacement, and the
+newest row. Once per step and index group, `swap_in` plans, updates the tables (slot_tables.py) and fetches the missing
+rows of the group's first layer; `copy_misses` fetches the same rows for each further layer. For an evicting sequence,
+with n = seq_len - 1 its newest token and `order` its slots in eviction order (n was written to the last one before):
 
     hits      slots of selected tokens, in eviction order; stale = the other slots, in eviction order
-    misses    selected tokens without a slot, n aside, in the order of top-k, each once
+    misses    selected tokens without a slot, except n, in the order of top-k, each once
     loaded    the first len(misses) of stale: the i-th takes the i-th miss
-    order     what is left of stale, loaded, hits, slot of n; then the first is vacated for the next token and goes last
+    order     the rest of stale, loaded, hits, slot of n; then the first is vacated for the next token and goes last
 
-This is LRU exactly: a slot is evicted before all that were used in a later step. The newest token becomes an ordinary
-row where it is, and is not fetched.
+This is exact LRU: a slot is evicted before all slots that were used in a later step. The newest token becomes an
+ordinary row in its slot, without a fetch.
 
-    rows[t, i]                           flat hot row of token top_k[t, i], the same for duplicates; -1 where the token
-                                         is not in [0, seq_len)
+    rows[t, i]                           flat hot row of token top_k[t, i], the same for duplicates; -1 if the token is
+                                         not in [0, seq_len)
     miss_sources[t, j], miss_rows[t, j]  host row and hot row of each of miss_counts[t] misses, in any order
 
-A sequence within its capacity has token p in slot p and no misses, and its tables do not change: nor do those that a
-padded batch row names, whose seq_len is 0. Every selectable token but the newest must be in host memory. Shapes: top_k
-[batch, K] int32, K <= B; requests (distinct but for padding), seq_lens [batch] int32, at most max_context; host_pages
-[batch, pages] int32, those of each row's sequence up to its newest token. Pools of one layer, host (pinned where hot is
-on a GPU) and hot: [pages, S, row_bytes] uint8; rows contiguous, other strides free. Rows that start at multiples of 16
-bytes are faster.
+A fully resident sequence has token p in slot p and no misses; its tables do not change, nor do those of padded batch
+rows, whose seq_len is 0. Every selectable token except the newest must be in host memory. Shapes: top_k [batch, K]
+int32, K <= B; requests (distinct except padding), seq_lens [batch] int32, at most max_context; host_pages [batch,
+pages] int32, those of each row's sequence up to its newest token. Pools of one layer, host (pinned if hot is on a GPU)
+and hot: [pages, S, row_bytes] uint8; rows contiguous, other strides free. Rows that start at multiples of 16 bytes are
+faster.
 
-Floor: misses * row bytes over PCIe. On the GPU one launch does both, so that fetching starts while plans are made.
+Lower bound: misses * row bytes over PCIe. On the GPU one launch does both, so that fetches start while plans are made.
 """
 
 import torch
@@ -63,7 +62,7 @@ def plan_reference(
 def _replace(
     tables: SlotTables, request: int, tokens: torch.Tensor, newest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One step of one long sequence: slots of the selected tokens, the missing tokens, the slots that take them."""
+    """One step of one evicting sequence: slots of the selected tokens, the missing tokens, the slots that take them."""
     slot_tokens, token_slots = tables.slot_tokens[request], tables.token_slots[request]
     order, reserved = tables.eviction_order[request, :-1].long(), int(tables.eviction_order[request, -1])
     slot_tokens[reserved] = newest
@@ -116,7 +115,7 @@ def swap_in(
 ) -> None:
     """Fill `plan`, update `tables`, fetch the misses into `hot`; see the module docstring.
 
-    Once per step: `seq_lens` of a long sequence grow by one from call to call.
+    Call it once per step: `seq_lens` of an evicting sequence grow by one from call to call.
     """
     batch, width = top_k.shape
     if tables.slot_tokens.dim() != 2:

@@ -1,24 +1,25 @@
-"""Launches of csrc/swap_in.cu and copy_misses.cu: blocks and threads from the geometry and the device, not from counts.
+"""Launches csrc/swap_in.cu and copy_misses.cu. Blocks and threads depend on geometry and device, not on counts.
 
-PCIe is busy with some 300 KB in flight, 264 rows of 1,152 bytes; with half of that it was 6 % slower, and no way of
-loading was faster than one row a warp (H200, PCIe 5). A row a warp on half of the multiprocessors is enough, and leaves
-room for the planning blocks that copying blocks wait for. More would only be in the way of others: copy_misses runs
-beside the layers.
+PCIe is saturated with about 300 KB in flight, 264 rows of 1,152 bytes; half of that was 6 % slower, and no way of
+loading was faster than one row per warp (H200, PCIe 5). One row per warp on half of the multiprocessors is enough, and
+leaves room for the planning blocks, for which copying blocks wait. More blocks would only slow down other work:
+copy_misses runs beside the layers.
 """
 
 import torch
 
+from ...configs.arithmetic import ceil_div, round_up
 from ..backends.nvrtc import device_address, load_kernel
 from .slot_tables import SlotTables, bucket_bits, plan_shared_bytes
 from .swap_plan import SwapPlan
 
 COPY_THREADS = 256
-MAX_EARLY_ROW_BYTES = 2048  # a row that planning fetches is in registers: 4 words of 16 bytes a lane
+MAX_EARLY_ROW_BYTES = 2048  # a row fetched during planning is in registers: 4 words of 16 bytes per lane
 
 
 def plan_threads(top_k: int, hot_rows: int) -> int:
-    """Threads of a planning block: whole warps, enough for 2 selected tokens and 4 slots each, 1024 at most."""
-    return min(1024, -(-max(-(-top_k // 2), -(-hot_rows // 4)) // 32) * 32)
+    """Threads of a planning block: whole warps, for 2 selected tokens and 4 slots per thread, at most 1024."""
+    return min(1024, round_up(max(ceil_div(top_k, 2), ceil_div(hot_rows, 4)), 32))
 
 
 def copy_blocks(device: torch.device) -> int:

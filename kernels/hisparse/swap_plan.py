@@ -1,4 +1,4 @@
-"""What a swap-in decides, in memory that stays in place for CUDA graphs."""
+"""The result of a swap-in's planning, at fixed addresses for CUDA graphs."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from .slot_tables import HotRows, KvRows
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What swap_in decides, in memory that stays in place for CUDA graphs; see the module docstring.
+    """The result of swap_in's planning, at fixed addresses for CUDA graphs; see swap_in.py.
 
-    One stream at a time uses it. `signals` [batch + 2] are the kernels' own: zero between calls.
+    Used by one stream at a time. `signals` [batch + 2] are internal to the kernels: zero between calls.
     """
 
     rows: HotRows
@@ -27,7 +27,7 @@ class SwapPlan:
         return cls(HotRows(rows), KvRows(sources), HotRows(destinations), counts, signals)
 
     def first(self, batch: int) -> "SwapPlan":
-        """Its first rows: a plan for a smaller batch, in the same memory."""
+        """A plan for a smaller batch: the first rows, in the same memory."""
         return SwapPlan(
             HotRows(self.rows[:batch]),
             KvRows(self.miss_sources[:batch]),

@@ -1,17 +1,18 @@
-"""Write the rows of new tokens from the hot buffer to host memory, all layers in one go.
+"""Writes the rows of new tokens from the hot buffer to host memory, all layers in one launch.
 
     host[p // S, layer, p % S] = hot[q // S, layer, q % S]      with p = host_rows[t], q = hot_rows[layer, t]
 
 for every layer and every batch row t whose p is not -1 (padding). Shapes: hot and host [pages, layers, S, row_bytes]
-uint8, host pinned where hot is on a GPU; rows contiguous, other strides free; hot_rows [layers, batch] int32 (stride 0
-where layers share it); host_rows [batch] int32, distinct but for padding. `SlotTables.newest_rows` names the hot rows.
+uint8, host pinned if hot is on a GPU; rows contiguous, other strides free; hot_rows [layers, batch] int32 (stride 0 if
+layers share it); host_rows [batch] int32, distinct except padding. `SlotTables.newest_rows` returns the hot rows.
 
-It runs on torch's current stream; which one is the caller's business. A row must have been read before the next step's
-copy_misses on its layer, which may evict it, and be in host memory before the copy_misses of the step after.
+It runs on torch's current stream, which the caller chooses. A row must be read before the next step's copy_misses of
+its layer, which may evict it, and be in host memory before the copy_misses of the step after that.
 """
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.nvrtc import CudaImpl, device_address, load_kernel, use_cuda
 from .slot_tables import HotRows, KvRows
 
@@ -34,7 +35,7 @@ def write_back(
     *,
     impl: CudaImpl = "auto",
 ) -> None:
-    """Copy in place; see the module docstring. Whoever reads `host` outside the stream synchronises with it first."""
+    """Copy in place; see the module docstring. Readers of `host` outside the stream must synchronise with it first."""
     layers, batch = hot_rows.shape
     if hot.dtype != torch.uint8 or host.dtype != torch.uint8 or hot.shape[1:] != host.shape[1:]:
         raise ValueError(
@@ -70,6 +71,6 @@ def write_back(
         host_rows.data_ptr(),
         batch,
         layers,
-        blocks=-(-items * 32 // THREADS),
+        blocks=ceil_div(items * 32, THREADS),
         threads=THREADS,
     )

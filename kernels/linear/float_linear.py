@@ -1,10 +1,10 @@
-"""Linear layers with float32 weights over rows of 16 bits, without a float32 copy of the rows.
+"""Linear layers with float32 weights over 16-bit rows, without a float32 copy of the rows.
 
     float_linear(x)  =  x.float() @ weight.T
 
-Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For what decides instead of
-computing: the weights of an indexer. With few rows and outputs it is launches that cost: a conversion, a product
-in parts and their sum are three with cuBLAS; here it is one, which starts while the kernel before it ends.
+Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For layers whose results
+rank tokens, such as the weights of an indexer. With few rows and outputs, launches dominate: cuBLAS needs three (a
+conversion, a split product and its sum); this is one, which starts while the previous kernel ends.
 """
 
 import torch
@@ -19,9 +19,7 @@ def float_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
-    """A linear layer in float32; see the module docstring. `auto` is Triton for few rows on CUDA, otherwise what
-    `linear` takes for float32.
-    """
+    """A linear layer in float32; see the module docstring. `auto` is Triton for few rows on CUDA, else `linear`."""
     if weight.dtype != torch.float32 or x.ndim != 2 or x.shape[1:] != weight.shape[1:]:
         raise ValueError(f"x {list(x.shape)} and {weight.dtype} weight {list(weight.shape)} are not rows and float32")
     if impl == "reference":
@@ -30,7 +28,7 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") 
     if not use_triton(impl, x.device) or (impl == "auto" and not fits):
         return linear(x.float(), weight)
     if not fits:
-        raise ValueError(f"x {list(x.shape)} must be at most {FEW_ROWS} rows, contiguous as the weights")
+        raise ValueError(f"x {list(x.shape)} must be at most {FEW_ROWS} rows, and contiguous like the weights")
     out = x.new_empty(len(x), len(weight), dtype=torch.float32)
     launcher("linear.float_linear_triton", "launch_float_linear")(x, weight, out)
     return out

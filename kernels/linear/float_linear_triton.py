@@ -1,4 +1,4 @@
-"""Triton kernel of float_linear.py: a program has one row of weights and a few rows of x, and adds up columns last."""
+"""Triton kernel of float_linear.py: a program has one row of weights and a few rows of x, and sums columns last."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
@@ -31,7 +31,7 @@ def _float_linear(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in tl.static_range(0, IN_SIZE, COLUMNS):  # unrolled: loads of several rounds are in flight together
+    for first in tl.static_range(0, IN_SIZE, COLUMNS):  # unrolled: loads of several iterations overlap
         inside = first + column < IN_SIZE
         weight = tl.load(weight_ptr + output * IN_SIZE + first + column, mask=inside, other=0.0)
         mask = (row < rows)[:, None] & inside[None, :]

@@ -1,14 +1,14 @@
-"""Linear layers; for few rows, where reading the weights is all the time there is, by kernels of our own.
+"""Linear layers. For few rows, where the time is that of reading the weights, with kernels of our own.
 
     linear(x)        =  x @ weight.T + bias
     gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out], of gated_linear [rows, out / 2]. Sums
-are float32 and rounded once, as cuBLAS does it; swiglu then sees the rounded values.
+are float32 and rounded once, as in cuBLAS; swiglu reads the rounded values.
 
-Floor: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7 times
-for the small ones (H200), most of it from one kernel's end to the next one's first bytes. These kernels start, and
-fetch their first weights, while the kernel before them ends.
+Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7
+times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
+start, and prefetch their first weights, while the previous kernel ends.
 """
 
 import torch
@@ -18,10 +18,10 @@ from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from .swiglu import swiglu, swiglu_reference
 
 FEW_ROWS = 32
-"""Up to here our kernels are the faster ones, alone and in a graph (H200)."""
+"""Up to this many rows our kernels are faster, alone and in a graph (H200)."""
 
 FEW_CPU_ROWS = 16
-"""The same on a CPU: two cores with AVX-512 take half as long as torch for 8 rows, three quarters for 16."""
+"""The same on a CPU: with AVX-512 on two cores, half the time of torch for 8 rows, three quarters for 16."""
 
 
 def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,11 +31,11 @@ def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
 ) -> torch.Tensor:
-    """A linear layer; see the module docstring. For few rows `auto` is Triton in 16 bits on CUDA and Numba in float32
-    on the CPU, otherwise torch.
+    """A linear layer; see the module docstring. For few rows `auto` is Triton for 16 bits on CUDA and Numba for float32
+    on the CPU, else torch.
     """
     if _numba_fits(x, weight, bias, impl):
-        launch = launcher("linear.linear_numba", "launch_linear")
+        launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
         launch = launcher("linear.linear_triton", "launch_linear")
     else:
@@ -48,11 +48,11 @@ def linear(
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
 ) -> torch.Tensor:
-    """The first half of a Llama-style MLP; see the module docstring. `auto` as in `linear`."""
+    """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
     if impl == "reference":
         return gated_linear_reference(x, weight, bias)
     if _numba_fits(x, weight, bias, impl):
-        launch = launcher("linear.linear_numba", "launch_linear")
+        launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
         launch = launcher("linear.linear_triton", "launch_linear")
     else:

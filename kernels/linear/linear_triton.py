@@ -1,4 +1,4 @@
-"""Triton kernel of linear.py: a program has a block of weight rows and goes along them.
+"""Triton kernel of linear.py: a program processes a block of weight rows, column block by column block.
 
 The weights are the left operand of the matrix product, so that the few rows of x are its narrow side.
 """
@@ -13,7 +13,7 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 
 _WEIGHT_ROWS = 64
 _COLUMNS = 128
-_AHEAD = 512  # columns fetched into L2 before the input is there: 64 KiB a program
+_AHEAD = 512  # columns prefetched into L2 before the input is ready: 64 KiB per program
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -40,7 +40,7 @@ def _linear(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     if GATED:
-        # rows of gate and of up alternate, so that a pair ends up in one program, side by side
+        # rows of gate and up alternate, so that one program has both rows of a pair, side by side
         half: tl.constexpr = WEIGHT_ROWS // 2
         index = tl.arange(0, WEIGHT_ROWS)
         output = tl.program_id(0) * half + tl.arange(0, half)

@@ -3,10 +3,10 @@
     rms_norm(x)          =  weight * round(x / sqrt(mean(x^2) + eps))
     add_rms_norm(x, y)   =  s, rms_norm(s)      with  s = x + y
 
-Shapes: x, y, s [rows, size], contiguous; weight [size]. The quotient is float32 and is rounded to the model's dtype
-before the weight is applied, and s is rounded before its norm is taken, as transformers does it.
+Shapes: x, y, s [rows, size], contiguous; weight [size]. As in transformers, the float32 quotient is rounded to the
+model's dtype before the weight is applied, and s is rounded before its norm is computed.
 
-Floor: rms_norm moves 2, add_rms_norm 4 rows; at decode sizes both are one launch latency.
+Lower bound: rms_norm moves 2, add_rms_norm 4 rows; at decode sizes both take one launch latency.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.dtype == torch.float32:  # nothing is rounded on the way: torch's own op, one call instead of six
+    if x.dtype == torch.float32:  # no intermediate rounding: torch's own op, one call instead of six
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -32,7 +32,7 @@ def add_rms_norm_reference(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, impl: Impl = "auto") -> torch.Tensor:
     """Norm of each row; see the module docstring."""
     if use_numba(impl, x, weight):
-        launch = launcher("linear.rms_norm_numba", "launch_rms_norm")
+        launch = launcher("numba.rms_norm", "launch_rms_norm")
     elif use_triton(impl, x.device):
         launch = launcher("linear.rms_norm_triton", "launch_rms_norm")
     else:
@@ -48,7 +48,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of two tensors and the norm of its rows, in one pass; see the module docstring."""
     if use_numba(impl, x, y, weight):
-        launch = launcher("linear.rms_norm_numba", "launch_rms_norm")
+        launch = launcher("numba.rms_norm", "launch_rms_norm")
     elif use_triton(impl, x.device):
         launch = launcher("linear.rms_norm_triton", "launch_rms_norm")
     else:

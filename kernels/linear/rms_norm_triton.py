@@ -1,4 +1,4 @@
-"""Triton kernel of rms_norm.py: one program a row."""
+"""Triton kernel of rms_norm.py: one program per row."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 

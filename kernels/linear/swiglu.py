@@ -3,7 +3,7 @@
     out[t, i] = round(silu(gate[t, i])) * up[t, i]      with  gate, up = the two halves of gate_up[t]
 
 Shapes: gate_up [rows, 2 * size], contiguous; out [rows, size]. silu is rounded to the model's dtype before the product,
-as transformers does it. Floor: 3 * rows * size elements moved.
+as in transformers. Lower bound: 3 * rows * size elements moved.
 """
 
 import torch
@@ -20,7 +20,7 @@ def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu(gate_up: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
     """Gate each row; see the module docstring."""
     if use_numba(impl, gate_up):
-        launch = launcher("linear.swiglu_numba", "launch_swiglu")
+        launch = launcher("numba.swiglu", "launch_swiglu")
     elif use_triton(impl, gate_up.device):
         launch = launcher("linear.swiglu_triton", "launch_swiglu")
     else:

@@ -1,4 +1,4 @@
-"""Triton kernel of swiglu.py: one program a block of a row."""
+"""Triton kernel of swiglu.py: one program per block of a row."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 

@@ -1,4 +1,4 @@
-"""Which tokens the queries of a batch see, and the best of them by score."""
+"""Which tokens the queries of a batch see, and the selection of the best by score."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from typing import Self
 import numpy as np
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.uploads import upload_array
 
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """What the T query tokens of a batch of B sequences see, on the device, all int32."""
+    """What the T query tokens of a batch of B sequences see; on the device, all int32."""
 
     page_size: int
     page_table: torch.Tensor  # [B, max_pages] page ids; any valid id beyond a sequence's end
@@ -33,7 +34,7 @@ class IndexPlan:
 
         `pages[i]` may be longer than kv_lens[i] needs.
         """
-        used = [ids[: -(-kv_len // page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
+        used = [ids[: ceil_div(kv_len, page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
         for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
             if not 1 <= query_len <= kv_len <= len(ids) * page_size:
                 raise ValueError(
@@ -55,7 +56,7 @@ class IndexPlan:
 
     @classmethod
     def padded(cls, tokens: int, *, max_pages: int, page_size: int, device: torch.device) -> Self:
-        """Room for up to `tokens` sequences of one query each, to be filled in place; until then nobody sees anything.
+        """Memory for up to `tokens` sequences of one query each, to be filled in place; initially no token sees any.
 
         Row t of the page table belongs to token t. This is the plan of a decode graph.
         """
@@ -69,7 +70,7 @@ class IndexPlan:
 
     @property
     def max_visible(self) -> int:
-        """What the page table has room for; no token sees more."""
+        """Capacity of the page table in tokens; no token sees more."""
         return self.page_table.shape[1] * self.page_size
 
 
@@ -77,7 +78,7 @@ def select_top_reference(scores: torch.Tensor, visible: torch.Tensor, k: int) ->
     """[T, k] positions of the best scores of each row among its first `visible`, ascending, then -1."""
     positions = torch.arange(scores.shape[1], device=scores.device)
     scores = scores.masked_fill(positions >= visible.unsqueeze(1), -torch.inf)
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]  # stable: the lower position comes first
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]  # stable: ties by position
     unseen = best >= visible.unsqueeze(1)
     ascending = best.masked_fill(unseen, scores.shape[1]).sort(dim=1).values
     out = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)

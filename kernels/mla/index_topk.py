@@ -1,4 +1,4 @@
-"""The lightning indexer of sparse attention: which k of the tokens that a query sees it will attend to.
+"""The lightning indexer of sparse attention: selects the k tokens that a query attends to, among those that it sees.
 
     score(t, s)  =  sum_h weights[t, h] * relu(query[t, h] . key[s])        over the visible tokens s of t's sequence
     out[t]       =  the positions of the k best scores, in ascending order, then -1
@@ -6,22 +6,23 @@
 Shapes: query [T, Hi, Di]; weights [T, Hi] float32, every scale folded in, of either sign; key_pages [pages, 1,
 page_size, Di], any strides with contiguous rows (a layer of a page-major pool), keys in query's dtype; out [T, k]
 int32. Positions count from 0 within t's sequence. Products are summed in float32. Of equal scores (0 and -0 are equal)
-the lower position is the better one, so the result depends on nothing but the scores. A token that sees n <= k tokens
-gets 0 .. n - 1, and one that sees none (a padded row) only -1.
+the lower position wins, so the result depends only on the scores. A token that sees n <= k tokens gets 0 .. n - 1, and
+a token that sees none (a padded row) only -1.
 
-`IndexPlan` says what each token sees. Its tensors are all that changes from step to step: a CUDA graph that was
-captured over a plan computes what they hold when it is replayed.
+`IndexPlan` holds what each token sees. Only its tensors change from step to step: a captured CUDA graph computes what
+they hold when it is replayed.
 
-Floor: every visible key read once, sum(visible) * Di elements where each sequence has one query.
+Lower bound: every visible key read once, sum(visible) * Di elements if each sequence has one query.
 """
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .index_plan import IndexPlan, select_top_reference
 
 _REFERENCE_PRODUCTS = 2**24
-"""Products query[t, h] . key[s] that the reference holds at a time."""
+"""Products query[t, h] . key[s] that the reference computes at a time."""
 
 
 def index_scores_reference(
@@ -34,7 +35,7 @@ def index_scores_reference(
         seen = int(plan.visible[tokens].max())
         if seen == 0:
             continue
-        pages = plan.page_table[sequence, : -(-seen // plan.page_size)]
+        pages = plan.page_table[sequence, : ceil_div(seen, plan.page_size)]
         keys = key_pages[pages.long(), 0].flatten(0, 1)[:seen].float()
         at_once = max(_REFERENCE_PRODUCTS // (query.shape[1] * seen), 1)
         for start in range(0, len(tokens), at_once):
@@ -66,7 +67,7 @@ def index_topk(
     *,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Choose k positions for every token; see the module docstring."""
+    """Select k positions for every token; see the module docstring."""
     tokens, heads, dim = query.shape
     if tokens != plan.tokens or weights.shape != (tokens, heads) or weights.dtype != torch.float32:
         raise ValueError(

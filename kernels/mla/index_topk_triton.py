@@ -1,12 +1,12 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
-Long and short sequences of a batch spread over the GPU without anybody on the host knowing their lengths. Where tokens
-are many, a program has one of them and every n-th block of the keys it sees (`_index_scores`). In a decode step blocks
-are counted through the batch, and every program has an equal share, of one token or a few neighbours
-(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, 42 of it to read them (H200).
+Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has one
+of them and every n-th block of its visible keys (`_index_scores`). In a decode step, blocks are numbered across the
+batch, and every program has an equal share, of one token or a few adjacent ones (`_index_scores_of_few`): 50 instead of
+57 us for 20 tokens that see 34,500 keys each, of which 42 are the time to read them (H200).
 
-Keys are the rows and heads the columns of the matrix products: the sum over heads stays within a few threads. The
-buffer, 4 bytes for every key of 256, mostly stays in the L2 cache between the two kernels.
+Keys are the rows and heads the columns of the matrix products, so that the sum over heads stays within a few threads.
+The buffer, 4 bytes per key of 256, mostly stays in the L2 cache between the two kernels.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -17,19 +17,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ...configs.arithmetic import ceil_div, round_up
 from ..attention.page_rows_triton import load_page_rows
 from ..backends.nvrtc import load_kernel
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .index_plan import IndexPlan, select_top_reference
 
 _KEYS_AT_ONCE = 128
-_PROGRAMS_PER_SM = 8  # two run at a time; the others even out sequences of different lengths
+_PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
 _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = 2
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
 _SELECT_THREADS = 1024
-_SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # that select_top holds in registers
+_SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # scores that a block of select_top holds in registers
 
 
 @triton.jit
@@ -62,9 +63,9 @@ def _index_scores(
     token = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + token)
     pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
-    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+    if OVERLAP:  # the plan was written before this step; queries and the newest keys were not
         wait_for_previous()
-    if visible <= k:  # all are chosen, whatever their scores
+    if visible <= k:  # all are selected, whatever their scores
         return
     head = tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -108,8 +109,8 @@ def _index_scores_of_few(
         start_next()
     number = tl.arange(0, BLOCK_T)
     seen = tl.load(visible_ptr + number, mask=number < tokens, other=0)
-    seen = tl.where(seen > k, seen, 0)  # of the others all are chosen, whatever their scores
-    ends = tl.cumsum((seen + BLOCK - 1) // BLOCK, 0)  # of each token's blocks, counted through the batch
+    seen = tl.where(seen > k, seen, 0)  # the others select all, whatever their scores
+    ends = tl.cumsum((seen + BLOCK - 1) // BLOCK, 0)  # end of each token's blocks, numbered across the batch
     blocks = tl.max(ends, 0)
     share = (blocks + tl.num_programs(0) - 1) // tl.num_programs(0)
     at = tl.program_id(0) * share
@@ -117,7 +118,7 @@ def _index_scores_of_few(
     head = tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
     inside = (head < HEADS)[:, None] & (column < D)[None, :]
-    if OVERLAP:  # the plan is older than this step; queries and the newest keys are not
+    if OVERLAP:  # the plan was written before this step; queries and the newest keys were not
         wait_for_previous()
     while at < end:
         token = tl.sum((ends <= at).to(tl.int32), 0).to(tl.int64)
@@ -137,7 +138,7 @@ def _index_scores_of_few(
 
 @triton.jit
 def _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION):
-    """Of one block of keys, from position `first` on."""
+    """Store the scores of one block of keys, from position `first` on."""
     product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
     score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
     position = first + tl.arange(0, BLOCK)
@@ -175,7 +176,7 @@ def launch_index_topk(
 ) -> None:
     """Fill `out` [T, k]."""
     tokens, k = out.shape
-    width = -(-plan.max_visible // _KEYS_AT_ONCE) * _KEYS_AT_ONCE
+    width = round_up(plan.max_visible, _KEYS_AT_ONCE)
     at_once = min(max(_BUFFER_BYTES // (4 * width), 1), tokens)
     buffer = torch.empty(at_once, width, dtype=torch.float32, device=query.device)
     for start in range(0, tokens, at_once):
@@ -194,7 +195,7 @@ def _launch_scores(
     scores: torch.Tensor,
     k: int,
 ) -> None:
-    """Scores of the visible keys of tokens that see more than k; nothing else of `scores` is written."""
+    """Write the scores of the visible keys of tokens that see more than k, and nothing else, to `scores`."""
     tokens, heads, dim = query.shape
     device = query.device
     page_stride, _, token_stride, _ = key_pages.stride()
@@ -204,7 +205,9 @@ def _launch_scores(
         launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
         few_tokens = {"tokens": tokens, "BLOCK_T": triton.next_power_of_2(tokens)}
     else:
-        launch = _index_scores[(tokens, min(-(-_PROGRAMS_PER_SM * sms // tokens), scores.shape[1] // _KEYS_AT_ONCE))]
+        launch = _index_scores[
+            (tokens, min(ceil_div(_PROGRAMS_PER_SM * sms, tokens), scores.shape[1] // _KEYS_AT_ONCE))
+        ]
     launch(
         query,
         weights,
@@ -227,7 +230,7 @@ def _launch_scores(
         BLOCK_D=max(triton.next_power_of_2(dim), 16),
         PAGE=plan.page_size,
         BLOCK=_KEYS_AT_ONCE,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would cut float32 to 10 bits
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=4,
         num_stages=3 if query.dtype.itemsize == 2 else 2,
         **overlap_options(device),
@@ -235,10 +238,10 @@ def _launch_scores(
 
 
 def blocks_per_row(rows: int, width: int, sms: int) -> int:
-    """How many blocks share a row of `width` scores: 2 or 4 where fewer cannot hold it and all rows find room at once.
+    """Blocks per row of `width` scores: 2 or 4 if fewer cannot hold it and all rows can run at once.
 
-    The blocks of a row run within one group of SMs, so not every SM can have one of four: with 24 rows of 65,536 scores
-    nobody waits (17 us; 26 with two blocks each), with 32 some do (28 us; H200).
+    The blocks of a row run within one GPC, so with four not every SM can have one: 24 rows of 65,536 scores
+    run at once (17 us; 26 with two blocks each), 32 do not (28 us; H200).
     """
     for blocks, room in ((4, sms * 3 // 4), (2, sms)):
         if width > blocks // 2 * _SCORES_PER_BLOCK and blocks * rows <= room:
@@ -248,7 +251,7 @@ def blocks_per_row(rows: int, width: int, sms: int) -> int:
 
 def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
     """Fill `out` [T, k] with the positions of the k best of the first visible[t] scores [T, width] of each row."""
-    if out.device.type != "cuda":  # Triton is interpreted, and nothing interprets CUDA
+    if out.device.type != "cuda":  # with Triton's interpreter: CUDA has none
         out.copy_(select_top_reference(scores, visible, out.shape[1]))
         return
     cluster = 1

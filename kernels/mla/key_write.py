@@ -1,4 +1,4 @@
-"""Where `latent_write` puts the indexer's key."""
+"""Where and how `latent_write` stores the indexer's key."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class KeyWrite:
-    """What becomes of the indexer's key, the last part of x; see the module docstring."""
+    """Norm and destination of the indexer's key, the last part of x; see latent_write.py."""
 
     norm: torch.Tensor
     bias: torch.Tensor

@@ -1,20 +1,20 @@
-"""From the compression of a latent-attention layer to what it keeps: norms, rotations, and rows into their pages.
+"""Converts the compressed input of a latent-attention layer to cache rows: norms, rotations, and writes into pages.
 
     q, c, r, k              =  the parts of x[t], k only where the layer has an indexer
     compressed[t]           =  rms_norm(q, q_norm)
     pages[rows[t]]          =  [rms_norm(c, kv_norm), rotate(r)]
     key.pages[key.rows[t]]  =  [rotate(the first P of n), the rest of n]   with n = layer_norm(k, key.norm, key.bias)
 
-    rotate(x)  =  x * cos[t] + [x2, x1] * signed_sin[t]     with x1, x2 the halves of x, or where pairs are interleaved,
+    rotate(x)  =  x * cos[t] + [x2, x1] * signed_sin[t]     with x1, x2 the halves of x or, if pairs are interleaved,
                                                             its even and its odd elements
 
 Shapes: x [T, Q + R + P (+ Di)], contiguous; q_norm [Q]; kv_norm [R]; cos = [c, c] and signed_sin = [-s, s], both
 [T, P]; pages [pages, page_size, R + P] and key.pages [pages, page_size, Di], rows contiguous, otherwise any strides;
-rows, key.rows [T] int32: page * page_size + slot, or -1 for a row that is written nowhere, such as those that pad the
-batch of a CUDA graph. No two tokens share a row. r has its pairs interleaved; k as `key.interleaved` says. Roundings
-are transformers': norms and products before they are used. Pages of uint8 hold packed rows (packed_rows.py).
+rows, key.rows [T] int32: page * page_size + slot, or -1 for a row that is not written, such as the padding of a CUDA
+graph's batch. No two tokens share a row. Pairs of r are interleaved; those of k if `key.interleaved`. Norms and
+products are rounded before they are used, as in transformers. Pages of uint8 hold packed rows (packed_rows.py).
 
-Floor: 2 * T * (Q + R + P + Di) elements moved; at decode sizes one launch latency.
+Lower bound: 2 * T * (Q + R + P + Di) elements moved; at decode sizes one launch latency.
 """
 
 import torch
@@ -30,8 +30,8 @@ from .packed_rows import pack_rows_reference, packed_bytes
 def rotate_pairs_reference(
     x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool
 ) -> torch.Tensor:
-    """Rotate x [T, heads, P]. `interleaved` takes neighbours as the coordinates of a pair, and leaves the first of all
-    pairs in the first half: another order than it found, the same for queries and keys.
+    """Rotate x [T, heads, P]. `interleaved` pairs adjacent elements, and puts the first elements of all pairs into the
+    first half: the order changes, in the same way for queries and keys.
     """
     if interleaved:
         x = x.view(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
@@ -48,7 +48,7 @@ def write_rows_reference(pages: torch.Tensor, rows: torch.Tensor, content: torch
 def latent_rows_reference(
     x: torch.Tensor, kv_norm: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """[T, R + P] of x [T, R + P]: the rows as they are kept."""
+    """Cache rows [T, R + P] from x [T, R + P]."""
     latent, turning = torch.split_with_sizes(x, (len(kv_norm), cos.shape[1]), dim=-1)
     rotated = rotate_pairs_reference(turning.unsqueeze(1), cos, signed_sin, interleaved=True).squeeze(1)
     return torch.cat((rms_norm_reference(latent, kv_norm, eps), rotated), dim=-1)
@@ -57,7 +57,7 @@ def latent_rows_reference(
 def index_keys_reference(
     x: torch.Tensor, key: KeyWrite, cos: torch.Tensor, signed_sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """[T, Di] of x [T, Di]: the keys as they are kept."""
+    """Index keys [T, Di] from x [T, Di]."""
     normed = layer_norm(x, key.norm.shape, key.norm, key.bias, eps)
     turning, plain = normed[:, : cos.shape[1]], normed[:, cos.shape[1] :]
     rotated = rotate_pairs_reference(turning.unsqueeze(1), cos, signed_sin, interleaved=key.interleaved)

@@ -13,7 +13,7 @@ from .packed_rows_triton import store_packed
 
 @triton.jit
 def rotate_pair(x1, x2, cos, sin, dtype):
-    """A pair of coordinates (float32) turned, with the roundings of rotate_reference."""
+    """Rotate a pair of float32 coordinates, with the roundings of rotate_reference."""
     rotated1 = (x1 * cos).to(dtype).to(tl.float32) - (x2 * sin).to(dtype).to(tl.float32)
     rotated2 = (x2 * cos).to(dtype).to(tl.float32) + (x1 * sin).to(dtype).to(tl.float32)
     return rotated1.to(dtype), rotated2.to(dtype)
@@ -21,7 +21,7 @@ def rotate_pair(x1, x2, cos, sin, dtype):
 
 @triton.jit
 def _rms_normed(x_ptr, norm_ptr, column, eps, SIZE: tl.constexpr):
-    """rms_norm of the SIZE elements at x_ptr, in their dtype; zero behind them."""
+    """rms_norm of the SIZE elements at x_ptr, in their dtype; zero from SIZE on."""
     inside = column < SIZE
     x = tl.load(x_ptr + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)

@@ -1,8 +1,8 @@
-"""The numbers of packed rows; `packed_rows.py` describes the format."""
+"""Constants of packed rows; packed_rows.py describes the format."""
 
 GROUP = 128
 """Elements that share a scale."""
 LARGEST = 448.0
 """Of e4m3."""
 SMALLEST_SCALE = 1e-12
-"""Of a group of zeros, so that nothing is divided by zero."""
+"""Scale of a group of zeros, which avoids a division by zero."""

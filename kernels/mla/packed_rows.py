@@ -1,4 +1,4 @@
-"""Latent rows in about half the room: the latent in fp8 with a scale for every 128 elements, the rotated part in bf16.
+"""Latent rows in about half the memory: the latent in fp8 with a scale per 128 elements, the rotated part in bf16.
 
     packed   =  [fp8(c / s), s, k]                          with  c, k = a row's first R and last P elements
     s        =  max |c| / 448  over each 128 elements       448 is the largest e4m3 number
@@ -7,16 +7,17 @@
 In bytes: R of fp8 (e4m3), 4 for the float32 scale of every started 128 elements, 2 * P of bfloat16: 656 for R = 512 and
 P = 64, instead of 1152. Packed pages are uint8 [pages, page_size, bytes], rows contiguous, otherwise any strides.
 
-    unpack_rows(pages, rows)  =  what is packed in rows[t, j], for the j with rows[t, j] >= 0
+    unpack_rows(pages, rows)  =  the unpacked rows[t, j], for the j with rows[t, j] >= 0
 
-Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and where in it each row
-went, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. What was not asked for is left as it is.
+Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and the index of each row
+in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. Other elements are left uninitialised.
 
-Floor: T * K packed rows read, T * K rows written.
+Lower bound: T * K packed rows read, T * K rows written.
 """
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
 from .sparse_mla import sparse_mla
@@ -26,10 +27,10 @@ _WORKSPACE_BYTES = 256 << 20
 
 
 def packed_bytes(kv_rank: int, rope_dim: int) -> int:
-    """Bytes of a packed row; raises ValueError where scales or what follows would not be aligned."""
+    """Bytes of a packed row; raises ValueError if scales or the rotated part would be misaligned."""
     if kv_rank % 4 or rope_dim % 2:
         raise ValueError(f"a packed row has a multiple of 4 in fp8 and of 2 in bf16, got {kv_rank} and {rope_dim}")
-    return kv_rank + 4 * -(-kv_rank // GROUP) + 2 * rope_dim
+    return kv_rank + 4 * ceil_div(kv_rank, GROUP) + 2 * rope_dim
 
 
 def pack_rows_reference(rows: torch.Tensor, kv_rank: int) -> torch.Tensor:
@@ -43,7 +44,7 @@ def pack_rows_reference(rows: torch.Tensor, kv_rank: int) -> torch.Tensor:
 
 def unpack_rows_reference(packed: torch.Tensor, kv_rank: int, dtype: torch.dtype) -> torch.Tensor:
     """[N, R + P] of uint8 [N, bytes]."""
-    scale_bytes = 4 * -(-kv_rank // GROUP)
+    scale_bytes = 4 * ceil_div(kv_rank, GROUP)
     fp8, scales, turned = torch.split_with_sizes(
         packed, (kv_rank, scale_bytes, packed.shape[1] - kv_rank - scale_bytes), dim=1
     )
@@ -55,9 +56,9 @@ def unpack_rows_reference(packed: torch.Tensor, kv_rank: int, dtype: torch.dtype
 def unpack_rows(
     pages: torch.Tensor, rows: torch.Tensor, *, kv_rank: int, dtype: torch.dtype, impl: Impl = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The unpacked rows and where they are; see the module docstring."""
+    """The unpacked rows and their indices; see the module docstring."""
     page_size, row_bytes = pages.shape[1:]
-    rope_dim = (row_bytes - kv_rank - 4 * -(-kv_rank // GROUP)) // 2
+    rope_dim = (row_bytes - kv_rank - 4 * ceil_div(kv_rank, GROUP)) // 2
     if pages.dtype != torch.uint8 or rope_dim < 0 or packed_bytes(kv_rank, rope_dim) != row_bytes:
         raise ValueError(f"{pages.dtype} pages {list(pages.shape)} do not hold packed rows of {kv_rank} in fp8")
     if rows.ndim != 2 or rows.dtype != torch.int32:
@@ -86,7 +87,7 @@ def sparse_mla_packed(
     value_dim: int,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """sparse_mla.py over packed pages: rows are unpacked into a workspace first, for some tokens at a time."""
+    """sparse_mla.py over packed pages: unpacks rows into a workspace first, some tokens at a time."""
     tokens, _, dim = query.shape
     at_once = max(_WORKSPACE_BYTES // (max(rows.shape[1], 1) * dim * query.dtype.itemsize), 1)
     parts = []

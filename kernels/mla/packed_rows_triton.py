@@ -81,7 +81,7 @@ def _unpack_rows(
 def launch_unpack_rows(
     pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, places: torch.Tensor, kv_rank: int
 ) -> None:
-    """Fill the rows of `out` that are asked for, and `places`."""
+    """Fill the requested rows of `out`, and `places`."""
     rope_dim = out.shape[2] - kv_rank
     _unpack_rows[(triton.cdiv(rows.numel(), _ROWS_PER_PROGRAM),)](
         pages,

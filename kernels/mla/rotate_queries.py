@@ -1,12 +1,12 @@
-"""The rotations of a latent-attention layer's queries: those of its heads and those of its indexer, in one pass.
+"""Rotates a latent-attention layer's queries: those of its heads and those of its indexer, in one pass.
 
     x[t]                  =  H heads [nope, r] with r the last P elements, then Hi indexer heads of Di
-    query[t, h, -P:]      =  rotate(r)                                                      pairs interleaved
-    index_query[t, h]     =  [rotate(its first P elements), the rest]                       pairs as `interleaved` says
+    query[t, h, -P:]      =  rotate(r)                                        pairs interleaved
+    index_query[t, h]     =  [rotate(its first P elements), the rest]         pairs interleaved if `interleaved`
 
 `rotate` is that of latent_write.py. Shapes: x [T, H * head_dim + Hi * Di], contiguous; cos, signed_sin [T, P]; query
 [T, H, D], contiguous heads, of which only the last P elements are written; index_query [T, Hi, Di], new, None where
-Hi = 0. Floor: one launch latency at decode sizes.
+Hi = 0. Lower bound: one launch latency at decode sizes.
 """
 
 import torch
@@ -47,7 +47,7 @@ def rotate_queries(
     interleaved: bool,
     impl: Impl = "auto",
 ) -> torch.Tensor | None:
-    """Fills the end of `query` and returns the indexer's queries, if x has any; see the module docstring."""
+    """Fill the end of `query` and return the indexer's queries, if x has any; see the module docstring."""
     tokens, heads, dim = query.shape
     index_heads, rest = divmod(x.shape[1] - heads * head_dim, index_dim)
     if len(x) != tokens or index_heads < 0 or rest or not x.is_contiguous():

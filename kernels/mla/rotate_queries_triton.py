@@ -45,7 +45,7 @@ def _rotate_queries(
     cos = tl.load(cos_ptr + token * cos_stride + pair, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * cos_stride + HALF + pair, mask=in_half, other=0.0).to(tl.float32)[None, :]
     dtype = query_ptr.dtype.element_ty
-    programs: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # that have heads of attention; the others the indexer's
+    programs: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # with attention heads; further ones have indexer heads
     number = tl.program_id(1)
     if number < programs:
         head = number * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -5,14 +5,14 @@
     out[t, h]        =  sum_j weight[t, h, j] * row[t, j, :value_dim]
 
 Shapes: query [T, H, D]; pages [P, S, D], any strides with contiguous rows (a layer of a page-major pool); rows [T, K]
-int32, -1 for none, anywhere; out [T, H, value_dim] in query's dtype. A token without rows gets zeros. Scores,
+int32, -1 for none, at any position; out [T, H, value_dim] in query's dtype. A token without rows gets zeros. Scores,
 softmax and sums are float32; the fast kernels round weights to query's dtype before they multiply them with values.
 
-On a GPU there are two. The one in CUDA is for the geometry of DeepSeek-V3.2 on Hopper (sparse_mla_cuda.py); `auto`
-takes it where it can from 256 heads on, of all tokens together. The one in Triton is for all else.
+On a GPU there are two kernels. The CUDA one is for the geometry of DeepSeek-V3.2 on Hopper (sparse_mla_cuda.py); `auto`
+uses it, if possible, from 256 heads of all tokens on. The Triton one is for everything else.
 
-Floor: T * K * D elements read once, or 2 * T * K * H * (D + value_dim) operations, whichever takes longer: at H = 128
-the two are about equal on an H200.
+Lower bound: T * K * D elements read once, or 2 * T * K * H * (D + value_dim) operations, whichever takes longer: at
+H = 128 the two are about equal on an H200.
 """
 
 from typing import Literal
@@ -25,9 +25,9 @@ from .sparse_mla_cuda import launch_sparse_mla_cuda, unsuitable
 SparseMlaImpl = Impl | Literal["cuda"]
 
 _REFERENCE_ELEMENTS = 2**24
-"""Elements of gathered rows that the reference holds at a time."""
+"""Elements of gathered rows that the reference processes at a time."""
 _CUDA_HEADS = 256
-"""From how many heads on, of all tokens, the CUDA kernel is faster than Triton's."""
+"""From this many heads of all tokens on, the CUDA kernel is faster than Triton's."""
 
 
 def sparse_mla_reference(
@@ -40,7 +40,7 @@ def sparse_mla_reference(
         part = slice(start, start + at_once)
         chosen = rows[part].long()
         row = pages[chosen.clamp(min=0) // page_size, chosen.clamp(min=0) % page_size].float()  # [n, K, D]
-        # what lies where nothing was chosen may be anything, and 0 * nan is nan
+        # row 0 is read where none is selected: it may hold NaN, and 0 * NaN is NaN
         row = row.masked_fill((chosen < 0).unsqueeze(-1), 0.0)
         score = (query[part].float() @ row.transpose(1, 2) * scale).masked_fill((chosen < 0).unsqueeze(1), -torch.inf)
         weight = score.softmax(dim=-1).nan_to_num(0.0)  # nan: a token without rows
@@ -76,7 +76,7 @@ def sparse_mla(
         )
     reason = unsuitable(query, pages, scale=scale, value_dim=value_dim)
     if impl == "cuda" and reason is not None:
-        raise ValueError(f"the CUDA kernel of sparse_mla cannot do this: {reason}")
+        raise ValueError(f"the CUDA kernel of sparse_mla does not support this: {reason}")
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     if impl == "cuda" or (impl == "auto" and reason is None and tokens * heads >= _CUDA_HEADS):
         launch_sparse_mla_cuda(query, pages, rows, out, scale=scale)

@@ -1,4 +1,4 @@
-"""Launcher of csrc/sparse_mla.cu: the geometry of DeepSeek-V3.2 and its kin on Hopper, and nothing else."""
+"""Launcher of csrc/sparse_mla.cu, which supports only the geometry of DeepSeek-V3.2 on Hopper."""
 
 import functools
 import math
@@ -6,6 +6,7 @@ import struct
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.nvrtc import load_kernel
 
 _HEADS = 64
@@ -17,7 +18,7 @@ _WORD_BYTES = 16
 
 
 def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
-    """Why the kernel cannot take these tensors (contiguous rows, as sparse_mla.py has checked); None if it can."""
+    """Why the kernel does not support these tensors (sparse_mla.py has checked that rows are contiguous), or None."""
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0"
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -25,7 +26,7 @@ def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_
     if (query.shape[2], value_dim) != (_DIM, _VALUE_DIM):
         return f"rows have {query.shape[2]} elements and {value_dim} values, not {_DIM} and {_VALUE_DIM}"
     if query.shape[1] % _HEADS:
-        return f"{query.shape[1]} heads are no multiple of {_HEADS}"
+        return f"{query.shape[1]} heads are not a multiple of {_HEADS}"
     if not scale > 0:
         return f"scale {scale} is not positive"
     for name, tensor in (("query", query), ("pages", pages)):
@@ -37,10 +38,10 @@ def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_
 
 @functools.cache
 def num_shares(tiles: int, blocks: int, sms: int) -> int:
-    """Into how many shares to cut the `blocks` of rows of each of `tiles` (a token, 64 heads), one block per SM.
+    """Shares to split the `blocks` of rows of each of `tiles` (a token, 64 heads) into; one block per SM.
 
-    The shares of a tile must run within one group of SMs, so with 4 or 8 not every SM can be used: half of them are
-    counted on. 32 clusters of 4 took two rounds on an H200.
+    The shares of a tile must run within one GPC, so with 4 or 8 not every SM can be used: half of them are assumed. 32
+    clusters of 4 took two waves on an H200.
     """
     if 2 * tiles > sms:
         return 1
@@ -50,12 +51,12 @@ def num_shares(tiles: int, blocks: int, sms: int) -> int:
 def launch_sparse_mla_cuda(
     query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, scale: float
 ) -> None:
-    """Fill `out` [T, H, 512]; not for what is `unsuitable`."""
+    """Fill `out` [T, H, 512]; not for `unsuitable` tensors."""
     tokens, heads, _ = query.shape
     if not tokens:
         return
     device = query.device
-    tiles, blocks = tokens * heads // _HEADS, max(-(-rows.shape[1] // _BLOCK_ROWS), 1)
+    tiles, blocks = tokens * heads // _HEADS, max(ceil_div(rows.shape[1], _BLOCK_ROWS), 1)
     shares = num_shares(tiles, blocks, torch.cuda.get_device_properties(device).multi_processor_count)
     constants = (("SHARES", shares), ("PAGE_SIZE", pages.shape[1]), ("HALF", int(query.dtype == torch.float16)))
     (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
@@ -70,7 +71,7 @@ def launch_sparse_mla_cuda(
         rows.data_ptr(),
         rows.stride(0),
         rows.shape[1],
-        -(-blocks // shares) * _BLOCK_ROWS,
+        ceil_div(blocks, shares) * _BLOCK_ROWS,
         scale_bits,
         out.data_ptr(),
         heads,

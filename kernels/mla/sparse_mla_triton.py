@@ -2,8 +2,8 @@
 
 A program has a token, up to 64 of its heads, and a share of its rows. The heads are the rows of the matrix products, so
 a cache row is read once for all of them; the second half of 128 heads finds it in the L2 cache. A row's first
-`value_dim` elements are loaded once and used twice, as key and as value. With several shares, each leaves its own
-result and log-sum, which `_combine` weighs.
+`value_dim` elements are loaded once and used twice, as key and as value. With several shares, each stores a partial
+result and log-sum, which `_combine` combines.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ...configs.arithmetic import ceil_div
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 
 _COMBINED_AT_ONCE = 8
 
 _LOWEST = tl.constexpr(-1e30)
-"""Below every score, and yet a number: a maximum over nothing can be subtracted from a maximum over nothing."""
+"""Below every score, but finite: the difference of two maxima over no rows is 0, not NaN."""
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _attend(
     everyone = start + tl.arange(0, BLOCK_SHARE)
     inside = (everyone < start + share) & (everyone < num_rows)
     chosen = tl.load(rows_ptr + everyone, mask=inside, other=-1)
-    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # what is behind the last row costs nothing
+    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed behind the last row
 
     value_column = tl.arange(0, BLOCK_V)
     rest_column = VALUE + tl.arange(0, BLOCK_R)
@@ -91,7 +92,7 @@ def _attend(
     number = start + tl.arange(0, BLOCK)
     next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
     for first in range(start, end, BLOCK):
-        # one round ahead, and so no part of the chain of loads that Triton pipelines: that would need another buffer
+        # one iteration ahead, outside the chain of loads that Triton pipelines: that would need another buffer
         row = next_row
         number += BLOCK
         next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
@@ -104,8 +105,8 @@ def _attend(
             rest = tl.load(place[:, None] + rest_column[None, :], mask=exists[:, None] & in_rest[None, :], other=0.0)
             score += tl.dot(query_rest, tl.trans(rest), input_precision=PRECISION) * scale_log2
         score = tl.where(exists[None, :], score, -float("inf"))
-        # Always so. Were it not for the condition, Triton would see that the scores lead to another product, and have
-        # every warpgroup compute all of them; the scores are scaled before they are added for the same reason.
+        # Always true. Without the condition, Triton would see that the scores are input of another product, and let
+        # every warpgroup compute all of them. For the same reason, scores are scaled before they are added.
         if first < end:
             new_top = tl.maximum(top, tl.max(score, 1))
             shrink = tl.exp2(top - new_top)
@@ -123,7 +124,7 @@ def _attend(
     else:
         slot = (token * tl.num_programs(1) + tl.program_id(1)) * HEADS + head
         tl.store(partial_ptr + slot[:, None] * VALUE + value_column[None, :], result, mask=keep)
-        tl.store(log_sum_ptr + slot, top + tl.log2(total), mask=in_head)  # -inf where there was no row
+        tl.store(log_sum_ptr + slot, top + tl.log2(total), mask=in_head)  # -inf if there was no row
 
 
 @triton.jit
@@ -165,7 +166,7 @@ def _combine(
 
 @dataclass(frozen=True)
 class _Tile:
-    """What a program takes at a time."""
+    """Tile size and launch parameters of a program."""
 
     heads: int
     rows: int
@@ -185,10 +186,10 @@ def _tile(heads: int, dtype: torch.dtype) -> _Tile:
 
 @functools.cache
 def num_shares(tiles: int, blocks: int, sms: int) -> int:
-    """Into how many shares to cut the `blocks` of rows of each of `tiles` (a token, some heads), one program per SM."""
+    """Shares to split the `blocks` of rows of each of `tiles` (a token, some heads) into; one program per SM."""
 
-    def duration(shares: int) -> float:  # in blocks; a program and a partial result cost something, too
-        return -(-tiles * shares // sms) * (-(-blocks // shares) + 2) + (shares > 1) * 2 + shares / 20
+    def duration(shares: int) -> float:  # in units of blocks, with the overhead of a program and a partial result
+        return ceil_div(tiles * shares, sms) * (ceil_div(blocks, shares) + 2) + (shares > 1) * 2 + shares / 20
 
     return min(range(1, blocks + 1), key=duration)
 
@@ -234,7 +235,7 @@ def launch_sparse_mla(
         BLOCK=tile.rows,
         BLOCK_SHARE=triton.next_power_of_2(share),
         ALONE=shares == 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would cut float32 to 10 bits
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap_options(device),

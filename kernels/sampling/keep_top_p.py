@@ -1,14 +1,14 @@
-"""Keep the weights of the fewest tokens that hold a given mass, the best first; set the others to 0.
+"""Keeps the weights of the fewest tokens that hold a given mass, best first; sets the others to 0.
 
     weights[r, t] = 0      unless sum of weights[r, u] over all u ranked before t < needed[r]
 
 Tokens are ranked by logit, and those with the same logit by id. Shapes: logits [B, V] float32, weights [B, V] int64,
-not negative, equal for equal logits; needed [B, 1] int64, above 0 and at most the sum of the row's weights. Everything
-is an integer, so that the result does not depend on the order of additions. In place. Floor: weights read and written
-once, logits read once.
+not negative, equal for equal logits; needed [B, 1] int64, above 0 and at most the sum of the row's weights. All values
+are integers, so that the result does not depend on the order of additions. In place. Lower bound: weights read and
+written once, logits read once.
 
-On a GPU nothing waits for the device, however many tokens are needed: a host that looked whether a short list was long
-enough would wait for every step.
+On a GPU the host does not wait, however many tokens are needed: checking whether a short list is long enough would
+synchronise in every step.
 """
 
 import torch
@@ -18,7 +18,7 @@ from .top_tokens import top_tokens
 
 THREADS = 1024
 SHORT_LIST = 1024
-"""Tokens that are enough nearly always. Sorting a whole vocabulary takes the CPU tens of milliseconds."""
+"""Almost always enough tokens. Sorting a whole vocabulary takes tens of milliseconds on a CPU."""
 
 
 def keep_top_p_reference(logits: torch.Tensor, weights: torch.Tensor, needed: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ def keep_top_p_reference(logits: torch.Tensor, weights: torch.Tensor, needed: to
 
 
 def keep_top_p(logits: torch.Tensor, weights: torch.Tensor, needed: torch.Tensor, *, impl: CudaImpl = "auto") -> None:
-    """See the module docstring. Rows of logits that are not numbers keep some of their weights."""
+    """See the module docstring. Rows of logits with NaN keep some of their weights."""
     dtypes = (logits.dtype, weights.dtype, needed.dtype)
     if dtypes != (torch.float32, torch.int64, torch.int64):
         raise ValueError(f"logits must be float32, weights and needed int64, got {dtypes}")

@@ -1,32 +1,33 @@
-"""Move tokens between the pages of a KV pool and one contiguous block: a head slice is gathered, sent in one piece and
-scattered into the pages of another pool, whatever the two page sizes.
+"""Gathers tokens of a KV pool's pages into one contiguous block, and scatters such a block: a head slice is gathered,
+sent in one write and scattered into the pages of another pool, which may have another page size.
 
     block[l, p, h, t]  =  pool[pages[u // S], layers[l], p, heads[h], u % S]    with u = start + t, t < end - start
 
-kv_gather assigns to the left, kv_scatter to the right; bytes are copied, values never looked at. Shapes: pool
+kv_gather assigns to the left, kv_scatter to the right; bytes are copied uninterpreted. Shapes: pool
 [page, layer, plane, head, S, dim], the last dimension contiguous, otherwise any strides; pages [at least ceil(end / S)]
 int32 or int64, the pages of one sequence from its token 0 on (or of its tail, with start and end counted from there);
 block uint8, one dimension, contiguous, exactly `block_bytes` long. Layers and heads are local to the pool.
 
-The order inside the block, `[layer][plane][head][token][dim]`, depends on no page size, so the two sides need to agree
-on nothing but the ranges. Planes with rows of different sizes are separate calls, each with a view of one plane.
+The order in the block, `[layer][plane][head][token][dim]`, is independent of page sizes, so both sides only have to
+agree on the ranges. Planes with rows of different sizes are separate calls, each with a view of one plane.
 
-Accesses are 16 bytes wide where row size, strides and addresses allow, otherwise the widest word that fits. Scattering
-to a page twice in one call, or to pages somebody else writes, is undefined. Nothing here waits: the work is queued on
-the current stream. Floor: 2 * block_bytes moved.
+Accesses are 16 bytes wide if row size, strides and addresses allow it, else the widest word that fits. Scattering to a
+page twice in one call, or to a page with another writer, is undefined. The work is enqueued on the current stream.
+Lower bound: 2 * block_bytes moved.
 """
 
 from collections.abc import Iterator
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def block_bytes(pool: torch.Tensor, *, tokens: int, layers: int, heads: int) -> int:
-    """Size of the block that holds this many tokens, layers and heads of a pool, in bytes."""
+    """Bytes of a block with this many tokens, layers and heads of a pool."""
     _, _, planes, _, _, dim = pool.shape
     return layers * planes * heads * tokens * dim * pool.element_size()
 
@@ -90,8 +91,8 @@ def kv_scatter(
 
 
 def warm_up_kv_stage(pool: torch.Tensor) -> None:
-    """Compile what kv_gather and kv_scatter need for blocks of any size of this pool: seconds, which the first of them
-    would otherwise take. Nothing to do on a CPU. Copies a token onto itself: nobody else may write page 0 meanwhile.
+    """Compile the kernels of kv_gather and kv_scatter for this pool, for blocks of any size: seconds that the first
+    call would otherwise take. No effect on a CPU. Copies a token onto itself: page 0 must have no other writer.
     """
     if not use_triton("auto", pool.device):
         return
@@ -111,14 +112,14 @@ def _pieces(
     rows = block.view(len(layers), pool.shape[2], len(heads), end - start, width)
     part = pool[:, layers.start : layers.stop, :, heads.start : heads.stop]
     first = start // size
-    for index, page in enumerate(pages[first : -(-end // size)].tolist(), first):
+    for index, page in enumerate(pages[first : ceil_div(end, size)].tolist(), first):
         begin, stop = max(start, index * size), min(end, (index + 1) * size)
         slots = part[page, :, :, :, begin - index * size : stop - index * size]
         yield slots, rows[:, :, :, begin - start : stop - start]
 
 
 def _as_words(pool: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as the widest integers that their addresses, strides and row size are multiples of."""
+    """Both, viewed as the widest integers that divide their addresses, strides and row size."""
     row = pool.view(torch.uint8)
     spans = (row.shape[-1], row.data_ptr(), block.data_ptr(), row.storage_offset(), block.storage_offset())
     for word in WORDS:
@@ -136,7 +137,7 @@ def _check(
     for name, part, limit in (("layers", layers, num_layers), ("heads", heads, num_heads)):
         if part.step != 1 or not 0 <= part.start <= part.stop <= limit:
             raise ValueError(f"{name} {part} are not a range within [0, {limit})")
-    if not 0 <= start <= end or pages.ndim != 1 or len(pages) < -(-end // size):
+    if not 0 <= start <= end or pages.ndim != 1 or len(pages) < ceil_div(end, size):
         raise ValueError(f"tokens [{start}, {end}) are not in {list(pages.shape)} pages of {size} tokens")
     if pages.dtype not in (torch.int32, torch.int64) or not pages.is_contiguous():
         raise ValueError(f"pages must be contiguous int32 or int64, got {pages.dtype} with stride {pages.stride()}")

@@ -33,7 +33,7 @@ def _kv_stage(
     BLOCK_TOKENS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Strides are in units of UNIT words, so that the compiler sees how far every address is aligned."""
+    """Strides are in units of UNIT words, so that the compiler knows the alignment of every address."""
     program = tl.program_id(0)
     token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     row = program // token_blocks
@@ -67,12 +67,12 @@ def launch_kv_stage(
     *,
     gather: bool,
 ) -> None:
-    """`pool` and `block` are integers of one width, which all strides are whole numbers of."""
+    """`pool` and `block` are integers of one width, which divides all strides."""
     _, _, planes, _, page_size, row_words = pool.shape
     aligned = [row_words * 8, pool.data_ptr(), block.data_ptr(), *(8 * stride for stride in pool.stride()[:-1])]
     unit = 2 if pool.element_size() == 8 and not any(span % 16 for span in aligned) else 1
     block_words = triton.next_power_of_2(row_words)
-    # whatever the number of tokens: there is one kernel for a pool, and a small part does not have to wait for another
+    # independent of the number of tokens: one kernel per pool, so that a small part does not wait for a compilation
     block_tokens = max(1, _WORDS_PER_PROGRAM // block_words)
     rows = len(layers) * planes * len(heads)
     _kv_stage[(rows * triton.cdiv(end - start, block_tokens),)](

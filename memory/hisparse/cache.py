@@ -1,13 +1,13 @@
-"""The KV cache of a HiSparse rank: all rows in host memory, and on the GPU the hot ones of every running request.
+"""The KV cache of a HiSparse rank: all rows in host memory, and on the GPU the hot rows of every running request.
 
-    host      latent rows, pinned: the copy that counts, and what prefill writes. A sequence's page p ...
+    host      latent rows, pinned: always complete; prefill writes here. A sequence's page p ...
     indexer   keys, on the device                                             ... is page p of both: the cache's pools
-    hot       latent rows, on the device, in pages of their own: a running request has some, its hot buffer
+    hot       latent rows, on the device, in pages of their own: the hot buffer of a running request has some
 
-On the device the two lie over each other (lots.py): free pages of keys are lent to hot buffers. All pools have the same
-page size. kernels/hisparse/slot_tables.py says which token is where in a hot buffer, kernels/hisparse/swap_in.py how
-rows come in, models/layers/hot_rows.py how a step goes about it. What is done here is enqueued on torch's current
-stream, the one that steps run on: an order given after a step counts after that step, and nothing waits.
+On the device, the indexer and hot pools overlap (shared_pool.py): free pages of keys are lent to hot buffers. All pools
+have the same page size. kernels/hisparse/slot_tables.py maps tokens to slots of a hot buffer,
+kernels/hisparse/swap_in.py fetches rows, models/layers/hot_rows.py uses both in a step. All operations are enqueued on
+torch's current stream, which also runs the steps: they take effect in order, and nothing waits.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,22 @@ from ...configs.errors import StartupError
 from ...kernels.backends.streams import wait_for_stream
 from ...kernels.hisparse.slot_tables import SlotTables, buffer_pages, check_geometry
 from ...kernels.hisparse.swap_plan import SwapPlan
-from ..index_spaces import HotPage, HotPlace, KvPage, RequestSlot
+from ..index_spaces import HotPage, KvPage, LocalHotPage, RequestSlot
 from ..kv_pool import KvCache, KvPool
-from ..page_store import stretches
+from ..page_store import copy_runs
+from ..pages import pages_for
 from .shared_pool import PoolOverlay
 
 
 class HiSparseError(AssertionError):
-    """The tables of a hot buffer contradict each other: a bug, and attention has read wrong rows."""
+    """Contradictory tables of a hot buffer: a bug, and attention has read wrong rows."""
 
 
 class HiSparseCache(KvCache):
-    """Owns the three pools and the tables. Up to `slots` requests run at a time, each under a number of its own.
+    """Owns the three pools and the tables of up to `slots` running requests.
 
-    Which pages of keys are lent, and so which hot pages exist beside those that are the hot pool's own, is decided
-    elsewhere: the same bytes are never both. HotPages are those of `overlay`, on which all ranks have agreed.
+    The scheduler decides which pages of keys are lent, and so which hot pages exist besides the hot pool's own: the
+    same bytes never serve as both. HotPage ids are those of `overlay`, which all ranks have agreed on.
     """
 
     def __init__(
@@ -48,9 +49,8 @@ class HiSparseCache(KvCache):
         groups: Sequence[int],
         overlay: PoolOverlay | None = None,
     ) -> None:
-        """`groups[i]` is the index group of local layer i: layers of one group are neighbours and select the same
-        tokens. `overlay` are by default those of this rank alone. Raises StartupError for sizes that do not go
-        together.
+        """`groups[i]` is the index group of local layer i: the layers of one group are adjacent and select the same
+        tokens. `overlay` defaults to that of this rank. Raises StartupError for incompatible sizes.
         """
         super().__init__(host, indexer)
         assert len(groups) == hot.num_layers == host.num_layers, "every layer has an index group"
@@ -63,7 +63,7 @@ class HiSparseCache(KvCache):
         self._shared = hot.base_address == indexer.base_address
         first_own, covered = (self.overlay.covered, here.covered) if self._shared else (0, 0)
         self.own_hot_pages = range(first_own, first_own + hot.num_pages - covered)
-        """Hot pages that are no keys at any time."""
+        """Hot pages that never overlap keys."""
         if len(self.own_hot_pages) < buffer_pages(hot_rows, page_size):
             raise StartupError(
                 f"the hot pool has {len(self.own_hot_pages)} pages of {page_size} rows: one buffer of hot_rows = "
@@ -82,7 +82,7 @@ class HiSparseCache(KvCache):
                 device=device,
             )
         except ValueError as error:
-            raise StartupError(f"HiSparse cannot run so: {error}") from error
+            raise StartupError(f"HiSparse cannot run with these sizes: {error}") from error
         self.host, self.hot, self.groups = host, hot, tuple(groups)
         self.tables = SlotTables.allocate(
             groups=max(groups) + 1,
@@ -98,7 +98,7 @@ class HiSparseCache(KvCache):
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.rows_written = torch.zeros(1, dtype=torch.int64, device=device)
         self._capacities = [hot_rows] * slots
-        """Of each request slot: what `tables.capacity` will be for a step that is given now."""
+        """By request slot: the value of `tables.capacity` that a step enqueued now will see."""
         self._swaps = SwapPlan.allocate(slots, top_k, device)
         self._group_layers = torch.bincount(self.layer_groups.cpu()).tolist()
         self._reading: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -106,7 +106,7 @@ class HiSparseCache(KvCache):
 
     @property
     def device(self) -> torch.device:
-        """Where steps run."""
+        """The device that steps run on."""
         return self.hot.data.device
 
     @property
@@ -115,7 +115,7 @@ class HiSparseCache(KvCache):
         return keys + self.hot.size_bytes + self.tables.size_bytes
 
     def swaps(self, batch: int) -> SwapPlan:
-        """The plan of a step of this many rows, in memory that all steps share."""
+        """The swap plan of a step with `batch` rows; all steps share its memory."""
         return self._swaps.first(batch)
 
     def close(self) -> None:
@@ -123,51 +123,52 @@ class HiSparseCache(KvCache):
         super().close()
 
     def wait(self) -> None:
-        """Until all that was enqueued is done: what it wrote is in host memory then, and nothing reads it any more."""
+        """Wait for all enqueued work: its writes are then in host memory, and it reads nothing any more."""
         wait_for_stream(self.device)
 
     # -- hot buffers -------------------------------------------------------------------------------------------
 
     def open(self, slot: RequestSlot, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
-        """A request of `tokens` tokens takes this slot.
+        """Assign this slot to a request of `tokens` tokens.
 
-        `hot_pages` hold its buffer, or at least its next token for as long as it is shorter. With `tokens` within
-        `capacity` it is resident: `load_rows` brings its rows before it runs. Otherwise its buffer starts empty.
+        `hot_pages` hold its buffer; while the sequence is shorter than that, at least its tokens and the next one. If
+        `tokens` is within `capacity` it is fully resident, and `load_rows` must copy its rows before it runs.
+        Otherwise its buffer starts empty.
         """
-        places = self._overlay_here.places(hot_pages, self.overlay)
-        self._check(places, tokens + 1, capacity)
+        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
+        self._check(local_pages, tokens + 1, capacity)
         self._capacities[slot] = capacity
         self.tables.admit(slot, resident=tokens <= capacity)
-        self.tables.set_pages(slot, places, capacity)
+        self.tables.set_pages(slot, local_pages, capacity)
 
     def load_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int) -> None:
-        """Copy the first `tokens` rows of a request, in `pages` of host memory, to its hot buffer, page by page. On the
-        current stream, which need not be that of the steps.
+        """Copy the first `tokens` rows of a request from `pages` of host memory to its hot buffer, page by page, on the
+        current stream, which may differ from that of the steps.
         """
-        used = -(-tokens // self.page_size)
-        places = self._overlay_here.places(hot_pages, self.overlay)[:used]
-        for target, source, count in stretches(places, pages[:used], self.host.pages_per_chunk):
+        used = pages_for(tokens, self.page_size)
+        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)[:used]
+        for target, source, count in copy_runs(local_pages, pages[:used], self.host.pages_per_chunk):
             self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
 
     def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:
-        """The buffer has these pages and this capacity from now on; the pages that stay are the same, and first.
+        """Set the pages and the capacity of a buffer. Pages that remain keep their position at the front.
 
-        A capacity may be lowered to the size of the buffer at any time, and raised while the sequence is within the
-        old one.
+        The capacity may be lowered to the size of the buffer at any time, and raised only while the sequence is within
+        the old one.
         """
-        places = self._overlay_here.places(hot_pages, self.overlay)
-        self._check(places, 1, capacity)
+        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
+        self._check(local_pages, 1, capacity)
         self._capacities[slot] = capacity
-        self.tables.set_pages(slot, places, capacity)
+        self.tables.set_pages(slot, local_pages, capacity)
 
     def is_resident(self, slot: int, tokens: int) -> bool:
-        """Whether a sequence of so many tokens has them all in its buffer, in a step that is given now."""
+        """Whether a sequence of `tokens` tokens is fully resident in a step that is enqueued now."""
         return tokens <= self._capacities[slot]
 
-    def _check(self, places: Sequence[HotPlace], tokens: int, capacity: int) -> None:
-        rows, needed = len(places) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
-        assert rows >= needed, f"{len(places)} hot pages of {self.page_size} rows do not hold {needed}"
-        assert all(0 <= place < self.hot.num_pages for place in places), f"hot pages are {places}"
+    def _check(self, local_pages: Sequence[LocalHotPage], tokens: int, capacity: int) -> None:
+        rows, needed = len(local_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
+        assert rows >= needed, f"{len(local_pages)} hot pages of {self.page_size} rows do not hold {needed}"
+        assert all(0 <= page < self.hot.num_pages for page in local_pages), f"hot pages are {local_pages}"
 
     # -- pages -------------------------------------------------------------------------------------------------
 
@@ -178,12 +179,12 @@ class HiSparseCache(KvCache):
     # -- watching ----------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: hits and misses of sequences beyond their capacity, bytes that misses have brought
-        in, rows that were written back. On a GPU they are those of the call before: it waits for nothing.
+        """Totals since start: hits and misses of evicting sequences, bytes fetched for misses, rows written back. On a
+        GPU, returns the values of the previous call, so that it does not wait.
         """
-        if self._reading is None or self._reading[1].query():  # type: ignore[no-untyped-call]  # torch leaves it so
+        if self._reading is None or self._reading[1].query():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             if self._reading is not None:
-                self._take(self._reading[0])
+                self._read_counts(self._reading[0])
                 self._reading = None
             totals = torch.cat((self.tables.lookups.flatten(), self.rows_written))
             if totals.device.type == "cuda":
@@ -193,7 +194,7 @@ class HiSparseCache(KvCache):
                 event.record(torch.cuda.current_stream(self.device))
                 self._reading = landing, event
             else:
-                self._take(totals)
+                self._read_counts(totals)
         lookups, written = self._counts
         fetched = sum(misses * layers for (_, misses), layers in zip(lookups, self._group_layers, strict=True))
         return {
@@ -203,25 +204,25 @@ class HiSparseCache(KvCache):
             "write_backs": written,
         }
 
-    def _take(self, totals: torch.Tensor) -> None:
+    def _read_counts(self, totals: torch.Tensor) -> None:
         *lookups, written = totals.tolist()
         self._counts = [lookups[at : at + 2] for at in range(0, len(lookups), 2)], written
 
     def check_integrity(self) -> None:
-        """Raise HiSparseError unless the tables of every slot are sound; waits for the device. For tests and idling."""
+        """Raise HiSparseError if tables of a slot are inconsistent. Waits for the device: for tests and idle time."""
         slots = torch.arange(self.tables.hot_rows + 1, device=self.device)
         for group, tables in enumerate(self.group_tables):
-            tokens, order, places = (
+            tokens, order, token_slots = (
                 table.long() for table in (tables.slot_tokens, tables.eviction_order, tables.token_slots)
             )
             held = tokens >= 0
             sound = {
-                "the eviction order is not all slots": order.sort().values.eq(slots).all(dim=1),
+                "the eviction order does not list every slot once": order.sort().values.eq(slots).all(dim=1),
                 "the slot kept for the next token holds another": tokens.gather(1, order[:, -1:]).squeeze(1) < 0,
-                "a token is in two slots, or its entry names another": (
-                    places.gather(1, tokens.clamp(min=0)).eq(slots) | ~held
+                "a token is in two slots, or its entry names another slot": (
+                    token_slots.gather(1, tokens.clamp(min=0)).eq(slots) | ~held
                 ).all(dim=1),
-                "a token has an entry and is in no slot": (places >= 0).sum(dim=1) == held.sum(dim=1),
+                "a token has an entry but is in no slot": (token_slots >= 0).sum(dim=1) == held.sum(dim=1),
             }
             for problem, fine in sound.items():
                 if not fine.all():

@@ -1,12 +1,12 @@
-"""How much of what a HiSparse server gets: pages in host memory and their index on the device, hot pages on the device.
+"""Sizes of a HiSparse cache: pages in host memory, their index on the device, and hot pages on the device.
 
-    host memory     num_pages pages of latent rows: the KV of everybody
+    host memory     num_pages pages of latent rows: the KV of all sequences
     device budget   num_pages pages of indexer keys, up to a multiple of a hot page + hot_pages pages of latent rows
     beside it       the tables of the hot buffers
 
-The host decides how many pages there are, unless their index would leave less than half of the device budget, or than a
-hot buffer for every request that may run, to hot pages. What the index leaves is for hot pages, and what of the index
-nobody uses is lent to them (lots.py): the more, the more requests stay resident.
+Host memory determines the number of pages, unless their index would leave hot pages less than half of the device
+budget, or less than one hot buffer per running request. Hot pages get what the index leaves, and free pages of the
+index are lent to them (shared_pool.py): with more hot pages, more requests stay fully resident.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from ...configs.errors import StartupError
 from ...configs.schema import DecodeConfig
 from ...kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from ..auto_settings import KvShare
+from ..pages import pages_for
 from ..sizing import GIB
 from .shared_pool import PoolOverlay
 
 ARRIVING_REQUESTS = 2
-"""An automatic size has pages for so many requests beyond those that run: their KV arrives meanwhile, and when a hot
-buffer is free they go on at once. What nobody uses of their index is lent.
+"""An automatic size has pages for this many requests beyond the running ones: their KV arrives meanwhile, and they
+start as soon as a hot buffer is free. Free pages of their index are lent.
 """
 
 
 @dataclass(frozen=True)
 class HiSparseSize:
-    """Pages of a HiSparse cache; hot ones beside those that lie over keys."""
+    """Pages of a HiSparse cache. `hot_pages` excludes those that overlap keys."""
 
     num_pages: int
     hot_pages: int
@@ -45,8 +46,8 @@ def hisparse_size(
     device_bytes: int,
     share: KvShare,
 ) -> HiSparseSize:
-    """Sizes for what is free and for `slots` running requests; bytes of a token and groups are those of this rank,
-    whose layers may share indexers. Raises StartupError naming field, limit and value.
+    """Sizes for the free memory and `slots` running requests. Bytes per token and `index_groups` are those of this
+    rank, whose layers may share indexers. Raises StartupError with field, limit and value.
     """
     page_size = config.page_size
     device_bytes -= table_bytes(
@@ -95,7 +96,7 @@ def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, slot
         raise StartupError(f"{asked} asks for more than the {free_bytes / GIB:.2f} GiB of host memory that are free")
     pages = budget // page_bytes
     if config.kv_tokens is not None:
-        wanted = -(-config.kv_tokens // config.page_size)
+        wanted = pages_for(config.kv_tokens, config.page_size)
         if wanted > pages:
             raise StartupError(
                 f"kv_tokens = {config.kv_tokens} takes {wanted * page_bytes / GIB:.2f} GiB of host memory, {asked} "
@@ -105,4 +106,4 @@ def _host_pages(config: DecodeConfig, page_bytes: int, context_length: int, slot
     if pages < 1:
         raise StartupError(f"{asked} is less than one page of {page_bytes} bytes")
     useful_tokens = context_length * (slots + ARRIVING_REQUESTS)
-    return min(pages, -(-useful_tokens // config.page_size))
+    return min(pages, pages_for(useful_tokens, config.page_size))

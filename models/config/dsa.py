@@ -1,7 +1,7 @@
-"""What the DeepSeek-V3.2 and GLM DSA families have beyond a dense decoder, from config.json. No torch.
+"""What the DeepSeek-V3.2 and GLM DSA families add to a dense decoder, from config.json. No torch.
 
 Latent attention (MLA) over the rows that a lightning indexer selects, and mixtures of experts after the first layers.
-What transformers 5.17 computes is what is read here; whatever would change it is refused.
+Supported is what transformers 5.17 computes; a configuration that would change the result is refused.
 """
 
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from ..formats.json_fields import Json, integer, number
 from .sharding import Shard
 
 SPARSE_ATTENTION = "deepseek_sparse_attention"
-"""What `layer_types` calls every layer of these families."""
+"""The value of `layer_types` for every layer of these families."""
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Experts and their router. A token picks the best `groups_per_token` groups, then its experts among theirs."""
+    """Experts and their router. A token selects the best `groups_per_token` groups, then experts of these groups."""
 
     num_experts: int
     experts_per_token: int
     expert_size: int
-    shared_size: int  # the shared experts as the one MLP they add up to
+    shared_size: int  # width of the shared experts, merged into one MLP
     num_groups: int
     groups_per_token: int
-    normalised: bool  # the weights of a token's experts add up to `scale`
+    normalised: bool  # whether the weights of a token's experts add up to `scale`
     scale: float
 
     def share(self, shard: Shard, hidden_size: int) -> tuple[range, int]:
-        """The experts that a rank holds, and how much of the width of each; raises StartupError when they cannot be
-        shared out so.
+        """The experts that a rank holds, and its part of the width of each; raises StartupError if they cannot be
+        divided.
         """
         experts, size = range(self.num_experts), self.expert_size
         if shard.whole_experts:
@@ -38,21 +38,21 @@ class MoeConfig:
         else:
             size = len(shard.part("moe_intermediate_size", self.expert_size))
         for name, count in (("hidden_size", hidden_size), ("a rank's share of moe_intermediate_size", size)):
-            if count % 8:  # rows of 16 bytes in 16 bits: torch's grouped product takes no others
+            if count % 8:  # torch's grouped product needs rows of multiples of 16 bytes, in 16-bit elements
                 raise StartupError(f"{name} = {count} must be a multiple of 8")
         return experts, size
 
     def shared_share(self, shard: Shard) -> int:
-        """How much of the width of the shared experts a rank holds; raises StartupError."""
+        """A rank's part of the width of the shared experts; raises StartupError."""
         return len(shard.part("shared experts' width", self.shared_size))
 
 
 @dataclass(frozen=True)
 class DsaConfig:
-    """Attention in the latent space and the choice of what it sees.
+    """Attention in the latent space, and the selection of tokens for it.
 
     A query head has `nope_dim` dimensions without position and `rope_dim` with one. Layers that are not `indexed`
-    attend to what the indexed layer before them has selected; those that are not `mixed` have a dense MLP.
+    attend to the selection of the last indexed layer before them; those that are not `mixed` have a dense MLP.
     """
 
     q_rank: int
@@ -63,7 +63,7 @@ class DsaConfig:
     index_heads: int
     index_dim: int
     index_topk: int
-    index_interleaved: bool  # the indexer rotates pairs of neighbours, not the two halves
+    index_interleaved: bool  # the indexer rotates pairs of adjacent elements, not the two halves
     indexed: tuple[bool, ...]
     mixed: tuple[bool, ...]
     moe: MoeConfig
@@ -71,7 +71,7 @@ class DsaConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Of a row in the cache: the normed latent, then the rotated part of the key."""
+        """Elements of a cache row: the normed latent, then the rotated part of the key."""
         return self.kv_rank + self.rope_dim
 
     def active_parameters(self, hidden_size: int, intermediate_size: int, num_heads: int) -> int:
@@ -85,9 +85,8 @@ class DsaConfig:
         return len(self.mixed) * (queries + keys + output) + sum(self.indexed) * indexer + 3 * hidden_size * mlps
 
     def stage_layers(self, shard: Shard) -> range:
-        """Global layers of a stage: an even cut, moved so that no layer is parted from the one whose selection it uses.
-
-        Raises StartupError when there are fewer such groups of layers than stages.
+        """Global layers of a stage: an even split, adjusted so that a layer and the layer whose selection it uses are
+        on one stage. Raises StartupError if there are fewer such groups of layers than stages.
         """
         num_layers = len(self.indexed)
         starts = [layer for layer, indexed in enumerate(self.indexed) if indexed]
@@ -99,7 +98,7 @@ class DsaConfig:
         cuts, group = [0], 0
         for stage in range(1, shard.stages):
             even = Shard(stage=stage, stages=shard.stages).layers(num_layers).start
-            # every stage before has at least one group, and one is left for each that follows
+            # every earlier stage has at least one group, and one remains for each later stage
             possible = range(group + 1, len(starts) - (shard.stages - stage) + 1)
             group = min(possible, key=lambda candidate: abs(starts[candidate] - even))
             cuts.append(starts[group])
@@ -107,8 +106,8 @@ class DsaConfig:
         return range(cuts[shard.stage], cuts[shard.stage + 1])
 
     def stage_indexers(self, shard: Shard) -> range:
-        """The indexers of a stage, at least one. They are counted over the whole model, so that a number means the same
-        in every split.
+        """The indexers of a stage, at least one, numbered over the whole model, so that numbers are the same in every
+        split.
         """
         layers = self.stage_layers(shard)
         return range(sum(self.indexed[: layers.start]), sum(self.indexed[: layers.stop]))
@@ -155,7 +154,7 @@ def _refuse_unsupported(path: Path, raw: Json, num_heads: int) -> None:
 
 
 def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
-    """`indexer_types`, or the pattern that abbreviates it, or a schedule of period and offset: GLM's ways to say it."""
+    """From `indexer_types`, or a pattern that abbreviates it, or a period and an offset: GLM's three notations."""
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:
         period = max(integer(path, raw, "index_topk_freq", 1, least=0), 1)

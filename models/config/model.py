@@ -1,8 +1,8 @@
-"""What a checkpoint says about its model, as one value, from config.json or from GGUF metadata. No torch.
+"""The configuration of a model as one value, from config.json or GGUF metadata. No torch.
 
-Served are dense decoders of the Llama and Qwen families with full attention, and the sparse ones of DeepSeek-V3.2 and
-GLM (dsa_config.py). Whatever changes the result and is not implemented (sliding windows, other rope kinds, quantised
-safetensors) is refused here, before any weight is read.
+Supported are dense decoders of the Llama and Qwen families with full attention, and the sparse ones of DeepSeek-V3.2
+and GLM (dsa.py). Options that change the result and are not implemented (sliding windows, other rope kinds, quantised
+safetensors) are refused here, before any weight is read.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ _DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. Which fields count depends on `kind`; they are named as in Hugging Face's `rope_parameters`.
+    """Rotary embedding. `kind` determines which fields apply; names are those of Hugging Face's `rope_parameters`.
 
-    `factors` (from GGUF files) divides each inverse frequency by its own number. `dynamic` grows the base beyond the
-    context length only; requests end there, so within it the kind is the same as `default`.
+    `factors` (from GGUF files) divide the inverse frequencies one by one. `dynamic` changes the base only beyond the
+    context length, where requests end, so here it is the same as `default`.
     """
 
     kind: RopeKind = "default"
@@ -66,9 +66,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder and how its checkpoint ends a text. `eos_token_ids` joins config and generation config.
+    """The shape of a decoder and its EOS tokens. `eos_token_ids` joins config and generation config.
 
-    Sparse models have `dsa`; their KV heads are the one latent row that all query heads share, `head_dim` is its width.
+    Sparse models have `dsa`: they have one KV head, the latent row that all query heads share, and `head_dim` is its
+    width.
     """
 
     architecture: Architecture
@@ -98,18 +99,18 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Weights of all layers that one token is multiplied with: of a mixture of experts, those that it picks."""
+        """Weights of all layers that one token is multiplied with; of a mixture of experts, the selected ones."""
         if self.dsa is not None:
             return self.dsa.active_parameters(self.hidden_size, self.intermediate_size, self.num_heads)
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def stage_layers(self, shard: Shard) -> range:
-        """Global layers of a stage; raises StartupError when there are too many stages."""
+        """Global layers of a stage; raises StartupError if there are too many stages."""
         return shard.layers(self.num_layers) if self.dsa is None else self.dsa.stage_layers(shard)
 
     def check_shares(self, shard: Shard) -> None:
-        """Raise StartupError unless tensor-parallel ranks can share this model out so."""
+        """Raise StartupError unless tensor-parallel ranks can divide this model like this."""
         shard.part("num_attention_heads", self.num_heads)
         dsa = self.dsa
         if dsa is None:
@@ -198,7 +199,7 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
-    """Parse the metadata of a GGUF file; raises StartupError. Biases and tying show in which tensors there are."""
+    """Parse the metadata of a GGUF file; raises StartupError. The presence of tensors shows biases and tying."""
     path, raw, tensors = file.path, file.metadata, file.tensors
     if file.architecture not in _GGUF_ARCHITECTURES:
         raise _unsupported_architecture(path, file.architecture)
@@ -240,7 +241,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     )
 
 
-# What unquantised files are stored in. Quantised ones hold no such type; bfloat16 has the range for any of them.
+# Types of unquantised files. Quantised ones use bfloat16, whose range is sufficient for all of them.
 _GGUF_DTYPES: dict[str, DtypeName] = {"F32": "float32", "F16": "float16"}
 _GGUF_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -267,7 +268,7 @@ def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
 
 
 def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
-    """`attention` is the only kind of layer that the architecture may have."""
+    """`attention` is the only layer type that the architecture supports."""
     if raw.get("hidden_act", "silu") != "silu":
         raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
     layer_types = raw.get("layer_types")
@@ -350,7 +351,7 @@ def _gguf_rope(file: GgufFile, architecture: Architecture, head_dim: int) -> Rop
 
 
 def _context_length(rope: RopeConfig, max_positions: int) -> int:
-    """Yarn checkpoints often keep the length they were trained with in max_position_embeddings."""
+    """Yarn checkpoints often have the original training length in max_position_embeddings."""
     if rope.kind == "yarn" and rope.original_context_length is not None:
         return max(max_positions, int(rope.original_context_length * rope.factor))
     return max_positions

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds, as arithmetic. No torch.
+"""Which part of a model a rank holds. Integer arithmetic, no torch.
 
 Ranks of a server are numbered stage by stage: rank = stage * tp_size + tp_rank. Stages hold consecutive layers; within
 a stage, tensor-parallel ranks share heads, the feed-forward width and the vocabulary.
@@ -6,18 +6,19 @@ a stage, tensor-parallel ranks share heads, the feed-forward width and the vocab
 
 from dataclasses import dataclass
 
+from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's place among `tp_size` x `stages` ranks."""
+    """One rank's position among `tp_size` x `stages` ranks."""
 
     tp_rank: int = 0
     tp_size: int = 1
     stage: int = 0
     stages: int = 1
-    whole_experts: bool = False  # its experts are a share of all of them, instead of a share of each one's width
+    whole_experts: bool = False  # it holds some experts whole, instead of a part of each one's width
 
     @staticmethod
     def of(rank: int, *, tp_size: int, stages: int, whole_experts: bool = False) -> "Shard":
@@ -33,21 +34,21 @@ class Shard:
 
     @property
     def first(self) -> bool:
-        """Whether it is of the stage that embeds tokens."""
+        """Whether its stage embeds tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether it is of the stage that computes logits."""
+        """Whether its stage computes logits."""
         return self.stage == self.stages - 1
 
     @property
     def samples(self) -> bool:
-        """Whether it is the rank that has the logits and chooses tokens."""
+        """Whether it is the rank that has the logits and samples."""
         return self.last and self.tp_rank == 0
 
     def layers(self, num_layers: int) -> range:
-        """Global layers of its stage. The last stages, which also compute logits, get no more than the others."""
+        """Global layers of its stage. The last stage, which also computes logits, gets no more than the others."""
         if self.stages > num_layers:
             raise StartupError(
                 f"pp = {self.stages} stages for a model of {num_layers} layers: give at most {num_layers}"
@@ -57,30 +58,30 @@ class Shard:
         return range(start, start + size + (self.stage < longer))
 
     def part(self, name: str, size: int) -> range:
-        """Its share of `size` equal things; raises StartupError naming them when they cannot be shared evenly."""
+        """Its part of `size` items; raises StartupError with `name` if they cannot be divided evenly."""
         if size % self.tp_size:
             raise StartupError(f"tp = {self.tp_size} does not divide {name} = {size}")
         share = size // self.tp_size
         return range(self.tp_rank * share, (self.tp_rank + 1) * share)
 
     def vocabulary(self, size: int) -> range:
-        """Its token ids. Where `size` cannot be shared evenly, the last ranks have fewer than `vocabulary_rows`."""
+        """Its token ids. If `size` cannot be divided evenly, the last ranks have fewer than `vocabulary_rows`."""
         rows = self.vocabulary_rows(size)
         return range(min(self.tp_rank * rows, size), min((self.tp_rank + 1) * rows, size))
 
     def vocabulary_rows(self, size: int) -> int:
-        """Rows of a matrix that holds a share of the vocabulary: the same on every rank, filled up with unused ones."""
-        return -(-size // self.tp_size)
+        """Rows of a matrix that holds a part of the vocabulary: the same on every rank, padded with unused rows."""
+        return ceil_div(size, self.tp_size)
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Its KV heads; with more ranks than heads, neighbouring ranks hold the same one."""
+        """Its KV heads; with more ranks than heads, adjacent ranks hold the same one."""
         if num_kv_heads >= self.tp_size:
             return self.part("num_key_value_heads", num_kv_heads)
         if self.tp_size % num_kv_heads:
-            raise StartupError(f"tp = {self.tp_size} is no multiple of num_key_value_heads = {num_kv_heads}")
+            raise StartupError(f"tp = {self.tp_size} is not a multiple of num_key_value_heads = {num_kv_heads}")
         head = self.tp_rank // (self.tp_size // num_kv_heads)
         return range(head, head + 1)
 
 
 WHOLE = Shard()
-"""The only rank of a server that has one."""
+"""The shard of a server with a single rank."""

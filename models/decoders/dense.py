@@ -1,8 +1,8 @@
 """The forward pass of a dense Llama, Qwen2 or Qwen3 decoder over a paged KV cache: one rank's share of it.
 
-The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree with it in every
-dtype: norms in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several
-ranks add up parts of a sum, each rounded; in float32 that changes the last digits only.
+The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree in every dtype: norms
+in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several ranks sum
+parts that are rounded first; in float32 that changes the last digits only.
 """
 
 import torch
@@ -20,16 +20,16 @@ from .dense_parameters import DecoderParameters
 
 
 class Decoder:
-    """Weights and the arithmetic over them; holds no state of any sequence.
+    """Weights and the arithmetic on them; has no state of sequences.
 
-    Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and its token ids. After
-    each layer all have the same hidden state.
+    Every rank of a stage computes all rows, with its heads, its part of the feed-forward width and of the vocabulary.
+    After each layer all have the same hidden state.
     """
 
     def __init__(
         self, parameters: DecoderParameters, parallel: Parallel = ALONE, *, kv_dtype: torch.dtype | None = None
     ) -> None:
-        """KV is kept in `kv_dtype`, or as it is computed."""
+        """KV is stored in `kv_dtype`; by default in the dtype of the weights."""
         self.parameters = parameters
         self.config = parameters.config
         self._kv_dtype = kv_dtype or parameters.dtype
@@ -42,7 +42,7 @@ class Decoder:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of KV that one token takes on this rank."""
+        """Bytes of KV per token on this rank."""
         parameters = self.parameters
         rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
         return rows * self.config.head_dim * self._kv_dtype.itemsize
@@ -72,22 +72,22 @@ class Decoder:
         hidden: torch.Tensor | None = None,
         live_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the KV of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]: for
-        `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
+        """Write the KV of all tokens into `cache`; returns the output of the stage's last layer, [T, hidden], for
+        `logits` or for the next stage, which gets it as `hidden`. The first stage gets None.
 
-        `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
-        nothing, and what is returned for them means nothing.
+        `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
+        nothing, and their results are undefined.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
         (pool,), plan, sum_over_ranks = cache.pools, batch.attention, self._sum_over_ranks
-        assert plan is not None, "batches of dense models have a plan of their attention"
+        assert plan is not None, "batches of dense models have an attention plan"
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         cos, signed_sin = self._rotary.cos_sin(batch.positions)
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            key_pages, value_pages = pool.layer(index)  # as the pool, `index` counts the layers of this rank
+            key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
             query = rope_kv_write(
                 qkv,
                 cos,
@@ -111,8 +111,8 @@ class Decoder:
         return hidden + update
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` where given.
+        """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` if given.
 
-        Called by all ranks of the last stage; None on all but the first of them.
+        Called by all ranks of the last stage; returns None on all but the first of them.
         """
         return self._vocabulary.logits(hidden, out)

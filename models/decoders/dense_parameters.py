@@ -1,22 +1,21 @@
-"""The weights of one rank's decoder as the forward pass wants them: q/k/v in one matrix, gate/up in one matrix.
+"""The weights of one rank's decoder in the layout of the forward pass: q/k/v in one matrix, gate/up in one matrix.
 
-`slots()` says which part of which checkpoint tensor fills which part of which of ours, so loading needs no second copy
-of the model and a rank reads no more than its share: its layers, its heads, its columns of the feed-forward layer and
-its rows of the vocabulary.
+`slots()` maps parts of checkpoint tensors to parts of ours, so that loading needs no second copy of the model and a
+rank reads only its part: its layers, its heads, its columns of the feed-forward layer and its rows of the vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from ...kernels.backends.dispatch import numba_works
+from ...kernels.backends.dispatch import numba_computes
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 
 
 @dataclass(frozen=True)
 class Slot:
-    """`target` is filled with that part of a checkpoint tensor of `shape` which begins at index `start`."""
+    """`target` is filled with the part of a checkpoint tensor of `shape` that begins at index `start`."""
 
     target: torch.Tensor
     shape: tuple[int, ...]
@@ -41,10 +40,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """One decoder layer, this rank's share: `heads`, `kv_heads` and `intermediate` are its own.
+    """One decoder layer, this rank's part: `heads`, `kv_heads` and `intermediate` are its own.
 
-    Biases and q/k norms are None where the architecture has none. Those of `o` and `down`, whose results are summed
-    over ranks, are also None on all ranks but the first.
+    Biases and q/k norms are None if the architecture has none. Those of `o` and `down`, whose results are summed over
+    ranks, are None on all ranks but the first.
     """
 
     input_norm: torch.Tensor  # [hidden]
@@ -63,7 +62,7 @@ class LayerParameters:
 
 @dataclass(frozen=True)
 class DecoderParameters:
-    """The weights of a rank. `head` is `embedding` itself where the checkpoint ties them and one stage has both."""
+    """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
 
     config: ModelConfig
     shard: Shard
@@ -76,14 +75,14 @@ class DecoderParameters:
     def allocate(
         config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
     ) -> "DecoderParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError where the model cannot be shared so."""
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
 
         def tensor(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         def wide(rows: int, columns: int) -> torch.Tensor:
-            # stored [in, out] where torch has to compute on the CPU: a few rows are up to 1.5 times as fast so
-            by_torch = device.type == "cpu" and not (dtype == torch.float32 and numba_works())
+            # stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows
+            by_torch = device.type == "cpu" and not (dtype == torch.float32 and numba_computes())
             return tensor(columns, rows).t() if by_torch else tensor(rows, columns)
 
         def bias(present: bool, size: int) -> torch.Tensor | None:
@@ -125,12 +124,12 @@ class DecoderParameters:
 
     @property
     def layer_range(self) -> range:
-        """The layers of `layers` in the whole model."""
+        """The global layers of `layers`."""
         return self.shard.layers(self.config.num_layers)
 
     @property
     def kv_heads(self) -> range:
-        """The KV heads of the whole model that are here."""
+        """The global KV heads of this rank."""
         return self.shard.kv_heads(self.config.num_kv_heads)
 
     @property
@@ -142,8 +141,8 @@ class DecoderParameters:
         return self.layers[0].input_norm.dtype
 
     def slots(self) -> dict[str, Slot]:
-        """Hugging Face tensor name to what it fills. Together the slots cover every element that is used once: not the
-        rows that fill up a share of the vocabulary.
+        """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
+        padding rows of the vocabulary are not used.
         """
         config, shard = self.config, self.shard
         slots = {}

@@ -1,8 +1,8 @@
 """The forward pass of a DeepSeek-V3.2 or GLM DSA decoder over a paged cache: one rank's share of it.
 
-The arithmetic is that of transformers 5.17, except that attention stays in the latent space (mla.py) and reads only the
-rows that are selected. Prompts, chunks of them and single tokens are the same thing: every token has its own selection
-among the tokens up to itself.
+The arithmetic is that of transformers 5.17, except that attention stays in the latent space (mla.py) and reads only
+selected rows. Prompts, chunks and single tokens are treated alike: every token has its own selection among the tokens
+up to itself.
 """
 
 from dataclasses import replace
@@ -34,15 +34,15 @@ from .dsa_parameters import DsaParameters
 
 
 class DsaDecoder:
-    """Weights and the arithmetic over them; holds no state of any sequence.
+    """Weights and the arithmetic on them; has no state of sequences.
 
     A cache has two pools, the same on every tensor-parallel rank: the "latent" rows of the stage's layers, and the keys
-    of its indexers. A layer and those after it that share its selection are an index group, and have one set of keys.
+    of its indexers. A layer and the following ones that share its selection are an index group, with one set of keys.
     """
 
     def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
-        """Latent rows are kept in the weights' dtype, or `packed` (kernels/mla/packed_rows.py). Raises StartupError for
-        a geometry that cannot be packed.
+        """Latent rows are stored in the weights' dtype, or `packed` (kernels/mla/packed_rows.py). Raises StartupError
+        for a geometry that cannot be packed.
         """
         assert parameters.config.dsa is not None
         if packed and parameters.config.dsa.kv_rank % 4:
@@ -64,27 +64,27 @@ class DsaDecoder:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of both pools that one token takes on this rank."""
+        """Bytes of both pools per token on this rank."""
         return sum(self._token_bytes(plane, self.parameters.shard) for plane in ("latent", "indexer"))
 
     @property
     def capturable(self) -> bool:
-        """Whether a step can be part of a CUDA graph: torch multiplies groups of rows without waiting for the device in
-        bfloat16 only (moe.py).
+        """Whether a CUDA graph can capture a step: torch's grouped product does not wait for the device in bfloat16
+        only (moe.py).
         """
         has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
         return self.parameters.dtype == torch.bfloat16 or not has_experts
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
-        """A cache of this rank's layers: the pool of latent rows, then that of indexer keys."""
+        """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""
         return KvCache(self._pool("latent", num_pages, page_size), self._pool("indexer", num_pages, page_size))
 
     def make_hisparse_cache(
         self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
     ) -> HiSparseCache:
-        """A cache whose latent rows are in host memory, with `hot_pages` pages of hot ones for up to `slots` requests
-        of `max_context` tokens, `hot_rows` rows each, and as many more as lie over the keys
-        (memory/hisparse/shared_pool.py). Raises StartupError for sizes that do not go together.
+        """A cache with its latent rows in host memory. `hot_pages` hot pages, and as many more as overlap the keys
+        (memory/hisparse/shared_pool.py), serve up to `slots` requests of `max_context` tokens, `hot_rows` rows each.
+        Raises StartupError for incompatible sizes.
         """
         shard = self.parameters.shard
         of_stages = [self._overlay(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
@@ -129,7 +129,7 @@ class DsaDecoder:
         )
 
     def _overlay(self, num_pages: int, shard: Shard) -> PoolOverlay:
-        """How pages of keys and hot pages, of as many tokens each, overlap on a rank of this server."""
+        """How pages of keys and hot pages overlap on a rank of this server; both have the same number of tokens."""
         return PoolOverlay.of(
             num_pages,
             kv_page_bytes=self._token_bytes("indexer", shard),
@@ -141,7 +141,7 @@ class DsaDecoder:
         return len(self._layers(plane, shard)) * row_size * dtype.itemsize
 
     def _layers(self, plane: str, shard: Shard) -> range:
-        """What a rank holds of a plane: layers of the model, or indexers."""
+        """A rank's part of a plane: layers of the model, or indexers."""
         return self._dsa.stage_indexers(shard) if plane == "indexer" else self._dsa.stage_layers(shard)
 
     def _row(self, plane: str) -> tuple[int, torch.dtype]:
@@ -162,12 +162,12 @@ class DsaDecoder:
         plan: IndexPlan | None = None,
         rows: LatentRows | None = None,
     ) -> torch.Tensor:
-        """Write the rows and keys of all tokens into `cache`; returns what the stage's last layer leaves, [T, hidden]:
-        for `logits`, or for the next stage, which is given it as `hidden`. The first stage is given none.
+        """Write the rows and keys of all tokens into `cache`; returns the output of the stage's last layer,
+        [T, hidden], for `logits` or for the next stage, which gets it as `hidden`. The first stage gets None.
 
-        `live_rows` (on the device, one integer) says how many rows of a padded batch are real: the others write
-        nothing, and what is returned for them means nothing. `plan` is that of a batch without slices, in a CUDA graph.
-        Latent rows are where `rows` has them, by default where `cache` does: in its pages, or in hot buffers.
+        `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
+        nothing, and their results are undefined. `plan` is given for a batch without slices, in a CUDA graph. `rows`
+        gives access to the latent rows, by default to those of `cache`: in its pages, or in hot buffers.
         """
         latent_pool, index_pool = cache.pools
         plan = plan or _plan(batch, cache.page_size)
@@ -185,7 +185,7 @@ class DsaDecoder:
         attend = sparse_mla_packed if self._packed else sparse_mla
         sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):  # as in the latent pool, `index` counts the layers of this rank
+        for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             (key_pages,) = index_pool.layer(self._groups[index])
             key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
@@ -194,7 +194,7 @@ class DsaDecoder:
                 query = expand_head_queries(*to_expand)
             else:
                 weights = index_weights(normed, layer.indexer)
-                if rows.fetches:  # attention's queries are made while rows are on their way
+                if rows.fetches:  # compute attention's queries while rows are fetched
                     index_query = expand_index_queries(*to_expand)
                     rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
                     query = expand_head_queries(*to_expand)
@@ -214,7 +214,7 @@ class DsaDecoder:
         return hidden + update
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Float32 logits [N, vocab] of any rows of `hidden`, as vocabulary.py has it."""
+        """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""
         return self._vocabulary.logits(hidden, out)
 
     def _key_write(self, indexer: IndexerParameters | None, places: RowPlaces) -> KeyWrite | None:

@@ -1,8 +1,8 @@
-"""The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and what of the checkpoint fills them.
+"""The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and the checkpoint tensors that fill them.
 
-Tensor parallelism shares attention heads, the width of MLPs and of every expert (or, where the shard says so, deals
-whole experts out), and the vocabulary. What comes before the heads (the compressions, the indexer, the router) every
-rank has whole.
+Tensor parallelism divides attention heads, the width of MLPs and of every expert (or, with expert parallelism,
+distributes whole experts), and the vocabulary. Every rank has the parts before the heads (compressions, indexer,
+router) whole.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .dense_parameters import Slot
 
 @dataclass(frozen=True)
 class DsaLayerParameters:
-    """One layer. Without an indexer it attends to what the one before it has selected."""
+    """One layer. Without an indexer it attends to the selection of the layer before it."""
 
     input_norm: torch.Tensor  # [hidden]
     attention: MlaParameters
@@ -44,7 +44,7 @@ class DsaParameters:
     def allocate(
         config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
     ) -> "DsaParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError where the model cannot be shared so."""
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
         memory = _Memory(config, shard, device, dtype)
         rows = shard.vocabulary_rows(config.vocab_size)
         return DsaParameters(
@@ -68,11 +68,11 @@ class DsaParameters:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden state and the cache; the router and the indexer's weights are float32."""
+        """Dtype of the hidden state and the cache; the router and the indexer's weights are float32."""
         return self.layers[0].input_norm.dtype
 
     def slots(self) -> dict[str, Slot]:
-        """As DecoderParameters.slots has it. Rows that fill up a share of the vocabulary are never used."""
+        """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
         slots = {}
         ids = self.shard.vocabulary(self.config.vocab_size)
         for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
@@ -96,7 +96,7 @@ class DsaParameters:
         return self.config.dsa
 
     def _attention_slots(self, layer: DsaLayerParameters) -> dict[str, Slot]:
-        """Of attention and its indexer, which share the matrices that compress and expand."""
+        """Slots of attention and its indexer, which share the matrices that compress and expand."""
         dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
         heads = self.shard.part("num_attention_heads", num_heads)
         q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
@@ -141,7 +141,7 @@ class DsaParameters:
     def _gated_slots(
         self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor, *, whole: bool = False
     ) -> dict[str, Slot]:
-        """Of an MLP of which this rank has its share of the width, or all."""
+        """Slots of an MLP of which this rank has a part of the width, or all of it."""
         share = down.shape[1]
         start, size = (0, share) if whole else (self.shard.tp_rank * share, self.shard.tp_size * share)
         gate, up = gate_up.chunk(2)
@@ -153,7 +153,7 @@ class DsaParameters:
 
 
 def _split(matrix: torch.Tensor, *rows: int) -> tuple[torch.Tensor, ...]:
-    """Parts of so many rows, and the rest."""
+    """Split off parts of these numbers of rows, and the rest."""
     return torch.split_with_sizes(matrix, [*rows, len(matrix) - sum(rows)])
 
 

@@ -1,7 +1,7 @@
 """A GGUF file: its metadata, its tensor directory, and its tensors as float32 rows. No torch.
 
-The header is parsed here and not with `gguf.GGUFReader`, which makes a numpy object of every vocabulary entry: 2.8 s
-for SmolLM2 against 0.1 s, paid by each process of a server. Block formats are dequantised by the `gguf` library.
+The header is parsed here instead of with `gguf.GGUFReader`, which makes a numpy object of every vocabulary entry: 2.8 s
+for SmolLM2 against 0.1 s, in each process of a server. The `gguf` library dequantises block formats.
 """
 
 import mmap
@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ...configs.arithmetic import round_up
 from ...configs.errors import StartupError
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: the temporaries stay in the cache, and small beside the model
+_CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: temporaries fit the cache, and are small compared with the model
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -27,7 +28,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is row-major (the file stores it reversed); `type_id` is ggml's number."""
+    """Location of one tensor. `shape` is row-major (the file stores it reversed); `type_id` is ggml's number."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A parsed header over a read-only mapping of the file; raises StartupError when it is not one we can read."""
+    """A parsed header and a read-only mapping of the file; raises StartupError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +72,7 @@ class GgufFile:
 
         A vector is a single row. Every piece but the last has a multiple of `row_multiple` rows.
         """
-        # here, because the front reads GGUF metadata and never a tensor
+        # here, because the frontend reads GGUF metadata but no tensors
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -82,7 +83,7 @@ class GgufFile:
         wanted = wanted if wanted is not None else range(rows)
         for first in wanted[::step]:
             piece = stored[first : min(first + step, wanted.stop)]
-            # one long row: the library works on 16 rows at a time, which is slow for narrow matrices
+            # as one long row: the library processes 16 rows at a time, which is slow for narrow matrices
             values = dequantize(piece.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
             yield first, np.require(values, np.float32, "W").reshape(len(piece), columns)  # a copy if it is the mapping
 
@@ -103,7 +104,7 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise StartupError(f"model {self.path}: general.alignment is {alignment}, expected a positive integer")
-        data_start = -(-self._position // alignment) * alignment
+        data_start = round_up(self._position, alignment)
         for name, shape, type_id, offset in entries:
             self._add_tensor(name, shape, type_id, data_start + offset)
 

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, built from its metadata as the model's own tokenizer.json would have it.
+"""The tokenizer of a GGUF file, built from its metadata like the model's own tokenizer.json.
 
-GGUF names a pre-tokenizer and leaves its rules to the reader, so only known names are accepted: a wrong split shows as
-nothing but slightly worse text.
+GGUF names a pre-tokenizer but does not contain its rules, so only known names are accepted: a wrong split would only
+show as slightly worse text.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _ROLES = {
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """Build it; raises StartupError for kinds whose rules are not known here, and for damaged metadata."""
+    """Build it; raises StartupError for unsupported kinds and for damaged metadata."""
     model = file.metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise StartupError(

@@ -1,4 +1,4 @@
-"""Fields of a JSON object in a file, checked one by one as they are taken out. No torch."""
+"""Reads fields of a JSON file with checks. No torch."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 from ...configs.errors import StartupError
 
-# Values have any type until one of the functions below has looked at them.
+# Values have any type until one of the functions below has checked them.
 Json = dict[str, Any]
 
 
 def read_json(path: Path) -> Json:
-    """The object in a file; raises StartupError when there is none."""
+    """The JSON object in a file; raises StartupError if there is none."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

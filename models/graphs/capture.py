@@ -1,8 +1,8 @@
-"""CUDA graphs of the decode step: one launch instead of some 400, whatever the host is doing.
+"""CUDA graphs of the decode step: one launch instead of about 400.
 
-A graph is captured per batch size and kind of step. All it reads that changes from step to step (tokens, positions,
-lengths, pages, how the attention is cut) lies in one buffer on the device, which one copy fills before a replay. A
-batch runs in the smallest graph that holds it; the rows left over write no KV and are not returned.
+A graph is captured per batch size and kind of step. All inputs that change from step to step (tokens, positions,
+lengths, pages, the attention plan) are in one device buffer, which one copy fills before a replay. A batch runs in the
+smallest graph that holds it; padded rows write no KV and are not returned.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import torch
 
 from ...configs.progress import ProgressLog
 from ...memory.kv_pool import KvCache
+from ...memory.pages import pages_for
 from ..decoders.dense import Decoder
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import SequenceSlice
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def graph_batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 64, every 16 up to 128, every 32 beyond, and `max_batch` itself: each takes a moment
+    """1, 2, 4, then every 8 up to 64, every 16 up to 128, every 32 beyond, and `max_batch` itself: each size takes time
     to capture, and padding costs little in a large batch.
     """
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_batch, 32))
@@ -32,30 +33,30 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
 
 
 class GraphedStep(Protocol):
-    """What depends on the architecture: the inputs of a decode step, at fixed places on the device, and the step.
+    """The part that depends on the architecture: the inputs of a decode step, at fixed addresses, and the step.
 
-    Steps are of `kinds` kinds, numbered from 0, that launch different kernels.
+    Steps have `kinds` kinds, numbered from 0, which launch different kernels.
     """
 
     kinds: int
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        """Bring a batch padded to `size` rows to the device, in stream order; returns the kind of step that it takes.
+        """Upload a batch padded to `size` rows, in stream order; returns its kind of step.
 
-        Raises ValueError where pages lack.
+        Raises ValueError if a sequence has too few pages.
         """
 
     def token_ids(self, size: int) -> torch.Tensor:
         """The tokens [size] that the step will run, on the device."""
 
     def hidden(self, size: int, kind: int, /) -> torch.Tensor:
-        """Run the step on what `fill` has left; what padded rows give means nothing. This is what is captured."""
+        """Run the step on the inputs of `fill`; results of padded rows are undefined. This is what is captured."""
 
 
 class DecodeGraphs:
-    """Decode steps of a decoder of one rank over one cache. Owns the graphs, their memory and their input buffers.
+    """Decode steps of one rank's decoder over one cache. Owns the graphs, their memory and their input buffers.
 
-    Not thread-safe. `max_context` bounds the tokens of a sequence; it costs memory for page ids, not time.
+    Not thread-safe. `max_context` limits the tokens of a sequence; it costs memory for page ids, not time.
     """
 
     def __init__(self, decoder: Decoder | DsaDecoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
@@ -63,7 +64,7 @@ class DecodeGraphs:
         self._device = cache.device
         self._max_context = max_context
         self._sizes = graph_batch_sizes(max_batch)
-        max_pages = -(-max_context // cache.page_size)
+        max_pages = pages_for(max_context, cache.page_size)
         self._step: GraphedStep
         if isinstance(decoder, DsaDecoder):
             self._step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
@@ -75,15 +76,15 @@ class DecodeGraphs:
         self._capture()
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `run` takes this batch: single tokens, not too many, none too far into its sequence."""
+        """Whether `run` accepts this batch: single tokens, not too many, all within `max_context`."""
         return 0 < len(slices) <= self._sizes[-1] and all(
             len(piece.token_ids) == 1 and piece.end <= self._max_context for piece in slices
         )
 
     def run(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Start one step of a batch that fits; returns its float32 logits [len(slices), vocab], in place of the last
-        step's. Nothing waits for the device. `token_ids` on the device, where given, stand for those of the slices: the
-        step can be started before the host knows the tokens.
+        """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
+        of the last step. Does not wait for the device. `token_ids` on the device replace those of the slices, if given:
+        the step can start before the host knows the tokens.
         """
         batch_size = next(size for size in self._sizes if size >= len(slices))
         self._last_kind = self._step.fill(slices, batch_size)
@@ -93,14 +94,14 @@ class DecodeGraphs:
         return self._logits[: len(slices)]
 
     def replay(self, batch_size: int) -> None:
-        """The last step, which was of this batch size, once more on the inputs it left: what a benchmark times."""
+        """Repeat the last step, which had this batch size, on the same inputs: for benchmarks."""
         self._graphs[batch_size, self._last_kind].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Largest first: the smaller graphs then live in the memory of the largest."""
+        """Largest first: the smaller graphs then share the memory of the largest."""
         memory = torch.cuda.graph_pool_handle()
-        # a step of no sequence: it writes no KV, and compiles every kernel before the capture forbids it
+        # a step without sequences: it writes no KV, and compiles every kernel, which a capture would forbid
         for size in reversed(self._sizes):
             self._step.fill([], size)
             for kind in range(self._step.kinds):

@@ -1,4 +1,4 @@
-"""The decode step of a dense decoder as a CUDA graph has it: how attention is cut changes from step to step."""
+"""The decode step of a dense decoder for CUDA graphs: the attention plan changes from step to step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_
 
 
 class DenseStep:
-    """Steps of a dense decoder over one cache; see graphs.GraphedStep."""
+    """Steps of a dense decoder over one cache; see capture.GraphedStep."""
 
     kinds = 1
 
@@ -48,7 +48,7 @@ class DenseStep:
         return self._decoder.hidden(self._batch(size), self._cache, live_rows=self._inputs.device["live_rows"])
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        """Padded rows have no keys, so no piece."""
+        """Padded rows have no keys, so they have no pieces."""
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
         used = pages_in_use(slices, page_size)
         for known, piece, count in zip(self._known, slices, used, strict=False):

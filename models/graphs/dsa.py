@@ -1,4 +1,4 @@
-"""The decode step of a sparse-attention decoder as a CUDA graph has it: the page table changes from step to step."""
+"""The decode step of a sparse-attention decoder for CUDA graphs: the page table changes from step to step."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_
 
 
 class DsaStep:
-    """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see graphs.GraphedStep.
+    """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see capture.GraphedStep.
 
-    Over a HiSparse cache there is a second kind of step, in which all sequences are resident: it fetches nothing.
+    With a HiSparse cache there is a second kind of step, in which all sequences are fully resident: it fetches nothing.
     """
 
     def __init__(self, decoder: DsaDecoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
@@ -36,7 +36,7 @@ class DsaStep:
         )
         self._table = self._inputs.host["page_table"].reshape(max_batch, max_pages)
         self._known = [KnownPages() for _ in range(max_batch)]
-        """What the rows of the table begin with, on the host and on the device."""
+        """The pages that each row of the table starts with, on the host and on the device."""
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
 
     def token_ids(self, size: int) -> torch.Tensor:
@@ -60,8 +60,8 @@ class DsaStep:
         return self._decoder.hidden(batch, self._cache, live_rows=parts["live_rows"], plan=plan)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        """Padded rows see nothing. A long sequence has thousands of pages and gets a new one now and then: the table is
-        copied up to the last row that is not as it was.
+        """Padded rows see no tokens. A long sequence has thousands of pages and seldom gets a new one: the table is
+        copied up to the last row that changed.
         """
         host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
         used = pages_in_use(slices, page_size)

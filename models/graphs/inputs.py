@@ -1,4 +1,4 @@
-"""What the steps of a CUDA graph read and what changes between them, brought to the device by one copy."""
+"""Inputs of CUDA graphs that change from step to step, uploaded in one copy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -7,16 +7,15 @@ import numpy as np
 import torch
 
 from ...kernels.attention.attention_plan import IntArray
+from ...memory.pages import pages_for
 from ..layers.batch import SequenceSlice
 
 
 class InputBuffer:
-    """Named sections of one int32 buffer: on the device, and on the host to be filled (pinned, where the device is a
-    GPU).
-    """
+    """Named sections of one int32 buffer, on the device and on the host (pinned if the device is a GPU)."""
 
     def __init__(self, sections: Mapping[str, int], device: torch.device) -> None:
-        """`sections` have so many elements each. Of the last one only as much as is in use is copied."""
+        """`sections`: name to number of elements. Only the used part of the last one is copied."""
         names, sizes = list(sections), list(sections.values())
         on_gpu = device.type == "cuda"
         self._staged = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
@@ -28,12 +27,12 @@ class InputBuffer:
         self.device = dict(zip(names, torch.split_with_sizes(self._on_device, sizes), strict=True))
 
     def wait(self) -> None:
-        """Until `host` may be changed: the copy of the step before may still be reading it."""
+        """Wait until `host` may be changed: the copy of the previous step may still read it."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def upload(self, last_used: int) -> None:
-        """Copy `host` to `device` in stream order, of the last section `last_used` elements."""
+        """Copy `host` to `device` in stream order; of the last section, `last_used` elements."""
         length = self._last_start + last_used
         self._on_device[:length].copy_(self._staged[:length], non_blocking=True)
         if self._copied is not None:
@@ -41,9 +40,9 @@ class InputBuffer:
 
 
 class KnownPages:
-    """The first pages of the sequence in one row of a batch, as an array that is made anew only when they change.
+    """The first pages of the sequence in one row of a batch, as an array that is rebuilt only when they change.
 
-    A long sequence has thousands of pages and gets one now and then, in the list that its owner keeps.
+    A long sequence has thousands of pages and seldom gets a new one, at the end of its owner's list.
     """
 
     NONE: Final[IntArray] = np.empty(0, dtype=np.int32)
@@ -53,9 +52,9 @@ class KnownPages:
         self._source: Sequence[int] = ()
 
     def update(self, pages: Sequence[int], count: int) -> bool:
-        """Take the first `count` of `pages`; whether that is another array than before.
+        """Set the first `count` of `pages`; returns whether the array changed.
 
-        Lists of pages only ever grow at the end, so the same list with the same count has the same pages.
+        Page lists only grow at the end, so the same list with the same count has the same pages.
         """
         if pages is self._source and count == len(self.array):
             return False
@@ -68,11 +67,11 @@ class KnownPages:
 
 
 TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")
-"""One element per row of the batch; every architecture has them."""
+"""Sections with one element per row of the batch, for every architecture."""
 
 
 def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
-    """The sections of TOKEN_SECTIONS, for a batch of single tokens padded to `size` rows."""
+    """Fill TOKEN_SECTIONS for a batch of single tokens padded to `size` rows."""
     live = len(slices)
     host["token_ids"][:live] = [piece.token_ids[0] for piece in slices]
     host["positions"][:live] = [piece.start for piece in slices]
@@ -83,8 +82,8 @@ def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], s
 
 
 def pages_in_use(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:
-    """How many pages each sequence has up to the end of its slice; raises ValueError when one has fewer."""
-    used = [-(-piece.end // page_size) for piece in slices]
+    """Pages of each sequence up to the end of its slice; raises ValueError if one has fewer."""
+    used = [pages_for(piece.end, page_size) for piece in slices]
     if any(len(piece.pages) < count for piece, count in zip(slices, used, strict=True)):
         present = sum(min(len(piece.pages), count) for piece, count in zip(slices, used, strict=True))
         raise ValueError(f"{len(slices)} sequences have {present} pages of {page_size} tokens and need {sum(used)}")

@@ -1,4 +1,4 @@
-"""The work of one forward pass: pieces of sequences, as the scheduler names them and as the model's tensors."""
+"""The work of one forward pass: slices of sequences, as the scheduler passes them and as tensors of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ...kernels.attention.paged_attention import AttentionPlan, plan_attention
 from ...kernels.backends.uploads import upload_array
 from .host_copies import upload
 
 
 class SequenceSlice(msgspec.Struct, frozen=True):
-    """Run `token_ids` at positions [start, start + len) of a sequence whose KV lives in `pages`.
+    """Run `token_ids` at positions [start, start + len) of a sequence whose KV is in `pages`.
 
-    KV of [0, start) is in the pool already; that of the slice is written by the pass. A whole prompt, a chunk of one
-    and a single decode step differ only in length. Over a HiSparse cache the request has a `hot_slot`.
+    KV of [0, start) is in the pool already; the pass writes that of the slice. A whole prompt, a chunk and a single
+    decode step differ only in length. With a HiSparse cache the request has a `hot_slot`.
     """
 
     token_ids: Sequence[int]
@@ -33,17 +34,17 @@ class SequenceSlice(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Slices laid end to end: T tokens of B slices."""
+    """Concatenated slices: T tokens of B slices."""
 
-    slices: tuple[SequenceSlice, ...]  # none in a CUDA graph, whose replays all have others
+    slices: tuple[SequenceSlice, ...]  # empty in a CUDA graph, where they differ between replays
     token_ids: torch.Tensor  # [T] int64 or int32
     positions: torch.Tensor  # [T] int64
-    page_ids: torch.Tensor  # [T] int64, where each token's KV goes ...
+    page_ids: torch.Tensor  # [T] int64, the page for each token's KV ...
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
-    last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None when every slice is one token
+    last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None if every slice is one token
     attention: AttentionPlan | None  # of dense attention
     hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
-    all_resident: bool = False  # in a CUDA graph: none of its sequences will be longer than its hot buffer holds
+    all_resident: bool = False  # in a CUDA graph: all its sequences are fully resident
 
     @staticmethod
     def build(
@@ -54,10 +55,10 @@ class ForwardBatch:
         device: torch.device,
         token_ids: torch.Tensor | None = None,
     ) -> "ForwardBatch":
-        """Make the tensors; raises ValueError for an empty slice, or for pages that do not reach its end.
+        """Make the tensors; raises ValueError for an empty slice, or for pages that end before the slice does.
 
-        `token_ids` on the device, one for each of slices of a single token, stand for those of the slices. Dense
-        attention is planned for `num_kv_heads`; models without it give None.
+        `token_ids` on the device, one per slice of a single token, replace those of the slices. Dense attention is
+        planned for `num_kv_heads`; None for models without dense attention.
         """
         for piece in slices:
             if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
@@ -96,8 +97,8 @@ class ForwardBatch:
 
 
 def _token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
-    """[3, T]: the id, the position and the page of every token. Pages that none of them is in are not looked at: a
-    step of long sequences has many thousands.
+    """[3, T]: the id, the position and the page of every token. Reads only the pages of these tokens: a step of long
+    sequences has many thousands of others.
     """
     if all(len(piece.token_ids) == 1 for piece in slices):
         own_ids = [piece.token_ids[0] for piece in slices]
@@ -106,7 +107,7 @@ def _token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[
     parts = []
     for piece in slices:
         positions = np.arange(piece.start, piece.end, dtype=np.int64)
-        first, end = piece.start // page_size, -(-piece.end // page_size)
+        first, end = piece.start // page_size, ceil_div(piece.end, page_size)
         pages = np.asarray(piece.pages[first:end], dtype=np.int64)
         parts.append(np.stack((piece.token_ids, positions, pages[positions // page_size - first])))
     return np.concatenate(parts, axis=1)

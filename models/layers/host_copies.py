@@ -1,7 +1,7 @@
-"""Small values between host and device, at the cost of one wait per step.
+"""Moves small values between host and device, with one wait per step.
 
 A plain copy to or from a CUDA device waits for all work queued there. Uploads go through pinned memory instead, which
-does not wait, and the results of a step come back together.
+does not wait, and all results of a step are read back together.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Se
 
 
 def upload(values: Values | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` as a tensor on `device`, ready for work queued after it."""
+    """`values` as a tensor on `device`, for work that is enqueued afterwards."""
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class ReadBack:
-    """The values of some tensors on their way to the host. Calling it waits for them, and for nothing queued later."""
+    """The values of some tensors, on their way to the host. A call waits for them, but not for later work."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]

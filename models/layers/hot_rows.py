@@ -1,16 +1,16 @@
 """Latent rows of a decode step over a HiSparse cache: hot rows on the GPU, the others fetched from host memory.
 
-    place      the step's new rows go straight into the hot buffer
-    select     the first layer of an index group decides what is fetched, evicted and reused. Its rows, and those of the
-               group's other layers, are on their way from then on
-    selected   a layer waits for its rows
+    place      the step's new rows are written directly into the hot buffer
+    select     in the first layer of an index group: plan what is fetched, evicted and reused, and start to fetch the
+               rows of all layers of the group
+    selected   wait for the rows of a layer
     finish     the new rows are in host memory
 
-Rows come in on a side stream, beside what the step computes meanwhile: the queries of the layer, or whole layers.
-Write-back is there too, and starts when the last layer has placed its rows. All of it has joined the stream of the step
-by its end, so whatever comes after a step finds the rows of all its tokens in host memory: the next step, which may
-evict them or fetch them again, as well as whoever frees the pages. Nothing is enqueued that depends on values only the
-host knows, and all memory stays in place, so that a CUDA graph captures a step.
+Fetches run on a side stream, concurrently with the step: with the queries of the layer, or with whole layers.
+Write-back runs there too, and starts when the last layer has placed its rows. The side stream joins that of the step
+before its end, so that afterwards the rows of all its tokens are in host memory: for the next step, which may evict or
+fetch them, and for a later owner of freed pages. Nothing that is enqueued depends on values that only the host knows,
+and all memory stays at fixed addresses, so that a CUDA graph can capture a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from .latent_rows import RowPlaces
 
 
 class HotLatentRows:
-    """LatentRows of one step, of one token per sequence."""
+    """LatentRows of one decode step: one token per sequence."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class HotLatentRows:
         *,
         all_resident: bool = False,
     ) -> None:
-        """`new_rows` [T] are those of the new tokens in host memory, `hot_slots` [T] int32 the slots of their requests.
+        """`new_rows` [T] are the host rows of the new tokens, `hot_slots` [T] int32 the slots of their requests.
 
-        Padding sees nothing in `plan`, its row is -1 and its slot any valid one. When all sequences are resident there
-        is nothing to fetch, and their hot pages are a page table like any other.
+        Padding sees no tokens in `plan`, its row is -1 and its slot any valid one. If all sequences are fully resident
+        there is nothing to fetch, and their hot pages serve as a page table.
         """
         if len(plan.page_table) != plan.tokens:
             raise ValueError(f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed")
@@ -60,7 +60,7 @@ class HotLatentRows:
         self.fetches = not all_resident and cache.side_stream is not None
         self._fetched: dict[int, torch.cuda.Event] = {}
         self._being_read: torch.Tensor | None = None
-        """By the side stream. Memory that is given back is at once the next tensor's on the stream of the step."""
+        """Tensors that the side stream uses. They are kept, because the allocator would reuse freed memory at once."""
         self._last_layer = len(cache.groups) - 1
 
     def place(self, layer: int) -> RowPlaces:
@@ -72,7 +72,7 @@ class HotLatentRows:
             return
         cache = self._cache
         self._being_read = positions
-        with self._beside():
+        with self._on_side_stream():
             swap_in(
                 self._swaps,
                 positions,
@@ -83,18 +83,18 @@ class HotLatentRows:
                 cache.host_bytes[:, layer],
                 cache.hot_bytes[:, layer],
             )
-            self._note_fetched(layer)
-            # the plan stays as it is until all layers of the group have their rows
+            self._record_fetched(layer)
+            # the plan must not change until all layers of the group have their rows
             for follower, group in enumerate(cache.groups):
                 if follower > layer and group == cache.groups[layer]:
                     copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
-                    self._note_fetched(follower)
+                    self._record_fetched(follower)
 
     def selected(self, layer: int) -> RowPlaces:
         if layer in self._fetched:
             torch.cuda.current_stream(self._cache.device).wait_event(self._fetched[layer])
         if layer == self._last_layer:
-            with self._beside():
+            with self._on_side_stream():
                 self._write_back()
         return RowPlaces(self._pages(layer), self._selection)
 
@@ -103,8 +103,8 @@ class HotLatentRows:
             torch.cuda.current_stream(self._cache.device).wait_stream(self._cache.side_stream)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """What is enqueued within comes after all that the step has enqueued, and runs beside what it enqueues next."""
+    def _on_side_stream(self) -> Iterator[None]:
+        """Enqueue on the side stream: after all work of the step so far, concurrent with its later work."""
         side = self._cache.side_stream
         if side is None:
             yield
@@ -113,13 +113,13 @@ class HotLatentRows:
         with torch.cuda.stream(side):
             yield
 
-    def _note_fetched(self, layer: int) -> None:
-        """The rows of this layer are there when what the side stream has so far is done."""
+    def _record_fetched(self, layer: int) -> None:
+        """Record that the rows of this layer are complete when the side stream's work so far is."""
         if self._cache.side_stream is not None:
             self._fetched[layer] = self._cache.side_stream.record_event()
 
     def _write_back(self) -> None:
-        """Rows of a step's new tokens are not evicted in that step, so nothing else touches them meanwhile."""
+        """New rows are not evicted in their own step, so there are no conflicting accesses."""
         cache = self._cache
         hot_rows = HotRows(self._hot_rows[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)
@@ -131,7 +131,7 @@ class HotLatentRows:
 
 
 def all_resident(cache: HiSparseCache, slices: Sequence[SequenceSlice]) -> bool:
-    """Whether a step of these sequences, given now, finds all its rows in their hot buffers. One of none does not."""
+    """Whether a step of these sequences, enqueued now, is fully resident. False without sequences."""
     return bool(slices) and all(
         piece.hot_slot is not None and cache.is_resident(piece.hot_slot, piece.end) for piece in slices
     )

@@ -1,9 +1,8 @@
-"""The rows that sparse attention reads and writes: where a batch's tokens go, and where selected tokens are.
+"""The rows that sparse attention reads and writes: where a batch's new rows go, and where selected rows are.
 
-This is the seam at which memory hierarchies take over. A layer writes its tokens' rows and asks for those it has
-selected; it does not care whether they lie in the pages of a pool, as here, or were fetched into a hot buffer. In a
-CUDA graph the calls are made once, at capture: what they return must stay in place, and what they launch must not
-depend on values that only the host knows.
+This is the interface to the memory hierarchy: a layer writes its rows and requests the selected ones, which are in the
+pages of a pool, as here, or in a hot buffer (hot_rows.py). In a CUDA graph the calls are made once, at capture: results
+must stay at fixed addresses, and launches must not depend on values that only the host knows.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,8 +24,8 @@ class RowPlaces(NamedTuple):
 
 
 def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor | None) -> KvRows:
-    """[T] int32: the flat rows where the tokens of a batch go in every paged pool; -1 for padding, which is whatever
-    comes after the first `live_rows` tokens.
+    """[T] int32: the flat rows of a batch's new tokens in every paged pool; -1 for padding, which starts after the
+    first `live_rows` tokens.
     """
     rows = (batch.page_ids * page_size + batch.offsets).int()
     if live_rows is not None:
@@ -35,32 +34,32 @@ def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor 
 
 
 class LatentRows(Protocol):
-    """The latent rows of one batch's sequences; `layer` counts those of this rank.
+    """The latent rows of one batch's sequences; `layer` counts the layers of this rank.
 
-    Of each layer in turn: `place`; `select`, if it selects; `selected`. Rows that were placed count as written by then.
-    After the last layer: `finish`. What is computed between `select` and `selected` runs beside what brings rows in.
+    Per layer, in order: `place`; `select`, if it selects; `selected`. Placed rows count as written by then. After the
+    last layer: `finish`. Work between `select` and `selected` runs concurrently with fetches.
     """
 
     fetches: bool
-    """Whether rows are brought in beside what is computed meanwhile."""
+    """Whether rows are fetched, concurrently with computation."""
 
     def place(self, layer: int) -> RowPlaces:
-        """Where the new tokens' rows [T] are to be written."""
+        """Where to write the new tokens' rows [T]."""
 
     def select(self, layer: int, positions: torch.Tensor, /) -> None:
-        """The tokens at `positions` [T, K] (int32, -1 for none) of each token's sequence are read in this layer, and in
-        those after it that do not select.
+        """Select the tokens at `positions` [T, K] (int32, -1 for none) of each token's sequence, for this layer and the
+        following ones that do not select.
         """
 
     def selected(self, layer: int) -> RowPlaces:
-        """Where those are in this layer, rows [T, K]; valid until the next `select`."""
+        """Where the selected rows [T, K] of this layer are; valid until the next `select`."""
 
     def finish(self) -> None:
-        """New rows are where later batches will look for them."""
+        """Make new rows visible to later batches."""
 
 
 class PagedLatentRows:
-    """All rows are in the pages of a pool: a look-up in the page table is all it takes."""
+    """All rows are in the pages of a pool: only a lookup in the page table is needed."""
 
     fetches = False
 

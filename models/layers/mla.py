@@ -1,12 +1,12 @@
-"""Multi-head latent attention in the latent space: all query heads read the same short row per token.
+"""Multi-head latent attention (MLA) in the latent space: all query heads read the same short row per token.
 
-    row        =  [rms_norm(c), rotate(k)]            with  p, c, k = x @ compress.T;  what the cache holds
+    row        =  [rms_norm(c), rotate(k)]            with  p, c, k = x @ compress.T;  the content of the cache
     query_h    =  [q_h @ up_key_h, rotate(r_h)]       with  q_h, r_h = head h of rms_norm(p) @ expand.T
     result_h   =  up_value_h @ (attention of query_h over the rows, summing only their first part)
 
-Keys and values are never expanded per head: their matrices are absorbed by the queries and the result. That is the
-product of the same matrices in another order, for a whole prompt and for a single token alike. What a layer's indexer
-makes of the same inputs comes out of the same two products.
+Keys and values are not expanded per head: their matrices are absorbed into the queries and the result. This multiplies
+the same matrices in another order, for a whole prompt and a single token alike. The same two products also compute the
+keys and queries of a layer's indexer.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from ..config.dsa import DsaConfig
 from .latent_rows import RowPlaces
 
 NORM_EPS = 1e-6
-"""Of the norms inside attention: transformers 5.17 does not take the model's own here."""
+"""Epsilon of the norms inside attention: transformers 5.17 does not use the model's own here."""
 
 
 @dataclass(frozen=True)
 class MlaParameters:
-    """Attention's weights; `heads` are this rank's own, what comes before them is the same on every rank.
+    """Attention's weights; `heads` are this rank's own, everything before them is the same on every rank.
 
-    The rows of `compress` make the queries' latent, the cache's row and, in layers with an indexer, its key; those of
-    `expand` make the heads' queries and the indexer's.
+    The rows of `compress` compute the queries' latent, the cache row and, with an indexer, its key; those of `expand`
+    compute the queries of the heads and of the indexer.
     """
 
     compress: torch.Tensor  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
@@ -48,8 +48,8 @@ def compress(
     places: RowPlaces,
     key: KeyWrite | None,
 ) -> torch.Tensor:
-    """Put the rows of the tokens [T, hidden], and their indexer keys, where they belong; returns [T, q_rank]: what the
-    queries of attention and of the indexer are made of.
+    """Write the rows of the tokens [T, hidden], and their indexer keys; returns [T, q_rank], the input of the queries
+    of attention and of the indexer.
     """
     return latent_write(
         linear(x, parameters.compress),
@@ -67,7 +67,7 @@ def compress(
 def expand_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of the following, in one pass."""
+    """The queries of the heads and of the indexer, in one pass."""
     query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin)
     assert index_query is not None, "the layer has an indexer"
     return query, index_query
@@ -76,7 +76,7 @@ def expand_queries(
 def expand_head_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> torch.Tensor:
-    """[T, heads, kv_rank + rope_dim]: queries whose product with a row is that of the expanded ones."""
+    """[T, heads, kv_rank + rope_dim]: queries whose product with a cache row equals that of the expanded ones."""
     rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
     query, _ = _expand(compressed, parameters.expand[:rows], parameters.kv_b, config, cos, signed_sin)
     return query
@@ -100,7 +100,7 @@ def _expand(
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The queries of the heads of `kv_b`, which come first in `expand`, and those of an indexer, if rows are left."""
+    """The queries of the heads of `kv_b`, which come first in `expand`, and of an indexer, if rows remain."""
     tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
     expanded = linear(compressed, expand)
     query = compressed.new_empty(tokens, heads, config.latent_dim)
@@ -121,7 +121,7 @@ def _expand(
 
 
 def project_output(attended: torch.Tensor, parameters: MlaParameters, config: DsaConfig) -> torch.Tensor:
-    """From sums of latents [T, heads, kv_rank] to [T, hidden], this rank's part of the sum over heads."""
+    """Project sums of latents [T, heads, kv_rank] to [T, hidden]: this rank's part of the sum over heads."""
     up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
     values = attended.new_empty(*attended.shape[:2], config.value_dim)
     torch.bmm(attended.transpose(0, 1), up_value, out=values.transpose(0, 1))

@@ -1,14 +1,13 @@
-"""A mixture of experts: a router that picks some experts per token, their MLPs, and one that every token goes through.
+"""A mixture of experts: a router that selects experts per token, their MLPs, and a shared MLP for every token.
 
     s             =  sigmoid(x @ router.T)                                                         float32
-    the choice    =  the best experts by s + bias, within the groups whose two best add up to most
-    weights       =  s of the chosen, divided by their sum where the model says so, times a constant
-    mixture(x)    =  sum over the chosen e of weights[e] * mlp_e(x)  +  shared_mlp(x)
+    selection     =  the best experts by s + bias, within the groups whose two best have the largest sum
+    weights       =  s of the selected, divided by their sum if `normalised`, times `scale`
+    mixture(x)    =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
-The bias decides who is chosen and not how much that counts. With tensor parallelism a rank has a part of every
-expert's width, or, where experts are dealt out whole, all of some; either way its result is a part of the sum. Nothing
-here waits for the device in bfloat16 on CUDA: the whole can be captured in a graph. Other dtypes take torch's fallback
-of the grouped product there, which does wait.
+The bias affects the selection but not the weights. With tensor parallelism a rank has a part of every expert's width
+or, with expert parallelism, whole experts; either way its result is a part of the sum. In bfloat16 on CUDA nothing here
+waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ..config.dsa import MoeConfig
 
 @dataclass(frozen=True)
 class MlpParameters:
-    """A gated MLP; `size` is this rank's share of its width."""
+    """A gated MLP; `size` is this rank's part of its width."""
 
     gate_up: torch.Tensor  # [2 * size, hidden]
     down: torch.Tensor  # [hidden, size]
@@ -31,8 +30,8 @@ class MlpParameters:
 
 @dataclass(frozen=True)
 class MoeParameters:
-    """The router of all E experts, those that this rank has, and the shared one; `size` is the rank's share of an
-    expert's width.
+    """The router of all E experts, this rank's experts, and the shared one; `size` is the rank's part of an expert's
+    width.
     """
 
     router: torch.Tensor  # [E, hidden] float32
@@ -49,7 +48,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
-    """x [T, hidden] through the chosen experts and the shared one."""
+    """x [T, hidden] through the selected experts and the shared one."""
     weights, experts = route(x, parameters.router, parameters.router_bias, config)
     first = parameters.experts.start if len(parameters.experts) < len(parameters.router) else None
     routed = apply_experts(x, weights, experts, parameters.gate_up, parameters.down, first=first)
@@ -84,20 +83,20 @@ def apply_experts(
     *,
     first: int | None = None,
 ) -> torch.Tensor:
-    """sum_j weights[t, j] * mlp_{experts[t, j]}(x[t]), [T, hidden]: one product per expert over the tokens it got.
+    """sum_j weights[t, j] * mlp_{experts[t, j]}(x[t]), [T, hidden]: one product per expert over its tokens.
 
-    With `first`, the experts here are those from this number on, and others add nothing. Tokens are sorted by expert,
-    so that an expert's are neighbours, and put back afterwards: a token's results are added up in the order of its
-    experts, whoever else is in the batch.
+    With `first`, this rank's experts start at this number, and others contribute nothing. Tokens are sorted by expert,
+    so that those of an expert are adjacent, and put back afterwards: a token's results are summed in the order of its
+    experts, independent of the rest of the batch.
     """
     per_token, elsewhere = experts.shape[1], None
     if first is not None:
         experts = experts - first
         elsewhere = (experts < 0) | (experts >= len(gate_up))
-        experts.masked_fill_(elsewhere, len(gate_up))  # behind those of all experts here, where nothing is computed
+        experts.masked_fill_(elsewhere, len(gate_up))  # sorted behind all experts of this rank, and not computed
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(len(gate_up), device=x.device)
-    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # of each expert's tokens
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens
     gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
     results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
     results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)

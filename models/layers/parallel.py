@@ -1,8 +1,8 @@
-"""What the ranks of a server say to each other while they compute, over torch.distributed.
+"""Communication between the ranks of a server during computation, over torch.distributed.
 
-Within a stage, tensor-parallel ranks add up their parts of a result and join their shares of the logits. Between
-stages, hidden states go from each rank to the one of the same `tp_rank` in the next stage. All ranks make the same
-calls in the same order.
+Within a stage, tensor-parallel ranks sum their parts of a result and gather their parts of the logits. Between stages,
+each rank sends hidden states to the rank of the same `tp_rank` in the next stage. All ranks make the same calls in the
+same order.
 """
 
 import fcntl
@@ -29,25 +29,25 @@ log = logging.getLogger(__name__)
 Backend = Literal["gloo", "nccl"]
 
 _MOST_SENDS = 4
-"""Hidden states on their way to the next stage; with more, the next stage is the slower one and is waited for."""
+"""Hidden states in flight to the next stage; beyond this number the sender waits, because the next stage is slower."""
 
 
 class Parallel:
-    """A rank's shard and its connections to the others. A shard that is the only one of its kind talks to nobody:
-    then every method returns at once, and `ALONE` needs no torch.distributed at all.
+    """A rank's shard and its connections to the others. With a single rank (`ALONE`) every method returns at once, and
+    torch.distributed is not needed.
 
-    NCCL orders everything on the CUDA stream, and wants a GPU for each rank. gloo blocks; ranks that share a GPU use it
-    as well, and then every exchange is a copy to the host and one back.
+    NCCL enqueues on the CUDA stream and needs a GPU per rank. gloo blocks; ranks that share a GPU use it too, and then
+    every exchange is a copy to the host and one back.
     """
 
     def __init__(self, shard: Shard, *, device: torch.device | None = None, backend: Backend = "gloo") -> None:
-        """For WHOLE; all others come from `connect`."""
+        """For WHOLE; all others are made by `connect`."""
         self.shard = shard
         self._device = device or torch.device("cpu")
         self.on_device = backend == "nccl" or shard.world_size == 1
-        """Whether exchanges are queued on the device; otherwise they block."""
+        """Whether communication is enqueued on the device; otherwise it blocks."""
         self._through_host = backend == "gloo" and self._device.type != "cpu"
-        """gloo takes tensors of a GPU for collectives, by way of pinned memory of its own, but does not send them."""
+        """gloo accepts GPU tensors for collectives, through its own pinned memory, but does not send them."""
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
         self._stage: dist.ProcessGroup | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -66,16 +66,16 @@ class Parallel:
         timeout_s: float,
         listener: socket.socket | None = None,
     ) -> "Parallel":
-        """Meet the other ranks at `store_host`:`store_port`, where rank 0 listens, on `listener` if it has it already.
+        """Join the process group at `store_host`:`store_port`, where rank 0 listens, on `listener` if it is given.
 
-        Raises StartupError when they do not all come within `timeout_s`, which is also how long a collective waits for
-        them later. A process can be one rank at a time.
+        Raises StartupError if not all ranks join within `timeout_s`, which is also the timeout of later collectives. A
+        process can be one rank at a time.
         """
         parallel = cls(shard, device=device, backend=backend)
         if shard.world_size == 1:
             return parallel
         if parallel._through_host:
-            log.warning("ranks share %s: what they exchange goes through host memory, which is slow: for tests", device)
+            log.warning("ranks share %s: they communicate through host memory, which is slow; for tests", device)
         timeout = timedelta(seconds=timeout_s)
         try:
             if backend == "gloo":
@@ -94,23 +94,23 @@ class Parallel:
             parallel._make_groups()
             if listening is not None and backend == "gloo":  # NCCL's threads may connect to the store later
                 _close_listener(listening)
-        except (OSError, RuntimeError) as error:  # those of torch.distributed are RuntimeErrors
+        except (OSError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise StartupError(
-                f"rank {shard.rank} of {shard.world_size} could not meet the others at {store_host}:{store_port} "
+                f"rank {shard.rank} of {shard.world_size} could not join the others at {store_host}:{store_port} "
                 f"within {timeout_s:g} s: {(str(error) or repr(error)).splitlines()[0]}"
             ) from error
         return parallel
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of the stage, in `tensor` itself."""
+        """Sum over the ranks of the stage, in place."""
         if self.shard.tp_size > 1:
             dist.all_reduce(tensor, group=self._stage)
         return tensor
 
     def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
-        """Equal shares of the stage's ranks joined on tp_rank 0, cut to `size` where given; None on the others."""
+        """Gather equal parts of the stage's ranks on tp_rank 0, cut to `size` if given; None on the others."""
         if self.shard.tp_size > 1:
             share = tensor.contiguous()
             shares = [torch.empty_like(share) for _ in range(self.shard.tp_size)] if self.shard.tp_rank == 0 else None
@@ -121,13 +121,13 @@ class Parallel:
         return tensor if size is None or size == tensor.shape[-1] else tensor[..., :size].contiguous()
 
     def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What tp_rank 0 of the stage has in `tensor`, into that of all its ranks."""
+        """Copy `tensor` of the stage's tp_rank 0 to all its ranks, in place."""
         if self.shard.tp_size > 1:
             dist.broadcast(tensor, src=self._stage_root, group=self._stage)
         return tensor
 
     def send_hidden(self, tensor: torch.Tensor) -> None:
-        """Hand `tensor`, which nobody changes afterwards, to the next stage; returns before that has asked for it."""
+        """Send `tensor` to the next stage without waiting. The caller must not change `tensor` any more."""
         while self._sends and (len(self._sends) >= _MOST_SENDS or self._sends[0][0].is_completed()):
             self._sends.popleft()[0].wait()
         tensor = (tensor.cpu() if self._through_host else tensor).contiguous()
@@ -136,7 +136,7 @@ class Parallel:
         self._sends.append((work, tensor))
 
     def receive_hidden(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the previous stage sent: [rows, width]."""
+        """Receive [rows, width] from the previous stage."""
         device = torch.device("cpu") if self._through_host else self._device
         tensor = torch.empty(rows, width, dtype=dtype, device=device)
         started = time.monotonic()
@@ -145,7 +145,7 @@ class Parallel:
         return tensor.to(self._device)
 
     def agree_minimum(self, value: int) -> int:
-        """The smallest of what all ranks of the server give."""
+        """The minimum of the values of all ranks of the server."""
         if self.shard.world_size == 1:
             return value
         tensor = torch.tensor(value, device=self._control_device)
@@ -153,10 +153,10 @@ class Parallel:
         return int(tensor)
 
     def close(self) -> None:
-        """Leave, after the next stage has taken what was sent to it. Nothing may be called afterwards."""
+        """Leave the group, after the next stage has received all data. No method may be called afterwards."""
         if self.shard.world_size == 1:
             return
-        with suppress(RuntimeError):  # a peer that is gone takes nothing any more
+        with suppress(RuntimeError):  # a peer that is gone receives nothing any more
             for work, _ in self._sends:
                 work.wait()
         self._sends.clear()
@@ -169,12 +169,12 @@ class Parallel:
     def _make_groups(self) -> None:
         shard = self.shard
         if shard.tp_size > 1:
-            for stage in range(shard.stages):  # every rank takes part in making every group
+            for stage in range(shard.stages):  # every rank must take part in making every group
                 ranks = list(range(stage * shard.tp_size, (stage + 1) * shard.tp_size))
                 group = dist.new_group(ranks)
                 if stage == shard.stage:
                     self._stage = group
-        # connections are made on first use, and the first send would wait for the receiver
+        # connections are made on first use: without this, the first send would wait for the receiver
         if not shard.first:
             self.receive_hidden(1, 1, torch.float32)
         if not shard.last:
@@ -183,17 +183,17 @@ class Parallel:
 
 
 ALONE = Parallel(WHOLE)
-"""The only rank of a server that has one."""
+"""The communication of a server with a single rank: none."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """What rank 0 takes the others' connections on. 0: a free port. Raises OSError."""
+    """The socket on which rank 0 accepts the others. Port 0 is a free port. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family)
 
 
 def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeout: timedelta) -> TCPStore:
-    """Rank 0's listens on `host` alone: left to itself it would on every interface, without any authentication."""
+    """Rank 0 listens on `host` only: by default it would listen on every interface, without authentication."""
     if listening is None:
         return TCPStore(host, port, shard.world_size, is_master=False, timeout=timeout)
     return TCPStore(
@@ -208,21 +208,21 @@ def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeo
 
 
 def _close_listener(listening: int) -> None:
-    """All ranks are here: nobody else has business with the store, which would keep whatever strangers give it. It goes
-    on serving the connections that it has. The descriptor is the store's to close, so it leads to an unused socket.
+    """Stop listening once all ranks have joined: the store would accept and keep data of unauthenticated peers. It
+    continues to serve its connections. The store closes the descriptor itself, so it now refers to an unused socket.
     """
     with socket.socket() as unused:
         os.dup2(unused.fileno(), listening)
 
 
 def _choose_gloo_interface(store_host: str, store_port: int) -> None:
-    """Have gloo listen where this machine reaches the store, unless the user chose (GLOO_SOCKET_IFNAME).
+    """Let gloo listen on the interface that reaches the store, unless the user set GLOO_SOCKET_IFNAME.
 
-    gloo on its own takes what the host name resolves to: often nothing, or an address no other machine can reach.
+    By default gloo uses what the host name resolves to: often nothing, or an address that other machines cannot reach.
     """
     family, *_, address = socket.getaddrinfo(store_host, store_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: the kernel picks the route
+        probe.connect(address)  # sends nothing: the kernel only picks the route
         local = ipaddress.ip_address(probe.getsockname()[0])
     for _, name in socket.if_nameindex():
         if local == _ipv4_address(name) or (local.is_loopback and name == "lo"):
@@ -234,6 +234,6 @@ def _ipv4_address(interface: str) -> ipaddress.IPv4Address | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, get_address, struct.pack("256s", interface.encode()))
-        except OSError:  # it has none
+        except OSError:  # the interface has no address
             return None
     return ipaddress.IPv4Address(answer[20:24])

@@ -8,9 +8,10 @@ from ..config.model import ModelConfig, RopeConfig
 
 
 class Rotary:
-    """cos and sin of a batch's positions. Angles are float32; the model's dtype comes last.
+    """cos and sin of a batch's positions. Angles are float32 and converted to the model's dtype last.
 
-    On CUDA they are looked up in a table of all positions, one kernel instead of ten; elsewhere memory is dearer.
+    On CUDA they come from a table of all positions, one kernel instead of ten; elsewhere they are computed, to save
+    memory.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -38,7 +39,7 @@ class Rotary:
 
 
 def score_factor(rope: RopeConfig) -> float:
-    """What Yarn's `mscale_all_dim` multiplies the attention scores of DeepSeek models by."""
+    """Factor on the attention scores of DeepSeek models, from Yarn's `mscale_all_dim`."""
     if rope.kind != "yarn" or not rope.mscale_all_dim:
         return 1.0
     return _yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
@@ -62,7 +63,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretches long wavelengths by `factor`, keeps short ones, interpolates between them."""
     assert rope.original_context_length is not None
     original = rope.original_context_length
     low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -75,7 +76,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, exponents: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Dimensions that turn often in the original context are kept, slow ones interpolated, with a ramp between."""
+    """Keeps dimensions that rotate often in the original context, interpolates slow ones, with a ramp between."""
     assert rope.original_context_length is not None
     original = rope.original_context_length
 

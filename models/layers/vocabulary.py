@@ -1,4 +1,4 @@
-"""The two ends of a decoder: tokens in, logits out. Ranks of a stage share the vocabulary."""
+"""Both ends of a decoder: token embedding and logits. Ranks of a stage divide the vocabulary."""
 
 import torch
 from torch.nn.functional import embedding as look_up
@@ -10,7 +10,7 @@ from .parallel import Parallel
 
 
 class Vocabulary:
-    """The embedding, where the rank is of the first stage, and final norm and head, where it is of the last."""
+    """The embedding if the rank is in the first stage; the final norm and the head if it is in the last."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Vocabulary:
         self._embedding, self._norm, self._head = embedding, norm, head
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden]. Each rank looks up the tokens of its share; the sum over ranks has them all."""
+        """[T, hidden]. Each rank looks up the tokens of its part; the sum over ranks has all of them."""
         assert self._embedding is not None, "the first stage embeds tokens"
         shard = self._parallel.shard
         if shard.tp_size == 1:
@@ -37,9 +37,9 @@ class Vocabulary:
         return self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Float32 logits [N, vocab] of rows [N, hidden], in `out` where given.
+        """Float32 logits [N, vocab] of rows [N, hidden], in `out` if given.
 
-        Called by all ranks of the last stage; None on all but the first of them.
+        Called by all ranks of the last stage; returns None on all but the first of them.
         """
         assert self._norm is not None, "the last stage computes logits"
         assert self._head is not None

@@ -1,4 +1,4 @@
-"""From what the user calls a model to the files it is made of. No torch: the HTTP front uses it too."""
+"""Finds the files of the model that the user names. No torch: the frontend uses it too."""
 
 import importlib.util
 import json
@@ -27,9 +27,9 @@ class ModelSource:
 
 
 def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
-    """Resolve `smollm2`, a .gguf file or a Hugging Face directory; raises StartupError saying what to do instead.
+    """Resolve `smollm2`, a .gguf file or a Hugging Face directory; raises StartupError with a suggestion.
 
-    A source that is returned has everything a server needs: a supported architecture, weight files unless they are
+    A returned source has everything that a server needs: a supported architecture, weight files unless they are
     "dummy", and a tokenizer.
     """
     if spec == EMBEDDED_MODEL:
@@ -46,7 +46,7 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory, those of the index where there is one; raises StartupError."""
+    """The weight files of a Hugging Face directory, those of the index if there is one; raises StartupError."""
     index_path = directory / "model.safetensors.index.json"
     if not index_path.is_file():
         files = sorted(directory.glob("*.safetensors"))
@@ -78,7 +78,7 @@ def _gguf_source(name: str, file: Path) -> ModelSource:
 
 
 def _embedded_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it (it needs llama.cpp to import)."""
+    """The GGUF file inside the installed package, located without an import (which would need llama.cpp)."""
     package = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     folders = package.submodule_search_locations if package is not None else None
     files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))

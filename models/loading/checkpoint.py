@@ -1,4 +1,4 @@
-"""A checkpoint as the loader reads it."""
+"""The interface of checkpoints."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,4 +13,4 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read_into(self, name: str, slot: Slot) -> None:
-        """Fill the slot, whose `shape` is that of the tensor, converting to its dtype and device. Reads no more."""
+        """Fill the slot, whose `shape` is the tensor's, converted to its dtype and device. Reads only that part."""

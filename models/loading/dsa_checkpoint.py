@@ -1,9 +1,10 @@
-"""DeepSeek and GLM checkpoints as their models want them: block-scaled fp8 multiplied out, unused tensors left out."""
+"""DeepSeek and GLM checkpoints: dequantises block-scaled fp8 and leaves out unused tensors."""
 
 import re
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ..config.dsa import DsaConfig
 from ..decoders.dense_parameters import Slot
@@ -13,12 +14,12 @@ _SCALES = "_scale_inv"
 
 
 class DsaCheckpoint:
-    """Wraps the files as they are. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
+    """Wraps a checkpoint. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
 
         value[i, j] = stored[i, j] * scales[i // block rows, j // block columns]
 
-    The layers behind the model's own, which predict further tokens, and indexers of layers that do not select are left
-    out: nothing here uses them.
+    Layers behind the model's own, for multi-token prediction, and indexers of layers that do not select are left out,
+    because nothing uses them.
     """
 
     def __init__(self, files: Checkpoint, config: DsaConfig) -> None:
@@ -31,12 +32,12 @@ class DsaCheckpoint:
         }
 
     def read_into(self, name: str, slot: Slot) -> None:
-        """As `Checkpoint` has it; raises StartupError when there are not as many scales as blocks."""
+        """See `Checkpoint`; raises StartupError if the number of scales is not that of the blocks."""
         scales_name = name + _SCALES
         if self._block is None or scales_name not in self._files.shapes:
             self._files.read_into(name, slot)
             return
-        expected = tuple(-(-size // block) for size, block in zip(slot.shape, self._block, strict=True))
+        expected = tuple(ceil_div(size, block) for size, block in zip(slot.shape, self._block, strict=True))
         found = self._files.shapes[scales_name]
         if found != expected:
             raise StartupError(

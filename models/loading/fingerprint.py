@@ -1,8 +1,8 @@
-"""A name for what a model computes, equal on two hosts exactly when they hold the same files. No torch.
+"""A checksum of a model, equal on two hosts if and only if they have the same files. No torch.
 
 Prefill and decode compare it when they pair. It covers the configuration, every tensor's name, shape and type, and
-4 KiB from the middle of each tensor: enough to tell fine-tunes apart, and one short read per tensor at any size. Random
-weights (dummy_weights.py) follow from the configuration.
+4 KiB from the middle of each tensor: enough to distinguish fine-tunes, with one short read per tensor. Random weights
+(dummy_weights.py) follow from the configuration.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ TensorRecord = tuple[str, list[int], str, bytes]
 
 
 def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
-    """32 hexadecimal digits. Does not depend on paths, sharding or the order of tensors, nor on the stop tokens."""
+    """32 hexadecimal digits. Independent of paths, sharding, the order of tensors and the stop tokens."""
     config = dataclasses.asdict(source.config)
     del config["eos_token_ids"]
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Checkpoint files into a model's memory, one tensor at a time: at no point is there a second copy of the model."""
+"""Loads checkpoint files into a model's memory, one tensor at a time, without a second copy of the model."""
 
 import logging
 import re
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
-    """Fill every slot (parameters.py); raises StartupError naming a tensor that is missing, extra or misshapen.
+    """Fill every slot (dense_parameters.py); raises StartupError naming a missing, extra or misshapen tensor.
 
-    `names` are the tensors of the whole model, where the slots are only those of a rank.
+    `names` are the tensors of the whole model, if the slots are only those of a rank.
     """
     checkpoint = open_checkpoint(source)
     for name, slot in slots.items():
@@ -88,7 +88,7 @@ class SafetensorsCheckpoint:
 
 
 class GgufCheckpoint:
-    """A GGUF file under Hugging Face's names, dequantised on the way."""
+    """A GGUF file with Hugging Face's names, dequantised during loading."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file

@@ -11,7 +11,7 @@ from ...kernels.sampling.top_tokens import top_tokens
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of N tokens, and the `top` most likely ones in the place of each; still on the device."""
+    """Log-probabilities of N tokens, and the `top` most likely alternatives of each; still on the device."""
 
     tokens: torch.Tensor  # [N] int64
     logprobs: torch.Tensor  # [N] float32
@@ -20,7 +20,7 @@ class Logprobs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What to read back, in the order of `entries`."""
+        """The tensors to read back, in the order of `entries`."""
         return self.tokens, self.logprobs, self.top_ids, self.top_logprobs
 
 
@@ -37,7 +37,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
 
 
 def entries(values: Sequence[Sequence[float]], tops: Sequence[int]) -> list[TokenLogprob]:
-    """What was read back of a `Logprobs`, token by token, each with its own number of alternatives."""
+    """The values of a `Logprobs` that was read back, token by token, each with its own number of alternatives."""
     tokens, logprobs, top_ids, top_logprobs = values
     width = len(top_ids) // len(tokens) if tokens else 0
     return [

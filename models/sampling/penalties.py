@@ -1,7 +1,7 @@
-"""Changes to logits before a token is chosen: penalties, biases, and no end before `min_new_tokens`.
+"""Changes logits before sampling: penalties, biases, and no EOS before `min_new_tokens`.
 
 In this order: the repetition penalty over prompt and output (positive logits are divided, negative ones multiplied),
-presence and frequency over the output (subtracted), the bias (added), the mask. A row that asks for none of them costs
+presence and frequency over the output (subtracted), the bias (added), the mask. Rows that use none of them cost
 nothing.
 """
 
@@ -20,9 +20,9 @@ _REMEMBERED_PROMPTS = 512
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One token to choose: from which row of the logits, by what rule, and what came before it.
+    """One token to sample: its row of the logits, its parameters, and the tokens before it.
 
-    `output_index` is the token's index in its output; `prompt_ids` and `output_ids` matter to penalties only.
+    `output_index` is the token's index in its output; `prompt_ids` and `output_ids` are used by penalties only.
     """
 
     row: int
@@ -40,9 +40,9 @@ class Penalties:
         self._prompts = _PromptMasks(_REMEMBERED_PROMPTS)
 
     def apply(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-        """The logits [B, V] that the choices, one per row, are made from: a copy, or `logits` if nothing changes.
+        """The logits [B, V] to sample from, one row per choice: a copy, or `logits` itself if nothing changes.
 
-        Without a wait on CUDA, which is why constants are assigned as tensors: a Python scalar would cost one.
+        Does not wait for a CUDA device: constants are assigned as tensors, because a Python scalar would wait.
         """
         repeating = [row for row, choice in enumerate(choices) if choice.params.repetition_penalty != 1.0]
         subtracted, added, masked = _Edits(), _Edits(), _Edits()
@@ -71,7 +71,7 @@ class Penalties:
         return logits
 
     def _penalize_repetition(self, logits: torch.Tensor, choices: Sequence[Choice], rows: Sequence[int]) -> None:
-        """In place. Over a mask of the vocabulary: the tokens of a prompt can be many, and go to the device once."""
+        """In place, over a mask of the vocabulary: the tokens of a prompt can be many, and are uploaded once."""
         seen = torch.stack([self._prompts.mask(choices[row].prompt_ids, logits) for row in rows])
         outputs = _Edits()
         for at, row in enumerate(rows):
@@ -86,7 +86,7 @@ class Penalties:
 
 
 class _Edits:
-    """Places (row, token) in a batch, and an amount for each where a change has one."""
+    """(row, token) positions in a batch, each with an amount if the change has one."""
 
     def __init__(self) -> None:
         self._rows: list[npt.NDArray[np.int64]] = []
@@ -104,7 +104,7 @@ class _Edits:
             self._amounts.append(amounts)
 
     def index(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places as an index of `batch` [B, V]; raises ValueError for a token outside the vocabulary."""
+        """The positions as an index of `batch` [B, V]; raises ValueError for a token outside the vocabulary."""
         tokens = np.concatenate(self._tokens)
         _check_tokens(tokens, batch.shape[-1])
         rows, columns = upload(np.stack([np.concatenate(self._rows), tokens]), torch.long, batch.device)
@@ -115,9 +115,9 @@ class _Edits:
 
 
 class _PromptMasks:
-    """Which tokens of the vocabulary a prompt has, on the device.
+    """Which tokens of the vocabulary occur in a prompt, on the device.
 
-    A prompt comes back with every token of its output, as the same tuple: the last `capacity` ones are remembered.
+    A prompt is used again for every token of its output, as the same tuple: the last `capacity` masks are cached.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -125,7 +125,7 @@ class _PromptMasks:
         self._known: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
 
     def mask(self, prompt_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """[V] bool, V and the device being those of `logits`."""
+        """[V] bool, with V and the device of `logits`."""
         known = self._known.get(id(prompt_ids))
         if known is not None:
             self._known.move_to_end(id(prompt_ids))
@@ -134,7 +134,7 @@ class _PromptMasks:
         _check_tokens(tokens, logits.shape[-1])
         mask = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         mask.index_fill_(0, upload(tokens, torch.long, logits.device), True)
-        if isinstance(prompt_ids, tuple):  # anything else may change. Held here, its id stays its own.
+        if isinstance(prompt_ids, tuple):  # a list may change. The cache keeps the tuple alive, so its id stays unique.
             self._known[id(prompt_ids)] = (prompt_ids, mask)
             if len(self._known) > self._capacity:
                 self._known.popitem(last=False)
@@ -142,6 +142,6 @@ class _PromptMasks:
 
 
 def _check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int) -> None:
-    """On CUDA, an index out of range is found by an assertion on the device, which ends the process."""
+    """Checked on the host: on CUDA, an index out of range fails a device assertion, which ends the process."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ValueError(f"token ids [{tokens.min()}, {tokens.max()}] reach outside the {vocab_size} known")
+        raise ValueError(f"token ids [{tokens.min()}, {tokens.max()}] are outside the vocabulary of {vocab_size}")

@@ -1,11 +1,11 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
-A token is a function of its row's logits, its parameters and (seed, output index) alone: neither the rest of the batch,
-nor who samples, nor on what device, matters. Three things see to that: the one random number a token needs comes from a
-counter-based generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose
-sums do not depend on the order in which a device adds them. On CUDA nothing waits for the device.
+A token is a function of its row's logits, its parameters and (seed, output index): independent of the rest of the
+batch, of the sampling server and of the device. For this, the one random number per token comes from a counter-based
+generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose sums do not
+depend on the order of additions. On CUDA the host does not wait.
 
-The order is: penalties, bias and mask (models/sampling/penalties.py), temperature, top_k, top_p of what is left, min_p.
+The order is: penalties, bias and mask (penalties.py), temperature, top_k, top_p of the rest, min_p.
 """
 
 import enum
@@ -22,24 +22,24 @@ from ..layers.host_copies import upload
 from .penalties import Choice, Penalties
 
 _SCALE = 1 << 40
-"""The weight of a row's most likely token. A weight of 1 is far below the 2^-32 that a random number can tell apart,
-and 8 million of the largest add up without overflow."""
+"""The weight of a row's most likely token. A weight of 1 is far below 2^-32, the resolution of random numbers, and the
+sum of 8 million of the largest does not overflow."""
 
 _BLOCK_ELEMENTS = 1 << 24
-"""Logits turned into 64-bit weights at once: bounds the temporary memory of large batches."""
+"""Logits converted to 64-bit weights at once: limits the temporary memory of large batches."""
 
 _MASK_32 = (1 << 32) - 1
 
 _MANY_ROWS = 16
-"""From here on random numbers are cheaper as arrays than one by one: for a step of 128 rows 0.1 ms instead of 0.7."""
+"""From this many rows on, numpy arrays are faster: for a step of 128 rows 0.1 ms instead of 0.7."""
 
 
 class _Kind(enum.Enum):
-    """How a row is worked on. Its own parameters decide: a result must not change with its company."""
+    """How a row is sampled. Only its own parameters decide: the rest of the batch must not change the result."""
 
     GREEDY = enum.auto()
     TOP_K = enum.auto()  # inverse CDF over the ranked candidates
-    TOP_P = enum.auto()  # over the vocabulary, some of whose weights are 0
+    TOP_P = enum.auto()  # over the vocabulary, with some weights set to 0
     VOCABULARY = enum.auto()
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Kind(enum.Enum):
 
 
 class Sampler:
-    """Chooses tokens. None of `eos_token_ids` can come before a request's `min_new_tokens`."""
+    """Samples tokens. Before a request's `min_new_tokens`, none of `eos_token_ids` can be sampled."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         self._penalties = Penalties(eos_token_ids)
@@ -84,7 +84,7 @@ class Sampler:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one output position: 32 bits of Philox keyed by the seed, counting positions."""
+    """The random number in [0, 1) of one output position: 32 bits of Philox, keyed by seed and position."""
     words = philox((position & _MASK_32, position >> 32 & _MASK_32, 0, 0), (seed & _MASK_32, seed >> 32 & _MASK_32))
     return words[0] / (1 << 32)
 
@@ -92,7 +92,7 @@ def uniform(seed: int, position: int) -> float:
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), the generator of cuRAND.
 
-    In plain integers it takes 4 us; numpy's, which has to be built anew for every key, takes 12.
+    In plain integers it takes 4 us; numpy's, which must be constructed for every key, takes 12.
     """
     a, b, c, d = counter
     low, high = key
@@ -159,14 +159,14 @@ def _draw_from_top_k(logits: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
 
 
 def _needed(mass: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
-    """What the tokens that top_p keeps have to hold of a row's mass [B, 1]: the first ones that do are kept."""
+    """The mass, of a row's mass [B, 1], that the tokens kept by top_p must reach: the first ones that do are kept."""
     return (knobs.top_p * mass.double()).ceil().long()
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
-    """Integers in proportion to the probabilities; that of the `best` logit is _SCALE.
+    """Integers proportional to the probabilities; that of the `best` logit is _SCALE.
 
-    With `best` subtracted first, a tiny temperature cannot overflow.
+    `best` is subtracted first, so that a tiny temperature cannot overflow.
     """
     return logits.double().sub_(best).div_(knobs.temperature).exp_().mul_(_SCALE).round_().long()
 
@@ -177,6 +177,6 @@ def _draw(weights: torch.Tensor, knobs: _Knobs) -> torch.Tensor:
         weights = weights.where(weights.double() >= knobs.min_p * _SCALE, 0)
     cdf = weights.cumsum(dim=-1)
     target = (knobs.uniform * cdf[:, -1:].double()).long()
-    # The first index whose cdf exceeds the target, so never one of weight 0: random numbers stop 2^-32 short of 1.
-    # Only logits that are not numbers lead past the end, where an index would end a CUDA process.
+    # The first index whose cdf exceeds the target, so never one of weight 0: random numbers are at most 1 - 2^-32.
+    # Only NaN logits lead past the end, where an index would end a CUDA process.
     return torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[-1] - 1)

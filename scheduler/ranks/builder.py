@@ -62,6 +62,7 @@ class RankBuilder:
             parallel=parallel,
             load_format=config.load_format,
             kv_dtype=config.kv_dtype,
+            cpu_kernels=config.cpu_kernels,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
         self._share = auto_kv_share(config, self._device, weight_bytes)

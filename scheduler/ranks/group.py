@@ -18,7 +18,7 @@ import zmq
 from pydantic import SecretStr
 
 from ...configs.errors import PdserveError, StartupError
-from ...configs.logs import RateLimitedLog
+from ...configs.logs import rate_limited
 from ...configs.schema import AnyServerConfig
 from ...models.layers.parallel import listen
 from ...models.loading.catalog import ModelSource
@@ -197,7 +197,7 @@ class _Hub:
         """The latest word of each rank."""
         self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
         """By routing id."""
-        self._noise = RateLimitedLog(log)
+        self._noise = rate_limited(log)
         self._strangers = Strangers(None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wakeup = Wakeup(self._context)

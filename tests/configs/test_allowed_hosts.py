@@ -1,4 +1,4 @@
-"""Where a request may send a decode server."""
+"""Hosts that a request may name as bootstrap_host."""
 
 import pytest
 
@@ -14,14 +14,14 @@ def allowed(**flags: str) -> AllowedHosts:
     return config.allowed_bootstrap_hosts
 
 
-def test_by_default_only_hosts_that_are_known() -> None:
+def test_only_configured_hosts_are_allowed_by_default() -> None:
     hosts = allowed(prefill="p1:8998,10.0.0.1:8998")
     assert [hosts.allows(host) for host in ("127.0.0.1", "localhost", "p1", "P1", "10.0.0.1")] == [True] * 5
     assert [hosts.allows(host) for host in ("10.0.0.2", "192.168.1.1", "8.8.8.8", "p2")] == [False] * 4
 
 
-def test_with_an_api_key_private_networks_too() -> None:
-    """Also with a cluster key: a listener of a stranger could test guesses of it."""
+def test_private_networks_are_allowed_with_an_api_key() -> None:
+    """The same with a cluster key, which a hostile listener could otherwise try to guess."""
     hosts = allowed(api_key="key", cluster_key="a secret of the whole cluster")
     private = ("10.0.0.2", "172.31.0.1", "192.168.1.1", "fd00::1")
     assert [hosts.allows(host) for host in private] == [True] * 4
@@ -31,7 +31,7 @@ def test_with_an_api_key_private_networks_too() -> None:
     assert not hosts.allows_at("prefill-0", "8.8.8.8")
 
 
-def test_what_is_given_takes_the_place_of_private_networks() -> None:
+def test_bootstrap_allow_replaces_private_networks() -> None:
     hosts = allowed(api_key="key", bootstrap_allow="p1, *.prefill.svc, 10.1.0.0/16, 8.8.8.8", prefill="p0:8998")
     assert [hosts.allows(host) for host in ("p0", "p1", "a.prefill.svc", "10.1.2.3", "8.8.8.8")] == [True] * 5
     assert [hosts.allows(host) for host in ("10.2.0.1", "8.8.4.4")] == [False] * 2
@@ -39,19 +39,19 @@ def test_what_is_given_takes_the_place_of_private_networks() -> None:
     assert hosts.allows_at("p1", "8.8.4.4"), "its name is trusted"
 
 
-def test_everything_may_be_allowed() -> None:
+def test_asterisk_allows_every_host() -> None:
     hosts = allowed(bootstrap_allow="*")
     assert hosts.allows("8.8.8.8")
     assert hosts.allows_at("anything", "8.8.8.8")
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.0/33", "10.0.0.1/8", "a b", "*.*", "p*"])
-def test_entries_are_checked(entry: str) -> None:
+def test_invalid_entry_is_refused(entry: str) -> None:
     with pytest.raises(StartupError, match=r"bootstrap_allow\[0\]: .*from the command line"):
         allowed(bootstrap_allow=entry)
 
 
-def test_its_former_name_works(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_former_name_of_the_setting_is_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("old") / "decode.yaml"
     file.write_text("bootstrap_hosts: [p1, p2]\n", encoding="utf-8")
     config = load_config("decode", file, {}, {})

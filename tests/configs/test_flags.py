@@ -1,4 +1,4 @@
-"""Flags mirror the schema: every field has one, and a round trip through them loses nothing."""
+"""Flags: every field of the schema has one, and a round trip through flags keeps all settings."""
 
 import argparse
 
@@ -23,7 +23,7 @@ def test_every_field_has_a_flag_with_its_default_and_range_in_the_help(role: Rol
     text = " ".join(parser.format_help().split())
     for name in fields:
         assert name == "role" or flag_of(name) in text
-    assert "tokens in one KV page; the two sides may differ (default: 16; 1 to 1024)" in text
+    assert "tokens per KV page; prefill and decode may differ (default: 16; 1 to 1024)" in text
     assert "(default: 0.4; above 0, up to 60)" in text
     assert "--verify-kv, --no-verify-kv" in text
 
@@ -34,12 +34,12 @@ def test_only_given_flags_are_reported() -> None:
     assert parse("decode", ["--prefill", "a:1", "--prefill", "b:2,c:3"]) == {"prefill": "a:1,b:2,c:3"}
 
 
-def test_spellings_of_sglang_are_understood() -> None:
+def test_sglang_spellings_are_accepted() -> None:
     arguments = ["--model-path", "/m", "--disaggregation-bootstrap-port=9", "--chunked-prefill-size", "64"]
     assert parse("prefill", arguments) == {"model": "/m", "bootstrap_port": "9", "chunk_size": "64"}
 
 
-def test_settings_survive_the_way_to_a_child_process() -> None:
+def test_flags_for_a_child_process_keep_all_settings() -> None:
     flags: dict[str, str | bool] = {
         "prefill": "a:1,b:2",
         "page_size": "8",

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves."""
+"""Garbage collector settings of a server process."""
 
 import gc
 import subprocess
@@ -18,7 +18,7 @@ print(before, len(gc.get_objects()))
 """
 
 
-def test_collections_look_at_nothing_that_was_loaded_before() -> None:
+def test_keep_for_good_excludes_loaded_objects_from_collections() -> None:
     environ = {"PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
@@ -26,7 +26,7 @@ def test_collections_look_at_nothing_that_was_loaded_before() -> None:
     assert after < before / 100
 
 
-def test_what_is_kept_for_now_is_looked_at_again_afterwards() -> None:
+def test_kept_for_now_ends_with_its_block() -> None:
     prompts = [[index] for index in range(1000)]
     with kept_for_now():
         assert gc.get_freeze_count() > 1000

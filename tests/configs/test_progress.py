@@ -11,13 +11,13 @@ log = logging.getLogger("pdserve.configs.progress")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, as its only element."""
+    """A list whose only element is the current time."""
     now = [100.0]
     monkeypatch.setattr("pdserve.configs.progress.time.monotonic", lambda: now[0])
     return now
 
 
-def test_a_long_job_is_heard_of_every_few_seconds(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_long_job_logs_progress_every_few_seconds(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     job = ProgressLog(log, "weights: %.1f of %.1f GiB", 12)
     for _ in range(12):
@@ -31,7 +31,7 @@ def test_a_long_job_is_heard_of_every_few_seconds(clock: list[float], caplog: py
     ]
 
 
-def test_a_short_job_says_nothing(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_short_job_logs_nothing(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     job = ProgressLog(log, "graphs: %d of %d", 3)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What settings mean together."""
+"""Properties that depend on several settings."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from pdserve.configs.schema import DecodeConfig
         ("cuda:0", {"tp": 4, "nnodes": 2}, True),
     ],
 )
-def test_ranks_of_a_machine_share_a_gpu_that_is_named(device: str, ranks: dict[str, int], shared: bool) -> None:
+def test_local_ranks_share_a_named_gpu(device: str, ranks: dict[str, int], shared: bool) -> None:
     machines = {"dist_init_addr": "10.0.0.1:9000", "cluster_key": "x" * 16}
     config = DecodeConfig.model_validate({"device": device, **ranks, **machines})
     assert config.ranks_share_gpu == shared

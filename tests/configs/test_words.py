@@ -1,9 +1,9 @@
-"""One of something is not several."""
+"""Formatting of numbers and values."""
 
 from pdserve.configs.words import counted
 
 
-def test_nouns_agree_with_their_number() -> None:
+def test_counted_uses_singular_and_plural() -> None:
     assert [counted(number, "prompt token") for number in (0, 1, 2)] == [
         "0 prompt tokens",
         "1 prompt token",

@@ -1,4 +1,4 @@
-"""What the kernel tests are parametrised over: an implementation and the device it runs on."""
+"""Fixtures of the kernel tests: an implementation and the device that it runs on."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from tests.kernels.places import PLACES, each_of
 
 where = each_of(*PLACES)
 anywhere = each_of(*PLACES, ("numba", "cpu"))
-"""`where`, and Numba: for operations that have such kernels. Those are for float32 alone."""
+"""`where`, and Numba: for operations with a Numba kernel, which supports only float32."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop what would ask a Numba kernel for another dtype."""
+    """Drop combinations of a Numba kernel with another dtype."""
     items[:] = [item for item in items if not _wrong_dtype(item)]
 
 

@@ -1,4 +1,4 @@
-"""Kernels of csrc/ as their sources declare them: nothing else checks what a launch passes, which is bare numbers."""
+"""Checks launches of csrc/ kernels against their declarations: nothing else checks them, arguments are bare numbers."""
 
 import functools
 import re
@@ -8,12 +8,12 @@ from typing import Any
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
 _FIRST_ADDRESS = 1 << 32
-"""No memory is below, and no size or stride of a test is as large."""
+"""Every address is above this, and every size or stride of a test below."""
 
 
 @functools.cache
 def parameters(source: str, name: str) -> tuple[str, ...]:
-    """The types of what kernel `name` takes, without their qualifiers."""
+    """The parameter types of kernel `name`, without qualifiers."""
     code = (SOURCE_FOLDER / source).read_text(encoding="utf-8")
     found = re.search(rf'extern "C" __global__[^;{{}}]*?\b{name}\(([^)]*)\)', code)
     assert found is not None, f"{source} has no kernel {name}"
@@ -22,7 +22,7 @@ def parameters(source: str, name: str) -> tuple[str, ...]:
 
 
 def check_launch(source: str, name: str, args: tuple[Any, ...]) -> None:
-    """Raise AssertionError unless a kernel takes these arguments, addresses and 64-bit integers, in this order."""
+    """Raise AssertionError unless the kernel takes these arguments, addresses and 64-bit integers, in this order."""
     taken = parameters(source, name)
     assert len(args) == len(taken), f"{name} takes {len(taken)} arguments, not {len(args)}"
     for number, (arg, kind) in enumerate(zip(args, taken, strict=True)):
@@ -32,7 +32,7 @@ def check_launch(source: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def load_kernel(source: str, name: str, *_args: Any, **_options: Any) -> Any:
-    """In place of that of nvrtc.py: checks launches, and does nothing."""
+    """Replaces load_kernel of nvrtc.py: checks launches, and runs nothing."""
 
     def launch(*args: Any, blocks: int, threads: int, shared_bytes: int = 0, overlap_previous: bool = False) -> None:
         assert blocks > 0

@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton kernels run in its interpreter. Import this before anything that imports Triton."""
+"""Without a GPU, Triton kernels run in its interpreter. Import this before any module that imports Triton."""
 
 import importlib.util
 import os

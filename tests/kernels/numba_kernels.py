@@ -1,4 +1,4 @@
-"""Tests of Numba kernels say so where there is no Numba."""
+"""Mark of tests that need Numba."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Memory that shows when it is read without having been written."""
+"""Poisons uninitialised memory, so that tests notice reads of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from pdserve.kernels.backends.dispatch import Impl
 
 @contextmanager
 def poisoned(impl: Impl) -> Iterator[None]:
-    """torch.empty gives NaN, or the largest integer: what is read or left unwritten shows.
+    """torch.empty gives NaN or the largest integer, so that uninitialised and unwritten elements are noticed.
 
-    The mode that does this forbids matrix products by cuBLAS, so references go without.
+    The torch mode that does this forbids cuBLAS matrix products, so it is off for references.
     """
     torch.use_deterministic_algorithms(impl != "reference")
     try:

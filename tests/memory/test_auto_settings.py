@@ -1,4 +1,4 @@
-"""What servers take where nothing is said: both fit on one GPU, whichever comes first, and one alone wastes nothing."""
+"""Automatic settings: two servers fit on one GPU in any starting order, and a server alone uses most of it."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TOTAL = 139 * GIB
 
 
 class Gpu:
-    """The memory of a GPU: what each process has of it, and which of them asks."""
+    """A fake GPU: the memory that each process has allocated, and the process that asks."""
 
     def __init__(self) -> None:
         self.used = {"prefill": 0, "decode": 0}
@@ -57,14 +57,14 @@ def test_chunks_on_a_gpu_take_about_50_ms(parameters: float, tokens: int) -> Non
     assert auto_chunk_size(PrefillConfig(), GPU, int(parameters)) == tokens
 
 
-def test_chunks_are_whole_pages_and_what_is_set_is_kept() -> None:
+def test_chunk_size_is_whole_pages_and_an_explicit_one_is_kept() -> None:
     assert auto_chunk_size(PrefillConfig(), CPU, 10**9) == 512
     assert auto_chunk_size(PrefillConfig(page_size=48), CPU, 10**9) == 528
     assert auto_chunk_size(PrefillConfig(chunk_size=64), GPU, 10**9) == 64
 
 
 @pytest.mark.usefixtures("gpu")
-def test_batches_are_larger_on_a_gpu_unless_tables_would_take_it() -> None:
+def test_batches_are_larger_on_a_gpu_unless_tables_are_too_large() -> None:
     assert auto_running_requests(DecodeConfig(), CPU, 0) == 32
     assert auto_running_requests(DecodeConfig(), GPU, 0) == 256
     assert auto_running_requests(DecodeConfig(), GPU, 20 << 20) == 256, "DeepSeek-V3.2 on one GPU"
@@ -85,7 +85,7 @@ def test_a_server_alone_takes_most_of_its_gpu(gpu: Gpu, listener: socket.socket)
 
 
 @pytest.mark.parametrize("config", [PrefillConfig(), DecodeConfig(prefill=("127.0.0.1:1",))])
-def test_where_nobody_else_fits_no_room_is_left(gpu: Gpu, config: PrefillConfig | DecodeConfig) -> None:
+def test_no_memory_is_left_if_a_second_server_does_not_fit(gpu: Gpu, config: PrefillConfig | DecodeConfig) -> None:
     gpu.used["decode"] = 80 * GIB
     share = auto_kv_share(config, GPU, 79 * GIB)
     assert (share.fraction, share.left_bytes) == (0.9, 0)
@@ -94,7 +94,7 @@ def test_where_nobody_else_fits_no_room_is_left(gpu: Gpu, config: PrefillConfig 
 @pytest.mark.parametrize("weights_gib", [1, 15, 40])
 @pytest.mark.parametrize("order", ["prefill first", "decode first", "both look, then both take"])
 def test_two_servers_fit_on_one_gpu_in_any_order(gpu: Gpu, weights_gib: int, order: str) -> None:
-    """With a few GiB to spare for what steps and graphs need."""
+    """With a few GiB left for steps and graphs."""
     weights = weights_gib * GIB
     config = {
         "prefill": PrefillConfig(),

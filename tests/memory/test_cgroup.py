@@ -1,4 +1,4 @@
-"""What a container leaves of the machine's memory, in file trees as the kernel shows them."""
+"""Free memory within cgroup limits, read from file trees like the kernel's."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from pdserve.memory.pinned import PinnedMemory
 
 GIB = 1 << 30
 UNLIMITED = 9223372036854771712
-"""As version 1 says it."""
+"""How version 1 writes "no limit"."""
 
 
 class Machine:
-    """Control groups of a machine that has none so far, and those that a process is in."""
+    """A file tree of control groups, and the groups that a process is in."""
 
     def __init__(self, folder: Path) -> None:
         self.mount = folder / "sys"
@@ -27,7 +27,7 @@ class Machine:
         self._membership.write_text("".join(f"{line}\n" for line in lines))
 
     def limit(self, path: str, limit: int | str, used: int, *, cached: int = 0) -> None:
-        """A group of version 2; half of what is cached was read again since."""
+        """Add a group of version 2; half of its page cache is active."""
         self._write(
             path,
             {
@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_limit_less_what_is_used_and_cannot_be_given_up(machine: Machine) -> None:
+def test_page_cache_counts_as_free(machine: Machine) -> None:
     machine.join("0::/pod")
     machine.limit("/pod", 64 * GIB, 20 * GIB)
     assert machine.free() == 44 * GIB
@@ -71,7 +71,7 @@ def test_a_limit_less_what_is_used_and_cannot_be_given_up(machine: Machine) -> N
     assert machine.free() == 50 * GIB
 
 
-def test_the_tightest_limit_on_the_way_up_counts(machine: Machine) -> None:
+def test_tightest_limit_of_all_ancestors_counts(machine: Machine) -> None:
     machine.join("0::/slice/pod/container")
     machine.limit("/slice/pod/container", "max", 3 * GIB)
     machine.limit("/slice/pod", 32 * GIB, 30 * GIB)
@@ -81,36 +81,36 @@ def test_the_tightest_limit_on_the_way_up_counts(machine: Machine) -> None:
     assert machine.free() == 24 * GIB
 
 
-def test_version_1(machine: Machine) -> None:
+def test_cgroup_version_1_is_read(machine: Machine) -> None:
     machine.join("5:cpu,cpuacct:/", "4:memory:/docker/c", "1:name=systemd:/", "0::/")
     machine.limit_v1("", UNLIMITED, 90 * GIB)
     machine.limit_v1("/docker/c", 16 * GIB, 9 * GIB, cached=GIB)
     assert machine.free() == 8 * GIB
 
 
-def test_a_container_sees_its_own_group_at_the_root_by_whatever_name(machine: Machine) -> None:
+def test_container_reads_its_own_group_at_the_root(machine: Machine) -> None:
     machine.join("4:memory:/docker/0123456789ab")
     machine.limit_v1("", 16 * GIB, 9 * GIB)
     assert machine.free() == 7 * GIB
 
 
-def test_over_the_limit_nothing_is_left(machine: Machine) -> None:
+def test_no_memory_is_free_over_the_limit(machine: Machine) -> None:
     machine.join("0::/pod")
     machine.limit("/pod", 2 * GIB, 3 * GIB)
     assert machine.free() == 0
 
 
-def test_without_a_limit_the_machine_decides(machine: Machine) -> None:
-    assert machine.free() is None  # no control groups at all
+def test_without_a_limit_the_machine_memory_counts(machine: Machine) -> None:
+    assert machine.free() is None  # no control groups
     machine.join("0::/")
-    assert machine.free() is None  # the group of everybody has no limit
+    assert machine.free() is None  # the root group has no limit
     machine.join("0::/slice")
     machine.limit("/slice", "max", GIB)
     assert machine.free() is None
 
 
-def test_memory_beyond_the_limit_of_the_container_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has more; the kernel would end the process when it writes there."""
+def test_memory_beyond_the_container_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has more memory, but the kernel would kill the process when it writes there."""
     monkeypatch.setattr(device, "cgroup_free_bytes", lambda: 5 << 20)
     assert device.free_memory_bytes(torch.device("cpu")) == 5 << 20
     PinnedMemory(5 << 20).close()

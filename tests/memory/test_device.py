@@ -1,4 +1,4 @@
-"""Which device a rank gets."""
+"""Device selection per rank."""
 
 import pytest
 import torch
@@ -13,23 +13,21 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_each_rank_has_a_gpu_of_its_own_or_the_server_does_not_start(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_gets_its_own_gpu_or_the_server_does_not_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
     assert [resolve_device(name, rank, 2) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
     with pytest.raises(StartupError, match=rf"device {name}: 4 ranks .* this machine has 2; .*--device cuda:0"):
         resolve_device(name, 0, 4)
 
 
-def test_a_gpu_that_is_named_is_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_gpu_is_used_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
     assert {resolve_device("cuda:1", rank, 4) for rank in range(4)} == {torch.device("cuda", 1)}
     with pytest.raises(StartupError, match="device cuda:2: this machine has 2 CUDA devices"):
         resolve_device("cuda:2", 0, 4)
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_cpu_and_cuda_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 0)
     assert {resolve_device(name, rank, 4) for rank in range(4) for name in ("auto", "cpu")} == {torch.device("cpu")}
     for name in ("cuda", "cuda:0"):

@@ -1,4 +1,4 @@
-"""Index spaces cannot be mixed: a program full of mix-ups, which mypy must refuse line by line, with our settings."""
+"""mypy, with our settings, refuses every line that mixes two index spaces."""
 
 import re
 import subprocess
@@ -25,15 +25,15 @@ from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.requests.request import Request
 
 
-def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: CommandLog, prefixes: PrefixCache) -> None:
+def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, commands: CommandLog, prefixes: PrefixCache) -> None:
     assert request.grant is not None
     OpenHot(1, buffer.slot, tuple(buffer.pages), tuple(request.pages), 3, buffer.capacity)
     OpenHot(1, buffer.slot, tuple(request.pages), tuple(buffer.pages), 3, buffer.capacity)  # no
     ResizeHot(buffer.pages[0], tuple(buffer.pages), 8)  # no
     ResizeHot(buffer.slot, tuple(request.pages), 8)  # no
     CopyPage(1, request.pages[0], buffer.pages[0])  # no
-    orders.release(request.grant)
-    orders.release(buffer.grant)  # no
+    commands.release(request.grant)
+    commands.release(buffer.grant)  # no
     hot.pages.release(buffer.grant)
     hot.pages.release(request.grant)  # no
     hot.pages.grant("a", 1, shared=request.pages)  # no
@@ -41,14 +41,14 @@ def leader(buffer: HotBuffer, request: Request, hot: HotBuffers, orders: Command
     request.pages.append(7)  # no
 
 
-def lender(buffer: HotBuffer, loan: Loan, lots: PoolOverlay, orders: CommandLog, hot: HotBuffers) -> None:
-    buffer.pages += lots.hot_pages_under(loan.grant.pages)
+def lender(buffer: HotBuffer, loan: Loan, overlay: PoolOverlay, commands: CommandLog, hot: HotBuffers) -> None:
+    buffer.pages += overlay.hot_pages_under(loan.grant.pages)
     buffer.pages += loan.grant.pages  # no
-    lots.hot_pages_under(loan.hot_pages)  # no
-    lots.places(loan.hot_pages, lots)
-    lots.places(loan.grant.pages, lots)  # no
-    buffer.pages += lots.places(loan.hot_pages, lots)  # no
-    orders.release(loan.grant)
+    overlay.hot_pages_under(loan.hot_pages)  # no
+    overlay.local_pages(loan.hot_pages, overlay)
+    overlay.local_pages(loan.grant.pages, overlay)  # no
+    buffer.pages += overlay.local_pages(loan.hot_pages, overlay)  # no
+    commands.release(loan.grant)
     hot.pages.release(loan.grant)  # no
 
 
@@ -78,7 +78,7 @@ def test_mypy_refuses_every_mix_up_and_nothing_else(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    # by its name alone: what mypy has cached of an earlier run names the file as it was then
+    # by file name only: mypy's cache may hold the path of an earlier run
     refused = {int(line) for line in re.findall(r"mixed_index_spaces\.py:(\d+): error: ", done.stdout)}
     mixed = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# no")}
     assert refused == mixed, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Pages of retracted requests in host memory: what comes back is what was saved, whatever else was saved meanwhile."""
+"""PageStore: `load` returns what `save` stored, whatever is saved and dropped in between."""
 
 import random
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve.configs.errors import StartupError
 from pdserve.memory import page_store
 from pdserve.memory.kv_pool import KvCache, KvPool
-from pdserve.memory.page_store import PageStore, stretches
+from pdserve.memory.page_store import PageStore, copy_runs
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_random_saves_and_loads(device: str) -> None:
             assert values(cache, pages) == [*({value} for value in expected), {-1.0}]
         else:
             pages = numbers.sample(range(40), numbers.randrange(1, 6))
-            if numbers.random() < 0.5:  # neighbours travel together
+            if numbers.random() < 0.5:  # adjacent pages are copied together
                 pages = list(range(pages[0] % 30, pages[0] % 30 + len(pages)))
             for index, page in enumerate(pages):
                 fill(cache, page, 100.0 * step + index)
@@ -76,7 +76,7 @@ def test_random_saves_and_loads(device: str) -> None:
     store.close()
 
 
-def test_what_does_not_fit_is_kept_all_the_same() -> None:
+def test_pages_that_do_not_fit_are_kept_in_pageable_memory() -> None:
     cache = make_cache()
     store = PageStore(cache, 2)
     for page in range(5):
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_kept_all_the_same() -> None:
     assert values(cache, [10, 11, 12, 13, 14]) == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
 
 
-def test_memory_that_cannot_be_page_locked_is_done_without(
+def test_store_without_page_locked_memory_still_saves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -106,15 +106,15 @@ def test_memory_that_cannot_be_page_locked_is_done_without(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40),
     st.integers(1, 8),
 )
-def test_stretches_name_every_pair_once_and_stay_within_chunks(pairs: list[tuple[int, int]], chunk: int) -> None:
-    found = list(stretches([pair[0] for pair in pairs], [pair[1] for pair in pairs], chunk))
+def test_copy_runs_cover_every_pair_once_and_stay_within_chunks(pairs: list[tuple[int, int]], chunk: int) -> None:
+    found = list(copy_runs([pair[0] for pair in pairs], [pair[1] for pair in pairs], chunk))
     named = [(first + at, second + at) for first, second, length in found for at in range(length)]
     assert named == pairs
     for _, second, length in found:
         assert second // chunk == (second + length - 1) // chunk
 
 
-def test_neighbours_travel_together() -> None:
-    assert list(stretches([5, 6, 7, 9], [0, 1, 2, 3], 100)) == [(5, 0, 3), (9, 3, 1)]
-    assert list(stretches([5, 6, 7], [0, 1, 2], 2)) == [(5, 0, 2), (7, 2, 1)]
-    assert list(stretches([], [], 4)) == []
+def test_adjacent_pages_are_one_copy_run() -> None:
+    assert list(copy_runs([5, 6, 7, 9], [0, 1, 2, 3], 100)) == [(5, 0, 3), (9, 3, 1)]
+    assert list(copy_runs([5, 6, 7], [0, 1, 2], 2)) == [(5, 0, 2), (7, 2, 1)]
+    assert list(copy_runs([], [], 4)) == []

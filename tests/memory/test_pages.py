@@ -13,11 +13,10 @@ PAGE_SIZE = 2
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests with few different tokens come, share what is cached, grow and go.
+    """Requests with few different tokens start, share cached pages, grow and end.
 
-    The model: `content` says which tokens each held page was filled with. Whatever the cache returns must have exactly
-    that content, and pages that somebody holds must not change hands. PoolOverlay of three pages are lent: the memory
-    of each is something else until it is released.
+    The model: `content` records the tokens that each held page was filled with. Pages that the cache returns must have
+    exactly that content, and held pages must not be granted again. Units of three pages are lent.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
             grown = self.pages.grow(grant)
             assert self.pages.take_shortfalls() == ([] if grown else [1])
             assert grown == (reserved > 0 or available > 0)
-            assert self.pages.available == available - (grown and not reserved), "what was reserved costs nobody else"
+            assert self.pages.available == available - (grown and not reserved), "a reserved page is not counted twice"
             if not grown:
                 return
         tokens.append(token)
@@ -78,17 +77,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache.insert(tokens, grant.pages)
         self.pages.release(grant)
 
-    @rule(overlay=st.integers(1, 3), keep=st.integers(0, 3))
-    def lend(self, overlay: int, keep: int) -> None:
+    @rule(units=st.integers(1, 3), keep=st.integers(0, 3))
+    def lend(self, units: int, keep: int) -> None:
         taken = {page for grant in [*self.requests, *self.loans] for page in grant.pages}
         free = {page for page in range(self.size) if page not in taken} - set(self.pages._idle)
-        whole = [lot for lot in range(self.size // 3) if {*range(3 * lot, 3 * lot + 3)} <= free]
+        whole = [unit for unit in range(self.size // 3) if {*range(3 * unit, 3 * unit + 3)} <= free]
         reserved = sum(grant.reserved for grant in self.requests)
         most = max(0, min(len(whole), (len(free) - reserved - keep) // 3))
         assert self.pages.lendable(keep) == most
-        if overlay <= most:
-            loan = self.pages.lend("y", overlay)
-            assert loan.pages == [page for lot in whole[-overlay:] for page in range(3 * lot, 3 * lot + 3)]
+        if units <= most:
+            loan = self.pages.lend("y", units)
+            assert loan.pages == [page for unit in whole[-units:] for page in range(3 * unit, 3 * unit + 3)]
             self.loans.append(loan)
 
     @precondition(lambda self: self.loans)
@@ -119,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
         for grant in [*self.requests, *self.loans]:
             self.pages.release(grant)
         everything = self.pages.grant("all", self.size)
-        assert everything is not None, "cached pages are as good as free ones"
+        assert everything is not None, "cached pages can be granted"
         assert len(self.cache) == 0
 
 
@@ -133,7 +132,7 @@ def test_fresh_pool_gives_adjacent_pages() -> None:
     assert grant.pages == [0, 1, 2]
 
 
-def test_pages_are_those_from_the_first_on_and_the_lowest_come_first() -> None:
+def test_allocator_hands_out_the_lowest_page_first() -> None:
     pages = PageAllocator[KvPage](4, first=7)
     grants = [pages.grant("a", 2), pages.grant("b", 2)]
     first, second = grants
@@ -148,15 +147,15 @@ def test_pages_are_those_from_the_first_on_and_the_lowest_come_first() -> None:
     pages.check_integrity()
 
 
-def test_a_pool_without_lots_lends_nothing_and_notes_nothing() -> None:
+def test_undivided_pool_lends_nothing_and_records_no_shortfall() -> None:
     pages = PageAllocator[KvPage](4)
     assert pages.lendable(0) == 0
     assert pages.grant("a", 5) is None
     assert pages.take_shortfalls() == []
 
 
-def test_lots_that_come_and_go_leave_nothing_behind() -> None:
-    """What is handed out as part of a lot stays in the queue of free pages, once."""
+def test_lending_and_releasing_units_does_not_grow_the_free_heap() -> None:
+    """Pages that `pop_units` takes stay in the heap of free pages, once."""
     pages = PageAllocator[KvPage](12)
     pages.divide(4)
     for _ in range(10):
@@ -167,7 +166,7 @@ def test_lots_that_come_and_go_leave_nothing_behind() -> None:
     assert everything.pages == list(range(12))
 
 
-def test_least_recently_used_prefix_goes_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first() -> None:
     pages = PageAllocator[KvPage](4)
     cache = PrefixCache(pages, 1)
     for tokens in ([1, 2], [3, 4]):
@@ -180,7 +179,7 @@ def test_least_recently_used_prefix_goes_first() -> None:
     pages.release(again)
     assert pages.grant("c", 1) is not None
     assert len(cache.match([1, 2], 2)) == 2
-    assert len(cache.match([3, 4], 2)) == 1, "the end of the older prefix went, its beginning stayed"
+    assert len(cache.match([3, 4], 2)) == 1, "the older prefix lost its last page only"
 
 
 def test_disabled_cache_keeps_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Page-locked memory: of what pages it is, and that it goes without a trace, whoever forgets to close it."""
+"""Page-locked memory: page size, fork behaviour, and unlocking with and without `close`."""
 
 import errno
 import gc
@@ -15,7 +15,7 @@ from pdserve.memory.pinned import PinnedMemory
 
 
 def flags_of(address: int) -> set[str]:
-    """The kernel's flags of the mapping that this address is in."""
+    """The kernel's flags of the mapping that contains this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -25,16 +25,16 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def test_it_may_have_large_pages_and_a_child_process_does_not_share_it() -> None:
+def test_pinned_memory_allows_huge_pages_and_is_not_forked() -> None:
     memory = PinnedMemory(8 << 20)
     flags = flags_of(memory.data.data_ptr())
     assert {"hg", "dc"} <= flags  # advised: huge pages, do not copy on fork
-    assert "sh" not in flags  # of shared memory the kernel makes no huge pages by default
+    assert "sh" not in flags  # the kernel does not back shared memory with huge pages by default
     memory.close()
 
 
-def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one for real-time work: it refuses the advice."""
+def test_kernel_without_huge_pages_maps_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a real-time kernel: it refuses the advice."""
     refused = []
 
     def madvise(memory: mmap.mmap, advice: int) -> None:
@@ -50,15 +50,15 @@ def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.Monke
     memory.close()
 
 
-def test_memory_that_the_kernel_will_not_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may have it, but a limit on the process does not; here, no address is that long."""
+def test_failed_mmap_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because of a limit of the process. Here, no address space is large enough."""
     monkeypatch.setattr(pinned, "free_memory_bytes", lambda _: 1 << 60)
     with pytest.raises(StartupError, match=r"cannot map 1048576\.00 GiB .*: Cannot allocate memory; .*ulimit -v"):
         PinnedMemory(1 << 50)
 
 
 @pytest.mark.gpu
-def test_memory_that_is_dropped_is_unlocked_and_its_addresses_can_be_locked_again() -> None:
+def test_dropped_memory_is_unlocked_and_its_addresses_can_be_locked_again() -> None:
     addresses = set()
     for _ in range(8):
         memory = PinnedMemory(3 << 20)
@@ -69,7 +69,7 @@ def test_memory_that_is_dropped_is_unlocked_and_its_addresses_can_be_locked_agai
 
 
 @pytest.mark.gpu
-def test_a_view_keeps_it_locked() -> None:
+def test_view_keeps_memory_locked() -> None:
     memory = PinnedMemory(1 << 20)
     view = memory.data[4096:8192]
     del memory

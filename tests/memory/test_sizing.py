@@ -1,4 +1,4 @@
-"""The size of the KV pool: what was asked for, what is useful, what fits."""
+"""Size of the KV pool: explicit, automatic, and too large."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def test_an_explicit_size_is_kept() -> None:
     assert pages(kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
 
 
-def test_an_automatic_size_is_a_share_of_what_is_free_and_no_more_than_useful() -> None:
+def test_automatic_size_is_a_share_of_free_memory_capped_at_useful_tokens() -> None:
     assert pages(kv_memory_fraction=0.5) == 2 * GIB // (16 * TOKEN_BYTES)
     assert pages(kv_memory_fraction=0.5, most_useful_tokens=50) == 4
 
 
-def test_a_pool_that_does_not_fit_beside_steps_is_refused() -> None:
+def test_pool_larger_than_free_memory_is_refused() -> None:
     assert pages(free_bytes=GIB, kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
     with pytest.raises(StartupError, match=r"kv_memory_gib = 1\.0 asks for .* 1\.00 GiB, 1\.00 GiB are free beside"):
         pages(free_bytes=GIB - 1, kv_memory_gib=1)
@@ -47,7 +47,7 @@ def test_less_than_a_page_is_refused() -> None:
         pages(free_bytes=-GIB)
 
 
-def test_weights_of_all_ranks_that_share_a_device_have_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_all_ranks_on_a_device_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.memory.sizing.free_memory_bytes", lambda _: 4 * GIB)
     cpu = torch.device("cpu")
     check_weights_fit(4 * GIB, cpu)
@@ -58,14 +58,14 @@ def test_weights_of_all_ranks_that_share_a_device_have_to_fit(monkeypatch: pytes
         check_weights_fit(3 * GIB, cpu, sharers=2)
 
 
-def test_nothing_is_tried_on_the_cpu() -> None:
+def test_peak_bytes_runs_nothing_on_the_cpu() -> None:
     ran: list[bool] = []
     assert peak_bytes(torch.device("cpu"), lambda: ran.append(True)) == 0
     assert not ran
 
 
 @pytest.mark.gpu
-def test_the_peak_is_what_was_held_at_once() -> None:
+def test_peak_bytes_is_the_most_allocated_at_once() -> None:
     device = torch.device("cuda")
 
     def work() -> None:

@@ -1,3 +1,3 @@
-"""Triton interprets where there is no GPU. That is decided before anything imports it, as transformers' models do."""
+"""Selects Triton's interpreter without a GPU. It must come before the first import of Triton, also by transformers."""
 
 import tests.kernels.interpreter  # noqa: F401

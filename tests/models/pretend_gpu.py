@@ -1,18 +1,18 @@
-"""A GPU that is not there: CUDA's rules, kept by a machine without one.
+"""A simulated GPU: enforces CUDA's rules on a machine without one.
 
-Tensors of this GPU are memory of the CPU that says it is on cuda:0. What the code under test does for a GPU (Triton's
-kernels, in its interpreter; CUDA graphs; pinned buffers; look-ahead) then runs, is slow, and fails where CUDA would:
+Tensors of this GPU are CPU memory that reports cuda:0 as its device. The GPU paths of the code under test (Triton
+kernels, in the interpreter; CUDA graphs; pinned buffers; overlap scheduling) run, slowly, and fail where CUDA would:
 
-    devices    tensors of both places in one operation are an error
-    waits      what makes the host wait for the device is noted, and an error where it must not happen
-    copies     what is copied without waiting may be read late (the source must not change before an event after it has
-               been waited for) and arrives late (the target holds nonsense until then)
-    graphs     a replay repeats the operations that were captured on the memory that they were captured with. What the
-               host decided is as it was at the capture, and new tensors hold what is left from the last replay
-    streams    work on the legacy default stream is an error: kernels/backends/streams.py says why
+    devices    operations that mix tensors of both devices are errors
+    waits      operations that make the host wait are recorded, and are errors where waiting is forbidden
+    copies     asynchronous copies may read late (the source must not change before an event after the copy has been
+               waited for) and arrive late (until then the target holds garbage)
+    graphs     a replay repeats the captured operations on the captured memory. Decisions of the host are those of the
+               capture, and new tensors hold what the last replay left
+    streams    work on the legacy default stream is an error; kernels/backends/streams.py says why
 
-Not covered: what runs on two streams at a time (everything runs in the order it is enqueued), real kernels of csrc/
-(their references run), memory that is given back too early.
+Not covered: concurrency between streams (everything runs in the order of enqueueing), kernels of csrc/ (their
+references run), memory that is freed too early.
 """
 
 import contextlib
@@ -38,35 +38,35 @@ from tests.kernels import cuda_sources
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _AMPERE = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=163 << 10)
-"""Older than Hopper: what only that has (programmatic dependent launch, wgmma) cannot be interpreted."""
+"""Older than Hopper, whose features (programmatic dependent launch, wgmma) cannot be interpreted."""
 _MEMORY_BYTES = 1 << 30
 
 _WAITING = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "equal"}
 _WAITING |= {"bincount", "unique", "repeat_interleave", "allclose"}
-"""Whose result, or its shape, the host has to know."""
+"""Operations whose result, or its shape, the host has to know."""
 _FROM_HOST = {"tensor", "new_tensor", "from_numpy", "frombuffer", "as_tensor"}
 
 
 class GpuTensor(torch.Tensor):
-    """Memory of the CPU that is said to be the GPU's."""
+    """CPU memory that reports the GPU as its device."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{_name(func)} of a tensor of the pretended GPU, where there is none any more")
+        raise AssertionError(f"{_name(func)} of a tensor of the simulated GPU, outside its context")
 
 
 class PretendGpu(TorchFunctionMode):
-    """Use it as a context: what happens within happens on a machine with a GPU. One thread at a time."""
+    """A context manager: code within runs as on a machine with a GPU. One thread at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        """What has made the host wait, but for events and streams that it has waited for in so many words."""
+        """Operations that made the host wait, except explicit waits for events and streams."""
         self.waits_for_arrivals = 0
-        """How often a stream was told to wait for the legacy default stream, where Mooncake copies what arrives."""
+        """How often a stream waited for the legacy default stream, on which Mooncake copies arriving data."""
         self._waits_allowed = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        """By address. They stay, so that nothing else is ever there."""
+        """By address. They are kept, so that their addresses are not reused."""
         self._under_way: list[_Copy] = []
         self._recording: CapturedGraph | None = None
         self._legacy = _Stream()
@@ -76,7 +76,7 @@ class PretendGpu(TorchFunctionMode):
 
     def __enter__(self) -> "PretendGpu":
         self._patch()
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -87,7 +87,7 @@ class PretendGpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
-        """Within, the host must not wait for the device."""
+        """Forbid waits of the host for the device."""
         self._waits_allowed = False
         try:
             yield
@@ -95,18 +95,18 @@ class PretendGpu(TorchFunctionMode):
             self._waits_allowed = True
 
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        """Memory of the host that the GPU reaches from now on."""
+        """Make host memory accessible to the GPU."""
         storage = memory.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return memory
 
     def launch(self, kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run what stands for a kernel, on tensors of the GPU or pinned ones. A graph captures it as a whole."""
+        """Run the reference of a kernel, on GPU or pinned tensors. A graph captures it as one operation."""
         self._enqueue("a kernel")
         pinned: list[torch.Tensor] = []
 
         def reachable(argument: Any) -> Any:
-            """It, as the stand-in of a kernel takes it: its tensors are plain ones."""
+            """The argument with its tensors as plain ones, for a kernel's reference."""
             if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
                 parts = {field.name: getattr(argument, field.name) for field in dataclasses.fields(argument)}
                 return dataclasses.replace(argument, **{name: reachable(part) for name, part in parts.items()})
@@ -119,7 +119,7 @@ class PretendGpu(TorchFunctionMode):
             return _plain(argument)
 
         def run() -> None:
-            self._finish([copy for copy in self._under_way if copy.reads(pinned)])  # they come before it
+            self._finish([copy for copy in self._under_way if copy.reads(pinned)])  # enqueued earlier, so complete
             kernel(*plain_args, **plain_kwargs)
 
         plain_args, plain_kwargs = tree_map(reachable, (args, kwargs))
@@ -129,12 +129,12 @@ class PretendGpu(TorchFunctionMode):
             self._recording.operations.append(run)
 
     def settle(self, copies: "Sequence[_Copy] | None" = None) -> None:
-        """These copies, or all, are over."""
+        """Finish these copies, or all."""
         self._finish(self.under_way if copies is None else copies)
 
     @property
     def under_way(self) -> "Sequence[_Copy]":
-        """Copies that nobody has waited for yet."""
+        """Copies that have not been waited for."""
         return tuple(self._under_way)
 
     def _finish(self, copies: "Sequence[_Copy]") -> None:
@@ -194,7 +194,7 @@ class PretendGpu(TorchFunctionMode):
         return tree_map(_gpu if on_gpu else _plain, result) if name != "__setitem__" else result
 
     def _to(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With a device, a dtype, or both."""
+        """`Tensor.to` with a device, a dtype, or both."""
         tensor, *rest = args
         device = kwargs.pop("device", None)
         non_blocking = kwargs.pop("non_blocking", False)
@@ -247,12 +247,12 @@ class PretendGpu(TorchFunctionMode):
 
     @property
     def _stream(self) -> "_Stream":
-        """The current one of this thread."""
+        """The current stream of this thread."""
         stream: _Stream = getattr(self._threads, "stream", self._legacy)
         return stream
 
     def _enqueue(self, name: str) -> None:
-        """Work for the device comes: on which stream?"""
+        """Check the stream that work for the device is enqueued on."""
         if self._stream is self._legacy:
             raise AssertionError(f"{name} on the legacy default stream, which transfers between GPUs wait for")
 
@@ -304,7 +304,7 @@ class PretendGpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _capture(self, graph: "CapturedGraph", **_options: Any) -> Iterator[None]:
-        """On a stream of its own, as torch does it."""
+        """On a separate stream, like torch."""
         assert self._recording is None, "one graph at a time"
         self._recording = graph
         try:
@@ -314,7 +314,7 @@ class PretendGpu(TorchFunctionMode):
             self._recording = None
 
     def _patch_cuda_kernels(self) -> None:
-        """Launchers run, up to the launch itself; then the references do what the kernels would."""
+        """Run launchers up to the launch itself, and then the references of their kernels."""
         from pdserve.kernels.mla import index_topk_triton
 
         def plan_and_copy(*args: Any) -> None:
@@ -346,8 +346,8 @@ class PretendGpu(TorchFunctionMode):
         return launch
 
 
-class CapturedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """The operations that a graph consists of."""
+class CapturedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """The operations of a captured graph."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -369,7 +369,7 @@ class CapturedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 class _Event:
-    """What was under way when it was recorded."""
+    """The copies that were in flight when it was recorded."""
 
     gpu: PretendGpu
 
@@ -388,7 +388,7 @@ class _Event:
 
 
 class _Stream:
-    """What is enqueued on any of them runs at once."""
+    """Work on any stream runs at once."""
 
     gpu: PretendGpu
     cuda_stream = 0
@@ -412,7 +412,7 @@ class _Stream:
 
 
 class _Copy:
-    """A copy between host and device that nobody has waited for yet."""
+    """A copy between host and device that has not been waited for."""
 
     def __init__(self, memory: torch.Tensor, content: torch.Tensor, *, arrives: bool) -> None:
         self._memory, self._content, self._arrives = memory, content, arrives
@@ -428,7 +428,7 @@ class _Copy:
         return cls(target, content, arrives=True)
 
     def reads(self, memory: Iterable[torch.Tensor]) -> bool:
-        """Whether it is from what one of these is a part of."""
+        """Whether it copies memory that one of these is part of."""
         address = self._memory.untyped_storage().data_ptr()
         return not self._arrives and any(part.untyped_storage().data_ptr() == address for part in memory)
 
@@ -441,7 +441,7 @@ class _Copy:
 
 
 def _repeat(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Do it again, with its result where it was."""
+    """Repeat an operation, with its result in the same memory."""
     again = func(*args, **kwargs)
     for old, new in zip(tree_iter(result), tree_iter(again), strict=True):
         if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
@@ -449,7 +449,7 @@ def _repeat(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
 
 
 def _computes(name: str, arguments: Sequence[torch.Tensor], result: Any) -> bool:
-    """Whether this launches something: it writes in place, or its result is more than a view or an allocation."""
+    """Whether this launches a kernel: it writes in place, or its result is more than a view or an allocation."""
     if name.startswith(("empty", "new_empty")):
         return False
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
@@ -474,6 +474,6 @@ def _plain(value: Any) -> Any:
 
 
 def _name(func: Any) -> str:
-    """Of a function, a method or, of a property, that which it gets."""
+    """Name of a function, a method or the attribute of a property."""
     name: str = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name

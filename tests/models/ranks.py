@@ -1,6 +1,6 @@
-"""Real rank processes for tests of sharded models: started once, connected anew for every topology.
+"""Real rank processes for tests of sharded models: started once, reconnected for every topology.
 
-They import no transformers, which would be most of the time that they take to start.
+They do not import transformers, which would be most of their start-up time.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank has after its passes; logits are numpy arrays, which need no shared memory to come back."""
+    """The result of a rank's passes; logits are numpy arrays, which need no shared memory to return."""
 
     logits: list[Any]
     kv_token_bytes: int
@@ -46,14 +46,14 @@ class RankResult:
 
 
 class RankProcesses:
-    """Processes that each become a rank when told to."""
+    """Processes that become ranks on command."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         self.store_port = 0
-        """Where the ranks have met last."""
+        """The rendezvous of the last process group."""
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -64,40 +64,40 @@ class RankProcesses:
 
     @contextmanager
     def connected(self, tp_size: int, stages: int, *, whole_experts: bool = False) -> Iterator[list[Shard]]:
-        """Make the first tp_size * stages processes the ranks of a server."""
+        """Let the first tp_size * stages processes form a server."""
         shards = [
             Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
             for rank in range(tp_size * stages)
         ]
         self.store_port = port = free_port()
         for shard in shards:
-            self.tell(shard, "connect", shard, port)
+            self.send(shard, "connect", shard, port)
         for shard in shards:
-            self.hear(shard)
+            self.receive(shard)
         try:
             yield shards
         finally:
             for shard in shards:
-                self.tell(shard, "close")
+                self.send(shard, "close")
             for shard in shards:
-                self.hear(shard)
+                self.receive(shard)
 
     def run(self, shards: Sequence[Shard], directory: Path, passes: Sequence[Pass]) -> list[RankResult]:
         for shard in shards:
-            self.tell(shard, "run", directory, passes)
-        return [self.hear(shard) for shard in shards]
+            self.send(shard, "run", directory, passes)
+        return [self.receive(shard) for shard in shards]
 
     def minimum(self, shards: Sequence[Shard], values: Sequence[int]) -> list[int]:
-        """What each rank has agreed to, having been given a value of its own."""
+        """The agreed minimum on each rank, with these values as input."""
         for shard, value in zip(shards, values, strict=True):
-            self.tell(shard, "agree", value)
-        return [self.hear(shard) for shard in shards]
+            self.send(shard, "agree", value)
+        return [self.receive(shard) for shard in shards]
 
-    def tell(self, shard: Shard, *command: Any) -> None:
+    def send(self, shard: Shard, *command: Any) -> None:
         self._pipes[shard.rank].send(command)
 
-    def hear(self, shard: Shard) -> Any:
-        """The answer to the rank's oldest command; raises what it raised."""
+    def receive(self, shard: Shard) -> Any:
+        """The response to the rank's oldest command; raises the exception of the rank."""
         pipe = self._pipes[shard.rank]
         assert pipe.poll(TIMEOUT_S), f"rank {shard.rank} does not answer"
         answer = pipe.recv()
@@ -115,7 +115,7 @@ class RankProcesses:
 
 
 def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
-    """Run the passes over a fresh cache full of old, large values."""
+    """Run the passes over a new cache full of large stale values."""
     cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
     for pool in cache.pools:
         pool.data.fill_(50.0)
@@ -141,7 +141,7 @@ def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | Non
 
 
 def _serve(pipe: Connection) -> None:
-    """A rank process: does what it is told until its pipe closes."""
+    """A rank process: executes commands until its pipe closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     parallel: Parallel | None = None
@@ -180,5 +180,5 @@ def _serve(pipe: Connection) -> None:
                     assert parallel is not None
                     parallel.close()
                     pipe.send(None)
-        except Exception as error:  # the test is told, and fails with it
+        except Exception as error:  # reported to the test, which fails with it
             pipe.send(RuntimeError(repr(error)))

@@ -31,7 +31,7 @@ from functools import partial
 import msgspec
 import zmq
 
-from ...configs.logs import RateLimitedLog
+from ...configs.logs import rate_limited
 from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
 from ..protocol.wire import MAX_FRAME_BYTES, Body, Buffer, IntArray, OtherVersionError, WireError, decode, encode, split
 from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, SendFailed
@@ -111,9 +111,9 @@ class Control(ABC):
         self._snapshot: list[PeerSnapshot] = []
         self._warned: set[tuple[str, str]] = set()
         # What others can cause as often as they like.
-        self._noise = RateLimitedLog(logger)
-        self._refusals = RateLimitedLog(logger)
-        self._errors = RateLimitedLog(logger)
+        self._noise = rate_limited(logger)
+        self._refusals = rate_limited(logger)
+        self._errors = rate_limited(logger)
 
     def start(self) -> None:
         self._turned_at = self._clock()

@@ -1,4 +1,4 @@
-"""How attention is cut: every key of every sequence exactly once, evenly, in bounded number."""
+"""Attention plans: every key of every sequence exactly once, in pieces of about equal size and limited number."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_pieces_cover_every_key_once(lengths: list[int], spare: int) -> None:
     assert sorted(pieces[3].tolist()) == list(range(pieces.shape[1]))
 
 
-def test_one_long_sequence_beside_short_ones_is_cut_evenly_and_comes_first() -> None:
+def test_long_sequence_is_split_evenly_and_comes_before_short_ones() -> None:
     pieces, _ = cut_decode(np.array([65536] + [1024] * 127, dtype=np.int32), 128 + 66)
     sizes = pieces[2] - pieces[1]
     assert sizes.max() < 2 * (65536 + 127 * 1024) / 66

@@ -23,7 +23,7 @@ BATCHES = {
 }
 
 
-# what only pieces and tiles make interesting: several of each, and both in one batch
+# several pieces and tiles, and both in one batch
 LONG_BATCHES = {
     "decode in pieces": [(1, 4097)],
     "decode in pieces, ragged": [(1, 3000), (1, 1), (1, 640), (1, 64)],
@@ -36,7 +36,7 @@ LONG_BATCHES = {
 def pools(
     pages: int, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value views of the middle layer of a page-major pool, filled with NaN: nobody sees what it has not."""
+    """Key and value views of the middle layer of a page-major pool full of NaN: invisible rows must not be read."""
     data = torch.full((pages, 3, 2, kv_heads, page_size, dim), torch.nan, dtype=dtype, device=device)
     return data[:, 1, 0], data[:, 1, 1]
 
@@ -148,8 +148,8 @@ def test_long_sequences_on_the_cpu_equal_float64(heads: int, kv_heads: int, dim:
 
 
 @needs_numba
-def test_numba_takes_any_strides_that_are_alike() -> None:
-    """A layer of a page-major pool, and pages with the heads inside the tokens."""
+def test_numba_accepts_any_equal_strides() -> None:
+    """A layer of a page-major pool, and pages in token-major order."""
     torch.manual_seed(0)
     pool = torch.randn(7, 3, 2, 2, 4, 8)
     plan = plan_attention(
@@ -165,7 +165,7 @@ def test_numba_takes_any_strides_that_are_alike() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_31_bits() -> None:
+def test_attention_handles_offsets_beyond_31_bits() -> None:
     """The last pages of a pool of more than 2^31 elements."""
     page_size, kv_heads, dim = 16, 8, 128
     num_pages = (1 << 31) // (2 * kv_heads * page_size * dim) + 64
@@ -188,7 +188,7 @@ def test_offsets_beyond_31_bits() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-2)
 
 
-def test_decode_lengths_that_differ_much_are_not_padded_to_the_longest() -> None:
+def test_short_sequences_are_not_padded_to_a_long_one() -> None:
     """31 short sequences beside one of 512 pages: at most twice the pages in use are gathered."""
     kv_lens = [8192] + [16 * (1 + index % 4) for index in range(31)]
     pages = [list(range(-(-kv_len // 16))) for kv_len in kv_lens]
@@ -229,8 +229,8 @@ def test_wrong_queries_are_refused(shape: tuple[int, ...], dtype: torch.dtype, m
 
 
 @pytest.mark.parametrize("layout", ["page-major pool", "two tensors", "token-major"])
-def test_gather_takes_any_strides(layout: str) -> None:
-    """One copy for both planes of a page-major pool, and the same numbers where keys and values lie elsewhere."""
+def test_gather_accepts_any_strides(layout: str) -> None:
+    """One copy for both planes of a page-major pool, and the same result for separate keys and values."""
     torch.manual_seed(0)
     pool = torch.randn(7, 3, 2, 2, 4, 8)  # page, layer, plane, head, token, dim
     key_pages, value_pages = pool[:, 1, 0], pool[:, 1, 1]

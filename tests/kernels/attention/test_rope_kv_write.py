@@ -1,4 +1,4 @@
-"""rope_kv_write against float64 for what it computes, bitwise for what it copies; nothing else in the pool changes."""
+"""rope_kv_write against float64 for computed rows, bitwise for copied ones; nothing else in the pool changes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def exact(
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 24), (32, 8, 128), (9, 3, 64), (3, 1, 32)])
-def test_queries_keys_and_values(
+def test_queries_keys_and_values_equal_float64(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, anywhere: tuple[Impl, torch.device]
 ) -> None:
     impl, device = anywhere
@@ -101,7 +101,7 @@ def test_padded_rows_write_nothing(device: str, dtype: torch.dtype) -> None:
     assert changed.sum() == 2 * 2 * 2  # tokens, planes, heads
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     pages = torch.zeros(2, 2, 4, 8)
     one, angle = torch.zeros(1, dtype=torch.long), torch.zeros(1, 8)
     with pytest.raises(ValueError, match="does not hold the heads"):
@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_refused() -> None:
         rope_kv_write(torch.zeros(1, 5 * 8), angle[:, :4], angle, pages, pages, one, one)
     with pytest.raises(ValueError, match="qkv is"):
         rope_kv_write(torch.zeros(1, 5 * 8).half(), angle, angle, pages, pages, one, one)
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="must be given together"):
         rope_kv_write(torch.zeros(1, 5 * 8), angle, angle, pages, pages, one, one, q_norm=torch.zeros(8))

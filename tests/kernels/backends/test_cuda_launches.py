@@ -1,4 +1,4 @@
-"""What the launchers of csrc/ pass is what their kernels take; see cuda_sources.py."""
+"""Launchers of csrc/ pass the arguments that their kernels declare; see cuda_sources.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row_bytes", [32, 40, 2064])
-def test_of_hot_buffers(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 16n bytes, of others, and large ones: whether the first are fetched early is one of the numbers."""
+def test_hot_buffer_launches_match_their_kernels(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16n bytes, of other sizes, and large ones: early fetching is one of the arguments."""
     sizes = {"groups": 1, "requests": BATCH, "hot_rows": HOT_ROWS, "max_context": 64, "page_size": PAGE_SIZE}
     launched = counted(monkeypatch)
     with PretendGpu() as gpu:
@@ -44,7 +44,7 @@ def test_of_hot_buffers(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert launched == ["swap_in", "copy_misses", "write_back"]
 
 
-def test_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.kernels.mla.index_topk_triton import launch_select_top
 
     launched = counted(monkeypatch)
@@ -66,7 +66,7 @@ def test_of_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda args: (args[1], args[0], *args[2:]), r"argument 0 of select_top, float\*, is 128"),
     ],
 )
-def test_other_arguments_are_noticed(spoil: Callable[[Any], Any], message: str) -> None:
+def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], message: str) -> None:
     address = torch.zeros(1).data_ptr()
     args = (address, 128, address, TOP_K, address)
     cuda_sources.check_launch("select_top.cu", "select_top", args)
@@ -75,7 +75,7 @@ def test_other_arguments_are_noticed(spoil: Callable[[Any], Any], message: str) 
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels whose launches are checked from now on."""
+    """The names of the launched kernels, whose arguments are checked."""
     launched: list[str] = []
     check = cuda_sources.check_launch
 
@@ -95,7 +95,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
         assert all(kind.endswith("*") or kind == "long long" for kind in kinds), name
 
 
-def test_of_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_p_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: how they are run, kept and done without; what they compute is tested beside each operation."""
+"""How Numba kernels are run, cached and replaced by torch; their results are tested with each operation."""
 
 import importlib
 import logging
@@ -20,7 +20,7 @@ from pdserve.kernels.linear.swiglu import swiglu
 from tests.kernels.poison import poisoned
 
 numba = pytest.importorskip("numba", reason="needs Numba: it is not installed")
-openmp = importlib.import_module("pdserve.kernels.backends.openmp")
+openmp = importlib.import_module("pdserve.kernels.numba.openmp")
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,10 +53,10 @@ def attend(query: torch.Tensor) -> torch.Tensor:
     ids=["rms_norm", "swiglu", "linear", "gated_linear", "attention"],
 )
 @pytest.mark.parametrize("threads", [2, 3])
-def test_the_number_of_threads_does_not_matter(
+def test_result_does_not_depend_on_the_number_of_threads(
     operation: Callable[[torch.Tensor], torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every element is computed, by whatever thread; only attention adds up in another order."""
+    """Every element is computed by some thread; only attention sums in another order."""
     monkeypatch.setattr(openmp, "_THREAD_ELEMENTS", 1)
     teams: list[int] = []
     run = openmp.Kernel.__call__
@@ -96,10 +96,10 @@ def run_python(source: str, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_processes_may_compile_at_once(tmp_path: Path) -> None:
-    """All compute the right thing whoever wrote what, and what they leave serves those that come later."""
+def test_processes_can_compile_at_the_same_time(tmp_path: Path) -> None:
+    """All compute correct results, and later processes use what they cached."""
     source = (
-        "import torch; from pdserve.kernels.linear import swiglu_numba as kernels;"
+        "import torch; from pdserve.kernels.numba import swiglu as kernels;"
         "from pdserve.kernels.linear.swiglu import *;"
         "x = torch.linspace(-9, 9, 512).view(4, 128);"
         "torch.testing.assert_close(swiglu(x, impl='numba'), swiglu_reference(x));"
@@ -111,18 +111,18 @@ def test_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert run_python(source, NUMBA_CACHE_DIR=str(tmp_path)).communicate(timeout=120)[0] == "1\n"
 
 
-def test_without_numba_torch_computes() -> None:
+def test_torch_computes_if_numba_is_missing() -> None:
     source = (
         "import sys; sys.modules['numba'] = None; import torch;"
-        "from pdserve.kernels.backends.dispatch import numba_works, prepare_kernels;"
+        "from pdserve.kernels.backends.dispatch import numba_computes, prepare_kernels;"
         "from pdserve.kernels.linear.rms_norm import rms_norm, rms_norm_reference;"
         "prepare_kernels(torch.device('cpu'), torch.float32); x = torch.randn(3, 64);"
-        "print(numba_works(), rms_norm(x, x[0], 1e-5).equal(rms_norm_reference(x, x[0], 1e-5)))"
+        "print(numba_computes(), rms_norm(x, x[0], 1e-5).equal(rms_norm_reference(x, x[0], 1e-5)))"
     )
     assert run_python(source).communicate(timeout=120)[0] == "False True\n"
 
 
-def test_a_kernel_that_cannot_be_kept_is_compiled(
+def test_kernel_is_compiled_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*arguments: object, cache: bool = False, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Where new tokens go in hot buffers: by the definition of the tables, for all implementations."""
+"""newest_rows against the definition of the tables, for all implementations."""
 
 import random
 
@@ -21,7 +21,7 @@ where = each_of(
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("batch", [1, 7, 200])
-def test_a_token_goes_to_its_own_slot_while_resident_and_to_the_reserved_one_beyond(
+def test_newest_token_gets_its_own_slot_if_resident_else_the_reserved_one(
     where: tuple[Impl, torch.device], groups: int, batch: int
 ) -> None:
     impl, device = where
@@ -58,7 +58,7 @@ def test_a_token_goes_to_its_own_slot_while_resident_and_to_the_reserved_one_bey
     ]
 
 
-def test_the_tables_of_one_group_give_one_row(where: tuple[Impl, torch.device]) -> None:
+def test_tables_of_one_group_give_one_row_per_request(where: tuple[Impl, torch.device]) -> None:
     impl, device = where
     tables = SlotTables.allocate(
         groups=2, requests=1, hot_rows=HOT_ROWS, max_context=MAX_CONTEXT, page_size=PAGE, device=device

@@ -1,4 +1,4 @@
-"""Swap-in against an LRU of Python lists over whole traces: outputs, tables, misses and every byte of both pools."""
+"""Swap-in against an LRU of Python lists over whole traces: results, tables, misses and every byte of both pools."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ def where(request: pytest.FixtureRequest) -> Where:
 
 
 class ListLru:
-    """One request's hot buffer in lists, written from the definition of LRU: no tensors, no inverse table."""
+    """One request's hot buffer as lists, from the definition of LRU: no tensors, no inverse table."""
 
     def __init__(self, hot_rows: int, *, capacity: int, resident: bool) -> None:
         self.capacity = capacity
@@ -98,7 +98,7 @@ class Geometry:
 
 
 class Simulator:
-    """Both pools, the tables, and what they should hold by the list model. `step` runs a step and checks all of it."""
+    """Both pools, the tables, and their expected content by the list model. `step` runs a step and checks all of it."""
 
     def __init__(self, geometry: Geometry, where: Where, *, batch: int, seed: int = 0) -> None:
         self.geometry, (self.impl, self.device), self.batch = geometry, where, batch
@@ -121,7 +121,7 @@ class Simulator:
         if self.device.type == "cuda":
             self.host = self.host.pin_memory()
         self.hot_page_lists = self.shuffled_pages(g.requests, g.most_hot_pages)
-        # nobody has the last page
+        # the last page is not assigned
         self.hot = self.noise(g.requests * g.most_hot_pages + 3, LAYERS, g.page_size, g.row_bytes).to(self.device)
         self.expected_host, self.expected_hot = self.host.clone(), self.hot.to("cpu", copy=True)
         self.all_tables = SlotTables.allocate(
@@ -138,7 +138,7 @@ class Simulator:
         self.hits = self.misses = 0
         self.lengths = [0] * g.requests  # tokens of each request, cached and generated
         self.truth = self.noise(g.requests, LAYERS, g.max_context, g.row_bytes)
-        # what the kernels read, in memory that stays in place for a CUDA graph
+        # inputs of the kernels, at fixed addresses for a CUDA graph
         self.top_k = torch.zeros(batch, g.top_k, dtype=torch.int32, device=self.device)
         self.requests = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -169,7 +169,7 @@ class Simulator:
         pool[pages, :, offsets] = content.transpose(0, 1).to(pool.device)
 
     def admit(self, request: int, cached_tokens: int, capacity: int | None = None) -> None:
-        """A new request in this slot, with contents of its own; what the last one left stays as poison."""
+        """A new request in this slot, with its own content; rows of the previous one stay as poison."""
         g = self.geometry
         capacity = g.hot_rows if capacity is None else capacity
         resident = cached_tokens <= capacity
@@ -187,7 +187,7 @@ class Simulator:
                 self.put(pool, rows, self.truth[request, :, :cached_tokens])
 
     def set_capacity(self, request: int, capacity: int) -> None:
-        """With the pages that are needed for it; those it gives up are poisoned, those it gets are poison."""
+        """Also assigns the pages for it; pages that are given up are poisoned, and new ones contain poison."""
         g = self.geometry
         kept = max(buffer_pages(g.hot_rows, g.page_size), -(-capacity // g.page_size))
         self.models[request].capacity = capacity
@@ -197,7 +197,7 @@ class Simulator:
             self.hot[page], self.expected_hot[page] = noise.to(self.device), noise
 
     def run(self) -> None:
-        """What a decode step does around sparse attention; CUDA graphs capture this."""
+        """A decode step without sparse attention; CUDA graphs capture this."""
         newest_rows = self.tables.newest_rows(self.requests, self.seq_lens)
         real, page_size = (newest_rows >= 0)[:, None, None], self.geometry.page_size
         pages, offsets = newest_rows.long() // page_size, newest_rows.long() % page_size
@@ -219,7 +219,7 @@ class Simulator:
         write_back(self.hot, hot_rows, self.host, host_rows, impl=self.impl)
 
     def set_inputs(self, selected: dict[int, list[int]]) -> None:
-        """Live requests first; padding repeats slots that are not live and selects real tokens, to no effect."""
+        """Live requests first; padding repeats slots that are not live and selects real tokens, without effect."""
         padding = [request for request in range(self.geometry.requests) if request not in selected]
         slots = (list(selected) + padding * self.batch)[: self.batch]
         for request in selected:
@@ -238,7 +238,7 @@ class Simulator:
             tensor.fill_(POISON)
 
     def step(self, selected: dict[int, list[int]]) -> None:
-        """One decode step of these requests, with the tokens that each selects."""
+        """One decode step of these requests, with the selection of each."""
         self.set_inputs(selected)
         self.run()
         if self.device.type == "cuda":
@@ -303,62 +303,62 @@ GEOMETRIES = [
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
-    """Requests come at any length, cross from resident to swapped, lose or win residency, select anything, finish and
+    """Requests start at any length, change from fully resident to evicting and back, select any tokens, finish and
     leave their slot.
     """
     geometry = data.draw(st.sampled_from(GEOMETRIES))
     capacities = st.integers(geometry.hot_rows, geometry.max_context)
-    world = Simulator(geometry, where, batch=3, seed=data.draw(st.integers(0, 3)))
+    simulator = Simulator(geometry, where, batch=3, seed=data.draw(st.integers(0, 3)))
     for _ in range(data.draw(st.integers(1, 10))):
         selected = {}
         for request in data.draw(st.permutations(range(geometry.requests))):
-            length = world.lengths[request]
+            length = simulator.lengths[request]
             if length == 0 or length + 1 > geometry.max_context or data.draw(st.integers(0, 9)) == 0:
                 capacity = data.draw(st.just(geometry.hot_rows) | capacities)
                 near_capacity = st.integers(max(0, capacity - 2), min(capacity + 2, geometry.max_context - 1))
-                world.admit(request, data.draw(near_capacity | st.integers(0, geometry.max_context - 10)), capacity)
-                length = world.lengths[request]
+                simulator.admit(request, data.draw(near_capacity | st.integers(0, geometry.max_context - 10)), capacity)
+                length = simulator.lengths[request]
             elif data.draw(st.integers(0, 3)) == 0:
                 larger = data.draw(capacities)
-                shrinks = length > world.models[request].capacity or larger < world.models[request].capacity
-                world.set_capacity(request, geometry.hot_rows if shrinks else larger)
+                shrinks = length > simulator.models[request].capacity or larger < simulator.models[request].capacity
+                simulator.set_capacity(request, geometry.hot_rows if shrinks else larger)
             if data.draw(st.integers(0, 3)) == 0:
                 continue  # not in this step's batch
             token = st.integers(-1, length + 1) | st.integers(max(0, length - 3), length)
             selected[request] = data.draw(st.lists(token, min_size=geometry.top_k, max_size=geometry.top_k))
-        world.step(selected)
+        simulator.step(selected)
 
 
-def drifting_trace(world: Simulator, generator: random.Random, steps: int, admitted: Sequence[int]) -> None:
-    """Top-k that changes a little or a lot per step, with duplicates and entries that are masked or out of range."""
-    g = world.geometry
+def drifting_trace(simulator: Simulator, generator: random.Random, steps: int, admitted: Sequence[int]) -> None:
+    """Top-k that changes slightly or much per step, with duplicates and masked or out-of-range entries."""
+    g = simulator.geometry
     for request, length in enumerate(admitted):
-        world.admit(request, length)
+        simulator.admit(request, length)
     chosen = [generator.sample(range(max(g.top_k, length)), g.top_k) for length in admitted]
     for _ in range(steps):
         selected = {}
-        for request in generator.sample(range(g.requests), generator.randint(1, world.batch)):
-            length = world.lengths[request]
+        for request in generator.sample(range(g.requests), generator.randint(1, simulator.batch)):
+            length = simulator.lengths[request]
             for _ in range(generator.choice([0, 1, g.top_k // 4, g.top_k])):
                 value = generator.choice([-1, length, generator.randrange(length), generator.choice(chosen[request])])
                 chosen[request][generator.randrange(g.top_k)] = value
             selected[request] = list(chosen[request])
-        world.step(selected)
+        simulator.step(selected)
 
 
-@pytest.mark.parametrize("row_bytes", [48, 40, 2064])  # the last two are fetched when all is planned, and not before
+@pytest.mark.parametrize("row_bytes", [48, 40, 2064])  # the last two are fetched only after planning
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_long_traces_of_many_requests(times: int, row_bytes: int, where: Where) -> None:
     geometry = Geometry(
         top_k=72, hot_rows=72 * times, page_size=8, row_bytes=row_bytes, requests=5, max_context=72 * times + 120
     )
-    world = Simulator(geometry, where, batch=4, seed=times)
+    simulator = Simulator(geometry, where, batch=4, seed=times)
     admitted = [geometry.hot_rows + offset for offset in (-9, -1, 0, 1, 90)]
-    drifting_trace(world, random.Random(times), steps=20, admitted=admitted)
+    drifting_trace(simulator, random.Random(times), steps=20, admitted=admitted)
 
 
-def test_a_planning_block_is_whole_warps_that_reach_every_entry() -> None:
-    """For any geometry, at most as many as one warp can add up the sums of; no more than there is work for."""
+def test_planning_block_is_whole_warps_and_covers_every_entry() -> None:
+    """For any geometry: at most as many warps as one warp can sum over, and no more than there is work for."""
     for top_k, hot_rows in itertools.product((1, 31, 64, 65, 500, 2048, 4096, 32767), (1, 33, 127, 4096, 32767)):
         threads = plan_threads(top_k, max(top_k, hot_rows))
         assert threads % 32 == 0
@@ -371,50 +371,50 @@ def test_a_planning_block_is_whole_warps_that_reach_every_entry() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [32, 96, 256, 960, 1024])
 @pytest.mark.parametrize(("top_k", "hot_rows"), [(500, 500), (300, 1999), (2048, 4096)])
-def test_every_block_size_plans_the_same(
+def test_plan_does_not_depend_on_the_block_size(
     top_k: int, hot_rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pdserve.kernels.hisparse import swap_in_cuda
 
     monkeypatch.setattr(swap_in_cuda, "plan_threads", lambda *_: threads)
     geometry = Geometry(top_k, hot_rows, page_size=64, row_bytes=16, requests=3, max_context=hot_rows + 3000)
-    world = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=3, seed=threads)
-    drifting_trace(world, random.Random(threads), steps=4, admitted=[hot_rows - 2, hot_rows + 1, hot_rows + 2900])
+    simulator = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=3, seed=threads)
+    drifting_trace(simulator, random.Random(threads), steps=4, admitted=[hot_rows - 2, hot_rows + 1, hot_rows + 2900])
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_replays_what_runs_eagerly() -> None:
+def test_cuda_graph_replay_equals_eager_execution() -> None:
     geometry = Geometry(top_k=64, hot_rows=128, page_size=16, row_bytes=656, requests=4, max_context=400)
-    world = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=4)
-    world.set_inputs({})
+    simulator = Simulator(geometry, ("cuda", torch.device("cuda", 0)), batch=4)
+    simulator.set_inputs({})
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
-        world.run()  # compiles; all rows are padding
+        simulator.run()  # compiles; all rows are padding
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        world.run()
-    world.run = graph.replay  # type: ignore[method-assign]
-    drifting_trace(world, random.Random(5), steps=25, admitted=[120, 128, 129, 350])
+        simulator.run()
+    simulator.run = graph.replay  # type: ignore[method-assign]
+    drifting_trace(simulator, random.Random(5), steps=25, admitted=[120, 128, 129, 350])
 
 
-def test_what_was_just_loaded_is_not_evicted_next() -> None:
-    """With room for two steps' tokens, a step's victims are never among those of the step before (SGLang #22170)."""
-    world = Simulator(Geometry(4, 8, 4, 16), ("reference", torch.device("cpu")), batch=1)
-    world.admit(0, 30)
+def test_rows_just_loaded_are_not_evicted_next() -> None:
+    """With room for the tokens of two steps, a step does not evict tokens of the step before (SGLang #22170)."""
+    simulator = Simulator(Geometry(4, 8, 4, 16), ("reference", torch.device("cpu")), batch=1)
+    simulator.admit(0, 30)
     for step in range(6):
         tokens = [4 * step % 24 + i for i in range(4)]
-        world.step({0: tokens})
-        held = set(world.tables.slot_tokens[0].tolist())
+        simulator.step({0: tokens})
+        held = set(simulator.tables.slot_tokens[0].tolist())
         assert held >= set(tokens)
 
 
 def test_the_previous_newest_token_is_a_hit() -> None:
-    world = Simulator(Geometry(2, 4, 4, 16), ("reference", torch.device("cpu")), batch=1)
-    world.admit(0, 20)
-    world.step({0: [20, 3]})
-    world.step({0: [20, 21]})
-    assert world.plan.miss_counts.tolist() == [0]
+    simulator = Simulator(Geometry(2, 4, 4, 16), ("reference", torch.device("cpu")), batch=1)
+    simulator.admit(0, 20)
+    simulator.step({0: [20, 3]})
+    simulator.step({0: [20, 21]})
+    assert simulator.plan.miss_counts.tolist() == [0]
 
 
 # 16n, 16n + 8, 16n + 1..15, and rows shorter than one access
@@ -422,8 +422,8 @@ SIZES = [16, 48, 656, 1152, 4096, 24, 584, 8, 4, 1, 7, *range(33, 48), 1153, 116
 
 
 @pytest.mark.parametrize("row_bytes", SIZES)
-def test_any_size_at_any_address(row_bytes: int, where: Where) -> None:
-    """Rows lie apart by more than their size, so each has guard bytes around it."""
+def test_rows_of_any_size_and_alignment_are_copied(row_bytes: int, where: Where) -> None:
+    """Rows are further apart than their size, so that each has guard bytes around it."""
     impl, device = where
     generator = torch.Generator().manual_seed(row_bytes)
     pages, page_size, stride = 5, 3, row_bytes + 32 - row_bytes % 16
@@ -497,7 +497,7 @@ def test_more_shared_memory_than_a_block_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("hot_rows", "max_context"), [(64, 1000), (64, 10)])
-def test_tables_take_what_was_planned(hot_rows: int, max_context: int) -> None:
+def test_tables_take_the_planned_memory(hot_rows: int, max_context: int) -> None:
     sizes = {"groups": 3, "requests": 5, "hot_rows": hot_rows, "max_context": max_context, "page_size": 8}
     tables = SlotTables.allocate(**sizes, device=torch.device("cpu"))
     tensors = [value for value in vars(tables).values() if isinstance(value, torch.Tensor)]
@@ -505,19 +505,19 @@ def test_tables_take_what_was_planned(hot_rows: int, max_context: int) -> None:
     assert table_bytes(**sizes) == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    world = Simulator(Geometry(4, 4, 4, 16), ("reference", torch.device("cpu")), batch=2)
+def test_invalid_arguments_are_refused() -> None:
+    simulator = Simulator(Geometry(4, 4, 4, 16), ("reference", torch.device("cpu")), batch=2)
 
     def plan(**changed: object) -> None:
         arguments = {
-            "plan": world.plan,
-            "top_k": world.top_k,
-            "requests": world.requests,
-            "seq_lens": world.seq_lens,
-            "tables": world.tables,
-            "host_pages": world.host_pages,
-            "host": world.host[:, 0],
-            "hot": world.hot[:, 0],
+            "plan": simulator.plan,
+            "top_k": simulator.top_k,
+            "requests": simulator.requests,
+            "seq_lens": simulator.seq_lens,
+            "tables": simulator.tables,
+            "host_pages": simulator.host_pages,
+            "host": simulator.host[:, 0],
+            "hot": simulator.hot[:, 0],
         } | changed
         swap_in(**arguments)  # type: ignore[arg-type]
 
@@ -528,28 +528,28 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit 2 rows"):
         plan(seq_lens=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="must be int32"):
-        plan(requests=world.requests.long())
+        plan(requests=simulator.requests.long())
     with pytest.raises(ValueError, match=r"host_pages \[1, 10\] do not fit 2 rows"):
-        plan(host_pages=world.host_pages[:1])
+        plan(host_pages=simulator.host_pages[:1])
     with pytest.raises(ValueError, match="pages of 3 rows, the tables are for 4"):
-        plan(host=world.host[:, 0, :3], hot=world.hot[:, 0, :3])
+        plan(host=simulator.host[:, 0, :3], hot=simulator.hot[:, 0, :3])
     with pytest.raises(ValueError, match=r"tables.group\(i\)"):
-        plan(tables=world.all_tables)
+        plan(tables=simulator.all_tables)
     with pytest.raises(ValueError, match="impl must be"):
         plan(impl="triton")
     with pytest.raises(ValueError, match="the tensors are on cpu"):
         plan(impl="cuda")
     with pytest.raises(ValueError, match="not pages of equal bytes"):
-        copy_misses(world.plan, world.host[:, 0], world.hot[:, 0, :, :15])
+        copy_misses(simulator.plan, simulator.host[:, 0], simulator.hot[:, 0, :, :15])
     with pytest.raises(ValueError, match="rows must be contiguous"):
-        copy_misses(world.plan, world.host[:, 0, :, ::2], world.hot[:, 0, :, ::2])
+        copy_misses(simulator.plan, simulator.host[:, 0, :, ::2], simulator.hot[:, 0, :, ::2])
     with pytest.raises(ValueError, match="capacity 3 with 2 pages: a buffer has at least 4 rows"):
-        world.all_tables.set_pages(0, [1, 2], 3)
+        simulator.all_tables.set_pages(0, [1, 2], 3)
     with pytest.raises(ValueError, match=r"with 11 pages: .* at most 10 pages"):
-        world.all_tables.set_pages(0, list(range(11)), 4)
+        simulator.all_tables.set_pages(0, list(range(11)), 4)
 
 
-def test_a_missing_cuda_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_core_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(RuntimeError, match=r"cuda-core.*extra cuda12 or cuda13"):
         nvrtc.device_address(torch.zeros(1))
@@ -557,6 +557,6 @@ def test_a_missing_cuda_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_unpinned_host_memory_is_refused() -> None:
-    world = Simulator(Geometry(4, 4, 4, 16), ("cuda", torch.device("cuda", 0)), batch=2)
+    simulator = Simulator(Geometry(4, 4, 4, 16), ("cuda", torch.device("cuda", 0)), batch=2)
     with pytest.raises(ValueError, match="not pinned"):
-        copy_misses(world.plan, world.host[:, 0].clone(), world.hot[:, 0])
+        copy_misses(simulator.plan, simulator.host[:, 0].clone(), simulator.hot[:, 0])

@@ -1,4 +1,4 @@
-"""write_back is a copy: every byte of every layer's new rows, and nothing else in the host pool."""
+"""write_back copies every byte of every layer's new rows, and changes nothing else in the host pool."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ where = each_of(
 
 @pytest.mark.parametrize("padding", [[], [2, 3], [1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("row_bytes", [16, 1152, 656, 584, 24, 20, 1, 15, 17, 31, 47, 1161])
-def test_rows_of_live_requests_arrive(row_bytes: int, padding: list[int], where: Where) -> None:
+def test_rows_of_live_requests_are_written_back(row_bytes: int, padding: list[int], where: Where) -> None:
     impl, device = where
     generator = torch.Generator().manual_seed(row_bytes)
     hot, host = (
@@ -49,7 +49,7 @@ def test_rows_of_live_requests_arrive(row_bytes: int, padding: list[int], where:
     assert host.equal(expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     hot = torch.zeros(HOT_PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
     host = torch.zeros(PAGES, LAYERS, PAGE_SIZE, 16, dtype=torch.uint8)
     hot_rows = HotRows(torch.zeros(LAYERS, 2, dtype=torch.int32))

@@ -32,7 +32,7 @@ def test_equals_float64(
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2e-6, atol=3e-6)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x, weight = torch.zeros(FEW_ROWS + 1, 8), torch.zeros(4, 8)
     with pytest.raises(ValueError, match="at most 32 rows"):
         float_linear(x, weight, impl="triton")

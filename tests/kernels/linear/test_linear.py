@@ -8,7 +8,7 @@ from pdserve.kernels.linear.linear import FEW_CPU_ROWS, FEW_ROWS, gated_linear, 
 from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.poison import poisoned
 
-# inputs are of order 1, so are the results: one rounding in 16 bits, a float32 sum in 32
+# inputs and results are of order 1: one rounding in 16 bits, a float32 sum in 32
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
@@ -41,8 +41,8 @@ def test_both_equal_float64(
 
 @needs_numba
 @pytest.mark.parametrize("rows", range(1, FEW_CPU_ROWS + 1))
-def test_any_few_rows_on_the_cpu(rows: int) -> None:
-    """Rows and outputs that do not fill tiles, and products so plain that the sums are exact."""
+def test_numba_linear_is_exact_for_any_few_rows(rows: int) -> None:
+    """Rows and outputs that do not fill tiles, with values whose sums are exact."""
     generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randint(-8, 9, (size, 50), generator=generator).float() for size in (rows, 10 + rows))
     with poisoned("numba"):
@@ -50,7 +50,7 @@ def test_any_few_rows_on_the_cpu(rows: int) -> None:
 
 
 @needs_numba
-def test_what_does_not_fit_numba_is_refused() -> None:
+def test_arguments_that_numba_does_not_support_are_refused() -> None:
     x, weight = torch.zeros(FEW_CPU_ROWS + 1, 8), torch.zeros(4, 8)
     with pytest.raises(ValueError, match="must be 1 to"):
         linear(x, weight, impl="numba")
@@ -63,7 +63,7 @@ def test_what_does_not_fit_numba_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_many_rows_are_left_to_torch() -> None:
+def test_many_rows_are_computed_by_torch() -> None:
     x = torch.randn(FEW_ROWS + 1, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     assert linear(x, weight).equal(linear(x, weight, impl="reference"))

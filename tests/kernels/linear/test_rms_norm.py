@@ -7,7 +7,7 @@ from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.linear.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.poison import poisoned
 
-# a 16-bit result is off by two roundings at most: of the quotient and of the product
+# a 16-bit result has at most two roundings: of the quotient and of the product
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
@@ -35,7 +35,7 @@ def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, anywhere: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_triton_rounds_as_the_reference_does(dtype: torch.dtype) -> None:
-    """Equal but for the last bit, where the order of a float32 sum may matter."""
+    """Equal except the last bit, which depends on the order of a float32 sum."""
     x, y = torch.randn(2, 64, 4096, device="cuda").to(dtype)
     weight = torch.randn(4096, device="cuda").to(dtype)
     expected = rms_norm(x, weight, 1e-6, impl="reference")
@@ -45,7 +45,7 @@ def test_triton_rounds_as_the_reference_does(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x, weight = torch.zeros(2, 8, device="cuda"), torch.zeros(8, device="cuda")
     with pytest.raises(ValueError, match="must be contiguous rows"):
         rms_norm(x.t(), weight, 1e-6)
@@ -55,6 +55,6 @@ def test_what_does_not_fit_is_refused() -> None:
         add_rms_norm(x, x[:1], weight, 1e-6)
 
 
-def test_an_unknown_implementation_is_refused() -> None:
+def test_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="impl must be"):
         rms_norm(torch.zeros(1, 8), torch.zeros(8), 1e-6, impl="fast")  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def test_large_gates_do_not_overflow() -> None:
 
 
 @pytest.mark.gpu
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="even size"):
         swiglu(torch.zeros(2, 7, device="cuda"))
     with pytest.raises(ValueError, match="contiguous"):

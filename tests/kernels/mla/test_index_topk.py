@@ -1,4 +1,4 @@
-"""index_topk against a loop over tokens and keys. Values are small integers, so scores are exact and ties are many."""
+"""index_topk against a loop over tokens and keys. Values are small integers, so that scores are exact and tie often."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LAYERS, LAYER = 3, 1
 CPU = torch.device("cpu")
 Where = tuple[Impl, torch.device, torch.dtype]
 
-# Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+# Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 where = each_of(
@@ -29,7 +29,7 @@ where = each_of(
 
 
 class Case:
-    """Random sequences in a page-major pool that holds NaN wherever no token of theirs is."""
+    """Random sequences in a page-major pool that is NaN outside their tokens."""
 
     def __init__(
         self,
@@ -101,25 +101,25 @@ class Case:
         pytest.param([3], [129], 1, id="one"),
     ],
 )
-def test_the_best_positions_of_every_token(
+def test_best_positions_of_every_token_are_selected(
     query_lens: list[int], kv_lens: list[int], k: int, page_size: int, where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(query_lens, kv_lens, page_size=page_size, where=where)
     assert case.result(k) == case.expected(k)
     if where[0] == "triton":
-        monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", 0)  # as if there were many
+        monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", 0)  # takes the path of many tokens
         assert case.result(k) == case.expected(k)
 
 
-def test_odd_numbers_of_heads_and_dimensions(where: Where) -> None:
+def test_odd_numbers_of_heads_and_dimensions_are_supported(where: Where) -> None:
     case = Case([2, 1], [90, 33], page_size=7, heads=17, dim=24, where=where)
     assert case.result(9) == case.expected(9)
 
 
-def test_of_equal_scores_the_lower_position_wins_and_zeros_have_no_sign(where: Where) -> None:
+def test_lower_position_wins_ties_and_zeros_are_equal(where: Where) -> None:
     case = Case([1], [140], page_size=16, where=where)
     case.query.fill_(1.0)
-    case.weights = torch.tensor([[-1.0, -1.0, 1.0, -1.0, -1.0]])  # relu of nothing times -1 is -0
+    case.weights = torch.tensor([[-1.0, -1.0, 1.0, -1.0, -1.0]])  # 0 from relu, times -1, is -0
     case.pool.fill_(-1.0)
     case.pool[case.pages[0][6], LAYER, 3] = -2.0  # also a zero, of different products
     assert case.result(10) == [list(range(10))]
@@ -129,7 +129,7 @@ def test_of_equal_scores_the_lower_position_wins_and_zeros_have_no_sign(where: W
     assert case.result(139) == [[*range(99), *range(100, 140)]]
 
 
-def test_a_padded_plan_is_filled_in_place(where: Where) -> None:
+def test_padded_plan_is_filled_in_place(where: Where) -> None:
     case = Case([1, 1, 1], [70, 3, 41], page_size=16, where=where)
     plan = IndexPlan.padded(5, max_pages=9, page_size=16, device=case.device)
     case.query = torch.cat((case.query, torch.full((2, 5, 16), torch.nan)))
@@ -164,7 +164,7 @@ def test_selection_is_a_stable_sort(rows: list[list[float]], seen: list[int], k:
         assert positions == best + [-1] * (k - len(best))
 
 
-def test_rows_of_positions(where: Where) -> None:
+def test_positions_are_mapped_to_flat_rows(where: Where) -> None:
     impl, device, _ = where
     plan = IndexPlan.build([2, 1], [9, 5], [[8, 0, 3], [7, 5]], page_size=4, device=device)
     positions = torch.tensor([[0, 3, 4, 7], [8, 1, -1, -1], [4, -1, 0, 2]], dtype=torch.int32, device=device)
@@ -174,7 +174,7 @@ def test_rows_of_positions(where: Where) -> None:
     assert rows.tolist() == [[32, 35, 0, 3], [12, 33, -1, -1], [20, -1, 28, 30]]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     plan = IndexPlan.build([1], [3], [[1]], page_size=4, device=CPU)
     query, weights, keys = torch.zeros(1, 2, 8), torch.zeros(1, 2), torch.zeros(2, 1, 4, 8)
     with pytest.raises(ValueError, match="do not fit a plan of 1 tokens"):
@@ -198,8 +198,10 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("copies", [1, 24])
 @pytest.mark.parametrize("values", ["random", "few", "equal"])
 @pytest.mark.parametrize("k", [1, 2048])
-def test_selection_on_the_gpu(k: int, values: str, copies: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 and 168 rows: all at once, and more than there is room for at a time."""
+def test_gpu_selection_equals_the_reference(
+    k: int, values: str, copies: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 and 168 rows: all at once, and more than can run at a time."""
     from pdserve.kernels.mla import index_topk_triton
 
     monkeypatch.setattr(index_topk_triton, "blocks_per_row", lambda *_: blocks)
@@ -216,8 +218,8 @@ def test_selection_on_the_gpu(k: int, values: str, copies: int, blocks: int, mon
 
 
 @pytest.mark.gpu
-def test_real_geometry_in_a_graph() -> None:
-    """64 heads of 128, k = 2048; what the graph computes follows the plan's tensors."""
+def test_graph_of_the_real_geometry_follows_its_plan() -> None:
+    """64 heads of 128, k = 2048; a replay uses the current content of the plan."""
     device, k, page_size, pages_each = torch.device("cuda"), 2048, 64, 150
     pool = torch.randint(-2, 3, (700, 4, page_size, 128), device=device).to(torch.bfloat16)
     keys = pool[:, 2:3]
@@ -226,7 +228,7 @@ def test_real_geometry_in_a_graph() -> None:
     plan = IndexPlan.padded(6, max_pages=pages_each, page_size=page_size, device=device)
 
     def fill(lens: list[int]) -> IndexPlan:
-        """What `lens` are in the padded plan, and in one of its own."""
+        """Fill the padded plan with `lens`, and return a new plan for the same."""
         order = torch.randperm(700).tolist()
         pages = [order[i * 110 : i * 110 + -(-n // page_size)] for i, n in enumerate(lens)]
         plan.visible.zero_()
@@ -254,7 +256,7 @@ def test_real_geometry_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_a_chunk_of_a_long_prompt() -> None:
+def test_chunk_of_a_long_prompt_equals_the_reference() -> None:
     device, k, page_size = torch.device("cuda"), 512, 64
     pool = torch.randint(-2, 3, (80, 2, page_size, 128), device=device).to(torch.bfloat16)
     query = torch.randint(-2, 3, (300, 64, 128), device=device).to(torch.bfloat16)

@@ -73,7 +73,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_pool(pool: torch.Tensor, before: torch.Tensor, rows: torch.Tensor, expected: torch.Tensor) -> None:
-    """The real rows of one layer are as expected, everything else is as it was."""
+    """The valid rows of one layer are as expected, everything else is unchanged."""
     page_size, real = pool.shape[2], rows >= 0
     chosen = rows[real].long()
     written = pool[chosen // page_size, LAYER, chosen % page_size]
@@ -87,7 +87,7 @@ def check_pool(pool: torch.Tensor, before: torch.Tensor, rows: torch.Tensor, exp
     ("q_rank", "kv_rank", "rope_dim", "key_dim", "page_size"),
     [(32, 48, 16, 32, 4), (24, 40, 12, 12, 1), (1536, 512, 64, 128, 64), (48, 64, 16, None, 16)],
 )
-def test_rows_keys_and_compressed_queries(
+def test_rows_keys_and_compressed_queries_equal_float64(
     q_rank: int, kv_rank: int, rope_dim: int, key_dim: int | None, page_size: int, interleaved: bool, where: Where
 ) -> None:
     impl, _, _ = where
@@ -121,7 +121,7 @@ def test_rows_keys_and_compressed_queries(
     ("heads", "head_dim", "index_heads", "index_dim", "rope_dim", "kv_rank"),
     [(4, 40, 16, 32, 16, 48), (3, 20, 5, 12, 12, 8), (17, 24, 0, 16, 8, 32), (128, 192, 64, 128, 64, 512)],
 )
-def test_rotated_queries(
+def test_rotated_queries_equal_float64(
     heads: int,
     head_dim: int,
     index_heads: int,
@@ -159,7 +159,7 @@ def test_rotated_queries(
         close(index_query[:, head, :rope_dim], turned)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     pages, angle, row = torch.zeros(2, 4, 12), torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32)
     norms = torch.zeros(6), torch.zeros(8)
     with pytest.raises(ValueError, match="x has rows of 18"):

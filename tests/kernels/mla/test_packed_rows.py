@@ -1,4 +1,4 @@
-"""Packed rows against a loop over their bytes; what is read from them against what was packed."""
+"""Packed rows against a loop over their bytes, and unpacked rows against what was packed."""
 
 import struct
 
@@ -21,7 +21,7 @@ GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
 Where = tuple[Impl, torch.device, torch.dtype]
 
-# Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+# Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 where = each_of(
@@ -39,7 +39,7 @@ def e4m3(byte: int) -> float:
 
 
 def unpack_bytes(packed: bytes, kv_rank: int) -> list[float]:
-    """A row byte by byte."""
+    """Unpack a row byte by byte."""
     groups = -(-kv_rank // 128)
     scales = struct.unpack(f"<{groups}f", packed[kv_rank : kv_rank + 4 * groups])
     latent = [e4m3(packed[i]) * scales[i // 128] for i in range(kv_rank)]
@@ -48,7 +48,7 @@ def unpack_bytes(packed: bytes, kv_rank: int) -> list[float]:
 
 
 def random_rows(count: int, kv_rank: int, rope_dim: int) -> torch.Tensor:
-    """Groups of very different size, and one of zeros."""
+    """Groups of very different magnitude, and one of zeros."""
     rows = torch.randn(count, kv_rank + rope_dim, generator=torch.Generator().manual_seed(kv_rank))
     rows[:, : min(128, kv_rank // 2)] *= 1000
     rows[1, :kv_rank] = 0
@@ -56,7 +56,7 @@ def random_rows(count: int, kv_rank: int, rope_dim: int) -> torch.Tensor:
 
 
 def check_packed(packed: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> None:
-    """uint8 [N, bytes] are what rows [N, R + P] are in fp8 with scales, and in bf16."""
+    """uint8 [N, bytes] equals rows [N, R + P] in fp8 with scales, and in bf16."""
     for found, row in zip(packed.cpu(), rows.double().cpu(), strict=True):
         values = torch.tensor(unpack_bytes(bytes(found.tolist()), kv_rank), dtype=torch.float64)
         for first in range(0, kv_rank, 128):
@@ -85,7 +85,7 @@ def test_deepseeks_row_has_656_bytes() -> None:
 
 
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
-def test_rows_are_unpacked_where_they_are_asked_for(kv_rank: int, rope_dim: int, where: Where) -> None:
+def test_requested_rows_are_unpacked(kv_rank: int, rope_dim: int, where: Where) -> None:
     impl, device, dtype = where
     size = packed_bytes(kv_rank, rope_dim)
     pool = torch.full((PAGES, LAYERS, PAGE_SIZE, size), 0x7F, dtype=torch.uint8)  # NaN, in fp8 and in float32
@@ -108,7 +108,7 @@ def test_rows_are_unpacked_where_they_are_asked_for(kv_rank: int, rope_dim: int,
 
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
 def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> None:
-    """What latent_write packs is what it would write otherwise, to the precision of a packed row; padding stays."""
+    """latent_write packs the rows that it would otherwise write, to the precision of a packed row; padding stays."""
     impl, device, dtype = where
     generator, tokens, q_rank = torch.Generator().manual_seed(rope_dim), 4, 16
     x = torch.randn(tokens, q_rank + kv_rank + rope_dim, generator=generator).to(device, dtype)
@@ -131,8 +131,10 @@ def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> N
 
 
 @pytest.mark.parametrize("workspace_bytes", [1, 1 << 20])
-def test_attention_over_packed_rows(where: Where, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts and at once, it is attention over what the rows are worth."""
+def test_attention_over_packed_rows_equals_unpacked(
+    where: Where, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts and at once, equal to attention over the unpacked rows."""
     monkeypatch.setattr("pdserve.kernels.mla.packed_rows._WORKSPACE_BYTES", workspace_bytes)
     impl, device, dtype = where
     generator = torch.Generator().manual_seed(2)
@@ -147,7 +149,7 @@ def test_attention_over_packed_rows(where: Where, workspace_bytes: int, monkeypa
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_is_not_packed_is_refused() -> None:
+def test_unpacked_arguments_are_refused() -> None:
     rows = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="do not hold packed rows"):
         unpack_rows(torch.zeros(2, 4, 50, dtype=torch.uint8), rows, kv_rank=48, dtype=torch.float32)

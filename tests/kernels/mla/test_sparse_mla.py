@@ -1,4 +1,4 @@
-"""sparse_mla against a loop over tokens and heads in float64, over a pool that holds NaN wherever no chosen row is."""
+"""sparse_mla against a float64 loop over tokens and heads, with a pool that is NaN except in the selected rows."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from tests.kernels.poison import poisoned
 LAYERS, LAYER = 3, 1
 Where = tuple[Impl, torch.device, torch.dtype]
 
-# Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+# Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 where = each_of(
@@ -64,7 +64,7 @@ def exact(
         pytest.param(3, 128, 48, 32, 70, id="heads-in-several-tiles"),
     ],
 )
-def test_softmax_over_the_chosen_rows(
+def test_attention_over_selected_rows_equals_float64(
     tokens: int, heads: int, dim: int, value_dim: int, k: int, page_size: int, where: Where
 ) -> None:
     impl, device, dtype = where
@@ -105,8 +105,8 @@ def test_scores_far_from_zero_do_not_overflow(where: Where) -> None:
     assert (out[1] == -100.0).all()
 
 
-def test_strided_queries(where: Where) -> None:
-    """Queries as a projection leaves them: heads side by side with something else."""
+def test_strided_queries_are_supported(where: Where) -> None:
+    """Queries as a projection outputs them: heads beside other data."""
     impl, device, dtype = where
     generator = torch.Generator().manual_seed(5)
     wide = torch.randn(3, 4, 80, generator=generator).to(device, dtype)
@@ -118,7 +118,7 @@ def test_strided_queries(where: Where) -> None:
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     query, pages, rows = torch.zeros(2, 4, 16), torch.zeros(3, 4, 16), torch.zeros(2, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="do not hold rows for"):
         sparse_mla(query, pages[:, :, :8], rows, scale=1.0, value_dim=8)
@@ -132,9 +132,9 @@ def test_what_does_not_fit_is_refused() -> None:
         sparse_mla(query, pages, rows, scale=1.0, value_dim=17)
 
 
-def test_the_cuda_kernel_says_what_it_cannot_do() -> None:
+def test_unsupported_device_is_reported_by_the_cuda_kernel() -> None:
     query, pages, rows = torch.zeros(2, 64, 576), torch.zeros(3, 4, 576), torch.zeros(2, 5, dtype=torch.int32)
-    with pytest.raises(ValueError, match="cannot do this: it needs a GPU of compute capability 9"):
+    with pytest.raises(ValueError, match="does not support this: it needs a GPU of compute capability 9"):
         sparse_mla(query, pages, rows, scale=1.0, value_dim=512, impl="cuda")
 
 
@@ -168,8 +168,10 @@ def hopper() -> torch.device:
         pytest.param(70, 128, 300, id="more-than-one-round"),
     ],
 )
-def test_cuda_kernel(tokens: int, heads: int, k: int, page_size: int, dtype: torch.dtype, hopper: torch.device) -> None:
-    """Gaps anywhere, a token without rows, NaN in all that is not chosen, strided pages and queries."""
+def test_cuda_kernel_equals_float64(
+    tokens: int, heads: int, k: int, page_size: int, dtype: torch.dtype, hopper: torch.device
+) -> None:
+    """Gaps anywhere, a token without rows, NaN in all other rows, strided pages and queries."""
     generator = torch.Generator().manual_seed(tokens * k + page_size)
     num_rows = 4096
     rows = random_rows(tokens, k, num_rows, generator)
@@ -191,7 +193,7 @@ def test_cuda_kernel(tokens: int, heads: int, k: int, page_size: int, dtype: tor
 
 @pytest.mark.gpu
 def test_cuda_kernel_follows_a_rising_reference(hopper: torch.device) -> None:
-    """Scores grow from block to block by more than the weights of a block may, and then fall again."""
+    """Scores grow from block to block by more than the weights of a block may, then decrease again."""
     k = 640
     pages = torch.randn(10, 64, 576, device=hopper).to(torch.bfloat16)
     rows = torch.arange(k, dtype=torch.int32, device=hopper).expand(2, k).contiguous()
@@ -208,14 +210,14 @@ def test_cuda_kernel_follows_a_rising_reference(hopper: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 32}, "32 heads are no multiple of 64"),
+        ({"heads": 32}, "32 heads are not a multiple of 64"),
         ({"dim": 512}, "rows have 512 elements and 512 values, not 576 and 512"),
         ({"dtype": torch.float32}, "float32 is neither bfloat16 nor float16"),
         ({"scale": -1.0}, "scale -1.0 is not positive"),
         ({"first": 4}, "query has rows that do not start at multiples of 16 bytes"),
     ],
 )
-def test_what_the_cuda_kernel_cannot_do_is_left_to_triton(
+def test_triton_computes_what_the_cuda_kernel_does_not_support(
     change: dict[str, object], message: str, hopper: torch.device
 ) -> None:
     case: dict[str, Any] = {"heads": 64, "dim": 576, "dtype": torch.bfloat16, "scale": 0.1, "first": 0, **change}
@@ -233,7 +235,7 @@ def test_what_the_cuda_kernel_cannot_do_is_left_to_triton(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 33, 200])
 @pytest.mark.parametrize(("heads", "impl"), [(16, "triton"), (128, "triton"), (128, "cuda"), (128, "auto")])
-def test_real_geometry(tokens: int, heads: int, impl: SparseMlaImpl) -> None:
+def test_real_geometry_equals_the_reference(tokens: int, heads: int, impl: SparseMlaImpl) -> None:
     """Latent rows of 512 + 64, 2,048 of them; a pool of more than 2^31 elements, and rows at its far end."""
     device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
     pool = torch.empty(1000, layers, page_size, 576, dtype=torch.bfloat16, device=device)
@@ -253,7 +255,7 @@ def test_real_geometry(tokens: int, heads: int, impl: SparseMlaImpl) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_a_graph_reads_the_rows_it_is_given(tokens: int, impl: SparseMlaImpl) -> None:
+def test_graph_reads_the_current_rows(tokens: int, impl: SparseMlaImpl) -> None:
     device = torch.device("cuda")
     pages = torch.randn(100, 64, 576, device=device).to(torch.bfloat16)
     query = torch.randn(tokens, 128, 576, device=device).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""keep_top_p against a loop over ranked tokens. Logits have few values, as those of 16-bit models, so ties are many."""
+"""keep_top_p against a loop over ranked tokens. Logits have few values, as in 16-bit models, so ties are many."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def check(where: Where, logits: torch.Tensor, weights: torch.Tensor, needed: lis
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 1024, 1025, 5000])
 @pytest.mark.parametrize("temperature", [0.05, 1.0, 40.0])
-def test_the_fewest_tokens_that_hold_the_mass_stay(where: Where, vocabulary: int, temperature: float) -> None:
+def test_fewest_tokens_that_hold_the_mass_are_kept(where: Where, vocabulary: int, temperature: float) -> None:
     numbers = random.Random(vocabulary)
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (3 * torch.randn(6, vocabulary, generator=generator)).bfloat16().float()
@@ -54,19 +54,19 @@ def test_the_fewest_tokens_that_hold_the_mass_stay(where: Where, vocabulary: int
     check(where, logits, weights, masses)
 
 
-def test_the_mass_is_reached_at_a_token_and_just_before_it(where: Where) -> None:
+def test_mass_reached_exactly_at_a_token(where: Where) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 0.5, 2.0]])
     weights = torch.tensor([[20, 100, 50, 100, 10, 50]])
     for needed in (100, 101, 200, 201, 250, 251, 300, 301, 320, 321, 330):
         check(where, logits, weights, [needed])
 
 
-def test_more_than_the_short_list_may_be_needed(where: Where) -> None:
+def test_more_tokens_than_the_short_list_can_be_needed(where: Where) -> None:
     logits = torch.zeros(2, 3 * SHORT_LIST)
     check(where, logits, torch.ones_like(logits, dtype=torch.int64), [SHORT_LIST, SHORT_LIST + 1])
 
 
-def test_rows_may_be_parts_of_others(where: Where) -> None:
+def test_rows_can_be_views_of_wider_ones(where: Where) -> None:
     impl, device = where
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     weights = weights_of(logits)
@@ -79,7 +79,7 @@ def test_rows_may_be_parts_of_others(where: Where) -> None:
         assert wide_weights[row, :300].tolist() == kept(logits[row].tolist(), weights[row].tolist(), int(needed[row]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     logits, weights = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64)
     needed = torch.ones(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"weights \[2, 4\] and needed \[1, 1\] do not fit logits \[2, 4\]"):
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
-def test_whole_vocabularies(temperature: float) -> None:
+def test_whole_vocabularies_equal_the_reference(temperature: float) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (2.5 * torch.randn(40, 151936, generator=generator)).bfloat16().float()
     weights = weights_of(logits, temperature)
@@ -104,7 +104,7 @@ def test_whole_vocabularies(temperature: float) -> None:
 
 
 @pytest.mark.gpu
-def test_logits_that_are_not_numbers_end_nothing() -> None:
+def test_nan_logits_do_not_fail() -> None:
     logits = torch.full((2, 5000), math.nan, device="cuda")
     weights = torch.ones(2, 5000, dtype=torch.int64, device="cuda")
     keep_top_p(logits, weights, torch.full((2, 1), 700, device="cuda"))

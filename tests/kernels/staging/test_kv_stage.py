@@ -1,4 +1,4 @@
-"""kv_gather and kv_scatter, bitwise against a loop over tokens; whatever is not named stays as it was."""
+"""kv_gather and kv_scatter, bitwise against a loop over tokens; everything else stays unchanged."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def rows_of(
     pool: torch.Tensor, pages: list[int], start: int, end: int, layers: range, heads: range
 ) -> Iterator[tuple[tuple[int, int, int, int, int], tuple[int, int, int, int]]]:
-    """Where each row is in the pool and in the block, one at a time."""
+    """The location of each row in the pool and in the block, one at a time."""
     for l_index, layer in enumerate(layers):
         for plane in range(pool.shape[2]):
             for h_index, head in enumerate(heads):
@@ -91,10 +91,10 @@ def test_gather_and_scatter_move_exactly_these_rows(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("from_size", "to_size"), [(16, 16), (16, 5), (1, 64), (64, 16)])
-def test_heads_of_four_ranks_become_the_pages_of_one(
+def test_heads_of_four_ranks_are_merged_into_pages_of_one(
     dtype: torch.dtype, from_size: int, to_size: int, where: Where
 ) -> None:
-    """Four pools of two heads each end in one of eight, in other pages of another size: every bit, NaNs included."""
+    """Four pools of two heads each become one of eight, with other pages and page size: every bit, including NaNs."""
     impl, device = where
     layers, ranks, heads, dim, start, end = 2, 4, 2, 32, 7, 75
     whole = noise((layers, 2, ranks * heads, end, dim * dtype.itemsize), seed=1).view(dtype)
@@ -131,7 +131,7 @@ def test_heads_of_four_ranks_become_the_pages_of_one(
     assert target.view(torch.uint8).equal(before.view(torch.uint8))
 
 
-def test_strided_planes_and_unaligned_addresses(where: Where) -> None:
+def test_strided_planes_and_unaligned_addresses_are_copied(where: Where) -> None:
     """Keys of 24 and values of 10 bytes in one pool: a view of each plane. The pool starts at an odd address."""
     impl, device = where
     pages, layers, heads, size, key, value = 5, 2, 3, 4, 24, 10
@@ -158,7 +158,7 @@ def test_strided_planes_and_unaligned_addresses(where: Where) -> None:
         assert block.cpu().equal(expected.view(-1))
 
 
-def test_no_tokens_are_no_work(where: Where) -> None:
+def test_empty_range_copies_nothing(where: Where) -> None:
     impl, device = where
     pool = noise((2, 1, 2, 2, 4, 16), seed=1).to(device)
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -170,8 +170,8 @@ def test_no_tokens_are_no_work(where: Where) -> None:
 
 
 @pytest.mark.gpu
-def test_after_the_warm_up_blocks_of_all_sizes_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tokens, layers, heads and place in the ring: nothing is compiled any more."""
+def test_warm_up_compiles_for_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any tokens, layers, heads and position in the ring, nothing is compiled any more."""
     triton = pytest.importorskip("triton")
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made["repr"]))
@@ -192,12 +192,12 @@ def test_after_the_warm_up_blocks_of_all_sizes_are_there_at_once(monkeypatch: py
     assert len(compiled) == 2
 
 
-def test_a_cpu_needs_no_warm_up() -> None:
+def test_warm_up_has_no_effect_on_a_cpu() -> None:
     warm_up_kv_stage(torch.empty(0, 1, 2, 1, 16, 64))  # has no page to try it on
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+def test_staging_handles_offsets_beyond_32_bits() -> None:
     """A pool of 6 GiB and a block of 4.5: byte, word and element offsets all leave 32 bits."""
     pool = torch.empty((12, 32, 2, 8, 8192, 128), dtype=torch.uint8, device="cuda")
     pool.random_(0, 256)
@@ -224,7 +224,7 @@ def test_offsets_beyond_32_bits() -> None:
         (0, 5, range(1), range(4), "1280 bytes"),
     ],
 )
-def test_what_does_not_fit_is_refused(start: int, end: int, layers: range, heads: range, message: str) -> None:
+def test_invalid_arguments_are_refused(start: int, end: int, layers: range, heads: range, message: str) -> None:
     pool = torch.zeros(2, 3, 2, 4, 4, 8)
     pages, block = torch.zeros(2, dtype=torch.int32), torch.zeros(1024, dtype=torch.uint8)
     with pytest.raises(ValueError, match=message):
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused(start: int, end: int, layers: range, heads
         kv_scatter(block, pool, pages, start=start, end=end, layers=layers, heads=heads)
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_incompatible_tensors_are_refused() -> None:
     pool = torch.zeros(2, 3, 2, 4, 4, 8)
     pages, block = torch.zeros(2, dtype=torch.int32), torch.zeros(1024, dtype=torch.uint8)
     kv_gather(pool, pages, block, start=0, end=4, layers=range(1), heads=range(4))

@@ -1,4 +1,4 @@
-"""A HiSparse cache by itself: what it refuses, what opening a buffer brings in, and what its checks find."""
+"""A HiSparse cache on its own: invalid sizes, opening of buffers, integrity checks."""
 
 from collections.abc import Callable, Iterable
 
@@ -55,7 +55,7 @@ def make_cache(
 
 
 def make_shared_cache(own_pages: int, device: str = "cpu") -> HiSparseCache:
-    """31 pages of keys, under 20 2/3 hot pages, of which 20 are ten lots; all bytes of them NaN."""
+    """31 pages of keys, which overlap 20 2/3 hot pages, 20 of which are ten units; all bytes are NaN."""
     memory = zeroed((21 + own_pages) * 4 * LAYERS * PAGE_SIZE * ROW_SIZE, torch.device(device))
     memory.fill_(255)
     return HiSparseCache(
@@ -85,24 +85,24 @@ def open_buffer(
             {"hot_pages": 2},
             "the hot pool has 2 pages of 4 rows: one buffer of hot_rows = 8 and the newest token takes 3",
         ),
-        ({"top_k": 9}, r"HiSparse cannot run so: top_k must be in \[1, 8\], got 9"),
+        ({"top_k": 9}, r"HiSparse cannot run with these sizes: top_k must be in \[1, 8\], got 9"),
         ({"hot_rows": 32768, "hot_pages": 8193}, r"hot_rows must be in \[1, 32767\], got 32768"),
         ({"slots": 0}, "requests must be in .*, got 0"),
     ],
 )
-def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, int], sentence: str) -> None:
+def test_incompatible_sizes_are_refused(sizes: dict[str, int], sentence: str) -> None:
     with pytest.raises(StartupError, match=sentence):
         make_cache(**sizes)
 
 
-def test_the_smallest_that_fits_is_accepted() -> None:
+def test_smallest_valid_cache_is_accepted() -> None:
     make_cache(hot_pages=3, top_k=8, slots=1)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 11, 24])
 @pytest.mark.parametrize("pages", [[3, 4, 5, 9, 8, 7], [29, 0, 1, 2, 20, 21]])
 @pytest.mark.parametrize("hot_pages", [[10, 11, 12, 0, 1, 2], [5, 9, 2, 19, 18, 17]])
-def test_a_resident_request_starts_with_its_rows(tokens: int, pages: list[int], hot_pages: list[int]) -> None:
+def test_fully_resident_request_starts_with_its_rows(tokens: int, pages: list[int], hot_pages: list[int]) -> None:
     cache = make_cache()
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     cache.hot.data.fill_(torch.nan)
@@ -117,7 +117,7 @@ def test_a_resident_request_starts_with_its_rows(tokens: int, pages: list[int], 
     cache.check_integrity()
 
 
-def test_what_does_not_fit_starts_empty() -> None:
+def test_evicting_request_starts_with_an_empty_buffer() -> None:
     cache = make_cache()
     cache.hot.data.fill_(torch.nan)
     open_buffer(cache, 1, [4, 5, 6], range(10), tokens=40, capacity=8)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_starts_empty() -> None:
     assert cache.tables.token_slots[1, 1, :9].tolist() == [*range(8), -1]
 
 
-def test_a_buffer_needs_its_pages() -> None:
+def test_buffer_with_too_few_or_invalid_pages_is_refused() -> None:
     cache = make_cache()
     with pytest.raises(AssertionError, match="2 hot pages of 4 rows do not hold 9"):
         open_buffer(cache, 0, [1, 2], range(10), tokens=40, capacity=8)
@@ -137,7 +137,7 @@ def test_a_buffer_needs_its_pages() -> None:
         open_buffer(cache, 0, [1, 2, 20], range(10), tokens=9, capacity=12)
 
 
-def test_keys_and_hot_rows_lie_in_one_allocation() -> None:
+def test_keys_and_hot_rows_share_one_allocation() -> None:
     cache = make_shared_cache(own_pages=9)
     _, keys = cache.pools
     assert cache.own_hot_pages == range(21, 30)
@@ -148,8 +148,8 @@ def test_keys_and_hot_rows_lie_in_one_allocation() -> None:
         make_shared_cache(own_pages=2)
 
 
-def test_a_lot_is_keys_or_hot_rows_and_nothing_else_changes() -> None:
-    """The same lot as hot pages, as pages of keys and as hot pages again, between two others that stay."""
+def test_unit_serves_as_keys_or_hot_rows_without_changing_others() -> None:
+    """One unit serves as hot pages, as pages of keys and as hot pages again, between two others that stay."""
     cache = make_shared_cache(own_pages=9)
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     _, keys = cache.pools
@@ -192,10 +192,10 @@ def forget_eviction(cache: HiSparseCache) -> None:
 @pytest.mark.parametrize(
     ("break_it", "problem"),
     [
-        (repeat_slot, "index group 1, request slot 2: the eviction order is not all slots"),
+        (repeat_slot, "index group 1, request slot 2: the eviction order does not list every slot once"),
         (fill_reserved, "index group 0, request slot 2: the slot kept for the next token holds another"),
         (hold_token_twice, "index group 1, request slot 2: a token is in two slots"),
-        (forget_eviction, "index group 0, request slot 2: a token has an entry and is in no slot"),
+        (forget_eviction, "index group 0, request slot 2: a token has an entry but is in no slot"),
     ],
 )
 def test_broken_tables_are_found(break_it: Callable[[HiSparseCache], None], problem: str) -> None:
@@ -207,7 +207,7 @@ def test_broken_tables_are_found(break_it: Callable[[HiSparseCache], None], prob
         cache.check_integrity()
 
 
-def test_host_memory_that_is_not_there_is_refused_in_gib() -> None:
+def test_missing_host_memory_is_refused_with_sizes_in_gib() -> None:
     with pytest.raises(StartupError, match=r"asks for 1048576\.00 GiB, \d+\.\d\d GiB are available"):
         PinnedMemory(1 << 50)
 
@@ -232,8 +232,8 @@ def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_reaches_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run of a preload goes over the borders of many registrations; 288 bytes a page are 128 pages a chunk."""
+def test_gpu_copies_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy run crosses the borders of many registrations; at 288 bytes per page, 128 pages are a chunk."""
     monkeypatch.setattr(pinned, "CHUNK_BYTES", 4096)
     cuda = torch.device("cuda", 0)
     host, indexer, hot = pool(600, pinned=True), pool(600, "indexer", device="cuda"), pool(600, device="cuda")

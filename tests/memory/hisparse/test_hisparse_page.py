@@ -1,4 +1,4 @@
-"""docs/hisparse.md names tests and metrics that exist, and says of which tests that they need a GPU."""
+"""docs/hisparse.md names only tests and metrics that exist, and marks the tests that need a GPU."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "hisparse.md").read_text(encoding="utf-8")
 
 
 def all_tests() -> Iterator[tuple[str, bool]]:
-    """The name of every test, and whether it runs on a GPU only: it, or the whole file, has the marker."""
+    """The name of every test, and whether it, or its whole file, is marked `gpu`."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         module = ast.parse(path.read_text(encoding="utf-8"))
         marked = any(isinstance(node, ast.Assign) and _is_gpu_marker(node.value) for node in module.body)
@@ -26,7 +26,7 @@ def _is_gpu_marker(node: ast.expr) -> bool:
     return ast.unparse(node) == "pytest.mark.gpu"
 
 
-def test_every_test_that_it_names_exists() -> None:
+def test_every_named_test_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     assert len(named) > 30
     assert named - {name for name, _ in all_tests()} == set()
@@ -35,18 +35,18 @@ def test_every_test_that_it_names_exists() -> None:
 def test_every_known_failure_has_its_row_and_a_test() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", PAGE, re.MULTILINE)
     assert [number for number, _ in rows] == [str(number) for number in range(1, 37)]
-    assert [number for number, tests in rows if "test_" not in tests] == ["16"], "mypy holds that one"
+    assert [number for number, tests in rows if "test_" not in tests] == ["16"], "mypy checks that one"
 
 
-def test_an_asterisk_means_a_gpu() -> None:
-    """A test that one without a GPU can run must not be said to need it, and the other way round."""
+def test_asterisk_marks_exactly_the_gpu_tests() -> None:
+    """A test has an asterisk if and only if it needs a GPU."""
     without = {name for name, needs_gpu in all_tests() if not needs_gpu}
     rows = re.findall(r"^\| \d+ \|.*\| (.*) \|$", PAGE, re.MULTILINE)
     starred = [(name, bool(star)) for cell in rows for name, star in re.findall(r"`(test_\w+)`( \*)?", cell)]
     assert [name for name, needs_gpu in starred if needs_gpu == (name in without)] == []
 
 
-def test_every_metric_that_it_names_exists() -> None:
+def test_every_named_metric_exists() -> None:
     gauges = HotBuffers(HotLimits(3, 4, 8, slots=1)).gauges().keys() | {
         "kv_pages",
         "kv_pages_held",

@@ -1,5 +1,5 @@
-"""The scheduler's decisions carried out on a real HiSparse cache, through random lives: every row that a step selects
-and every key of its sequence is the right one, in memory where keys and hot rows lie over each other.
+"""Random workloads: the scheduler's decisions run on a real HiSparse cache. Every row that a step selects and every key
+of its sequence is correct, in memory where keys and hot rows overlap.
 """
 
 import collections
@@ -23,13 +23,13 @@ LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
 CPU = torch.device("cpu")
 
 
-class CacheWorld(Simulator):
-    """A world whose ranks are one HiSparse cache. A row, and its key, is a number that stands for the whole prefix."""
+class CacheSimulator(Simulator):
+    """A simulator with one HiSparse cache as its ranks. A row, and its key, is a number that identifies the prefix."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__(**mode._asdict())
         hot_pages = mode.hot_pages
-        assert hot_pages is not None, "a world without hot buffers"
+        assert hot_pages is not None, "a simulator without hot buffers"
         host, keys = self._pool(self.pages, "latent"), self._pool(self.pages, "indexer")
         hot = self._pool(hot_pages, "latent")
         if mode.lends:
@@ -53,7 +53,7 @@ class CacheWorld(Simulator):
         self._numbers: dict[Prefix, int] = {(): 0, LOST: 1}
         self._draw = random.Random(hot_pages)
         self.rows_seen = 0
-        """Selected rows that were looked at."""
+        """Selected rows that were compared."""
 
     def _pool(self, num_pages: int, plane: str, memory: torch.Tensor | None = None) -> KvPool:
         return KvPool(
@@ -77,7 +77,7 @@ class CacheWorld(Simulator):
         return numbers[:, None].expand(-1, HOT_BYTES)
 
     def _write(self, row: Row, prefix: Prefix) -> None:
-        """From outside: a prefill server, or a page that is copied."""
+        """An external write: by a prefill server, or of a copied page."""
         super()._write(row, prefix)
         page, offset = row
         self.cache.host.data[page, :, 0, 0, offset] = self._rows(prefix)
@@ -96,7 +96,7 @@ class CacheWorld(Simulator):
         self.cache.resize(buffer.slot, buffer.hot_pages, buffer.capacity)
 
     def _use_hot(self, row: DecodeRow, tokens: Prefix, *, alive: bool) -> None:
-        """Place the new row, select, look at what was selected, write back. Of one that has ended nobody looks."""
+        """Place the new row, select, compare the selected rows (unless the request has ended), write back."""
         super()._use_hot(row, tokens, alive=alive)
         if not row.pages:
             return
@@ -116,14 +116,14 @@ class CacheWorld(Simulator):
                 top_k = torch.tensor([selected], dtype=torch.int32)
                 swap_in(plan, top_k, requests, seq_lens, cache.group_tables[group], host_pages, host, hot)
             if alive:
-                self._look(layer, selected, plan.rows[0].tolist(), tokens)
+                self._check_rows(layer, selected, plan.rows[0].tolist(), tokens)
         target = row.pages[row.position // PAGE_SIZE] * PAGE_SIZE + row.position % PAGE_SIZE
         hot_rows = HotRows(newest[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, KvRows(torch.tensor([target], dtype=torch.int32)))
         if alive:
-            self._look_at_pages(row, tokens)
+            self._check_pages(row, tokens)
 
-    def _look(self, layer: int, selected: list[int], rows: list[int], tokens: Prefix) -> None:
+    def _check_rows(self, layer: int, selected: list[int], rows: list[int], tokens: Prefix) -> None:
         for token, row in zip(selected, rows, strict=True):
             if token < 0:
                 assert row < 0
@@ -132,8 +132,8 @@ class CacheWorld(Simulator):
             assert found.equal(self._rows(tokens[: token + 1])[layer]), f"layer {layer} reads a wrong row of {token}"
             self.rows_seen += 1
 
-    def _look_at_pages(self, row: DecodeRow, tokens: Prefix) -> None:
-        """All rows are in host memory, and all keys but the newest, which the step is about to write, on the device."""
+    def _check_pages(self, row: DecodeRow, tokens: Prefix) -> None:
+        """All rows are in host memory; all keys except the newest, which this step writes, are on the device."""
         for position in range(len(tokens)):
             page, offset = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
             prefix = tokens[: position + 1]
@@ -153,11 +153,11 @@ MODES = (
 BUSY = {**ACTIONS, "submit": 20, "decode_turn": 40, "rank_turn": 60, "prefill_turn": 40, "end_write": 40, "deliver": 90}
 
 
-def test_every_row_that_is_read_is_the_right_one() -> None:
-    """And all that can become of a hot buffer has happened on the way."""
+def test_every_selected_row_is_correct_in_random_workloads() -> None:
+    """The workload covers every transition of a hot buffer."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(12):
-        simulator = CacheWorld(MODES[seed % len(MODES)])
+        simulator = CacheSimulator(MODES[seed % len(MODES)])
         live(simulator, BUSY, seed, steps=600)
         simulator.cache.check_integrity()
         seen.update(simulator.hot_seen)

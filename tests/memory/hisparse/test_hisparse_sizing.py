@@ -1,4 +1,4 @@
-"""Sizes of a HiSparse cache: what the host holds, what its index leaves of the device, and clear refusals."""
+"""Sizes of a HiSparse cache: host pages, their index on the device, hot pages, and the errors."""
 
 import pytest
 import torch
@@ -30,42 +30,42 @@ def size(host_gib: float = 100, device_gib: float = 40, **settings: object) -> H
     )
 
 
-def test_the_host_decides_and_the_index_is_taken_from_the_device_budget() -> None:
+def test_host_memory_sets_pages_and_the_index_uses_the_device_budget() -> None:
     found = size(kv_memory_gib=30, host_memory_gib=50, max_running_requests=8)
     assert found.num_pages == 50 * GIB // (64 * LATENT)
     assert found.hot_pages == 30 * GIB // (64 * LATENT) - index_pages(found)
 
 
 def index_pages(found: HiSparseSize) -> int:
-    """Hot pages that the index reaches into."""
+    """Hot pages that overlap the index."""
     return -(-found.num_pages * INDEXER // LATENT)
 
 
-def test_the_index_leaves_half_of_the_budget_to_hot_pages() -> None:
+def test_index_leaves_half_of_the_budget_to_hot_pages() -> None:
     found = size(host_gib=1000, kv_memory_gib=10, host_memory_gib=900, max_running_requests=128)
     assert abs(found.num_pages * 64 * INDEXER - 5 * GIB) < 64 * LATENT
     assert found.hot_pages == 10 * GIB // (64 * LATENT) - index_pages(found)
 
 
 @pytest.mark.parametrize("budget_gib", [9.5, 10, 10.001, 10.002])
-def test_the_index_leaves_every_request_its_buffer(budget_gib: float) -> None:
+def test_index_leaves_a_hot_buffer_for_every_request(budget_gib: float) -> None:
     """To the page: the index takes whole hot pages."""
     found = size(host_gib=1000, kv_memory_gib=budget_gib, host_memory_gib=900, max_running_requests=13)
     assert found.hot_pages == 13 * 65
 
 
-def test_no_more_pages_than_those_that_run_and_two_that_arrive_can_have() -> None:
+def test_pages_are_capped_at_running_requests_plus_two() -> None:
     found = size(host_gib=1000, device_gib=60, kv_memory_gib=50, host_memory_gib=900, max_running_requests=3)
     assert found.num_pages == 5 * 131072 // 64
     assert found.hot_pages == 50 * GIB // (64 * LATENT) - index_pages(found)
 
 
-def test_no_more_hot_pages_than_could_be_of_use() -> None:
+def test_hot_pages_are_capped_at_what_requests_can_use() -> None:
     found = size(kv_tokens=6400, kv_memory_gib=20, max_running_requests=2)
     assert found == HiSparseSize(100, 100 + 2 * 65)
 
 
-def test_tables_count() -> None:
+def test_tables_count_against_device_memory() -> None:
     tables = table_bytes(groups=61, requests=32, hot_rows=4096, max_context=131072, page_size=64)
     with pytest.raises(StartupError, match=r"kv_memory_gib = 40\.0 asks for 40\.00 GiB"):
         size(kv_memory_gib=40)
@@ -81,12 +81,12 @@ def test_tables_count() -> None:
         ({"host_memory_gib": 0.001}, r"host_memory_gib = 0\.001 is less than one page of 4497408 bytes"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, float], sentence: str) -> None:
+def test_impossible_sizes_are_refused(settings: dict[str, float], sentence: str) -> None:
     with pytest.raises(StartupError, match=sentence):
         size(**settings)
 
 
-def test_a_hot_buffer_holds_what_a_step_reads() -> None:
+def test_hot_rows_must_hold_what_a_step_reads() -> None:
     assert resolve_hot_rows(DecodeConfig(page_size=64), 2048) == 3072
     assert resolve_hot_rows(DecodeConfig(page_size=48), 20) == 48
     with pytest.raises(StartupError, match="hot_rows = 64 is below the model's index_topk = 2048"):

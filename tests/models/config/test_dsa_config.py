@@ -1,4 +1,4 @@
-"""What config.json of a sparse model says, what is refused, and how its layers are cut into stages."""
+"""config.json of sparse models: supported and refused fields, and the split of layers into stages."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def dsa(config: ModelConfig) -> DsaConfig:
     return config.dsa
 
 
-def test_a_sparse_model(checkpoints: Path) -> None:
+def test_sparse_model_config_is_read(checkpoints: Path) -> None:
     config = read_hf_config(checkpoints / "deepseek_v32")
     assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == ("deepseek_v32", 4, 4, 1)
     assert (config.head_dim, config.rotary_dim) == (64, 16)
@@ -56,7 +56,7 @@ def test_a_sparse_model(checkpoints: Path) -> None:
     assert (sparse.moe.num_groups, sparse.moe.scale, sparse.weight_block) == (2, 2.5, None)
 
 
-def test_the_released_spelling_of_deepseek(checkpoints: Path, tmp_path: Path) -> None:
+def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> None:
     config = read(
         checkpoints,
         tmp_path,
@@ -95,7 +95,7 @@ def test_the_released_spelling_of_deepseek(checkpoints: Path, tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_layers_that_share_a_selection(
+def test_layers_that_share_a_selection_are_read(
     changes: dict[str, Any], indexed: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     config = read(checkpoints, tmp_path, "glm_moe_dsa", mlp_layer_types=None, layer_types=None, **changes)
@@ -127,14 +127,14 @@ def test_layers_that_share_a_selection(
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused(
+def test_unsupported_config_is_refused(
     architecture: str, changes: dict[str, Any], message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=message):
         read(checkpoints, tmp_path, architecture, **changes)
 
 
-def test_the_fingerprint_covers_what_is_selected(checkpoints: Path, tmp_path: Path) -> None:
+def test_fingerprint_covers_the_selection(checkpoints: Path, tmp_path: Path) -> None:
     names = set()
     for number, topk in enumerate((16, 17)):
         target = tmp_path / str(number)
@@ -156,7 +156,7 @@ def test_the_fingerprint_covers_what_is_selected(checkpoints: Path, tmp_path: Pa
         ("FSSSSSSFFF", 4, [0, 7, 8, 9]),
     ],
 )
-def test_stages_never_part_a_layer_from_its_selection(
+def test_layer_and_its_selection_are_on_one_stage(
     pattern: str, stages: int, starts: list[int], checkpoints: Path, tmp_path: Path
 ) -> None:
     changes = {"num_hidden_layers": len(pattern), "layer_types": None, "mlp_layer_types": None, "indexer_types": None}
@@ -177,10 +177,8 @@ def test_stages_never_part_a_layer_from_its_selection(
         config.stage_layers(Shard(stages=pattern.count("F") + 1))
 
 
-def test_glm_5_2_keeps_keys_of_its_21_indexers(checkpoints: Path, tmp_path: Path) -> None:
-    """And what that is good for: half of the 40 GiB is for keys, which those of 32 requests would fill if all layers
-    had some.
-    """
+def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path: Path) -> None:
+    """The gain: half of the 40 GiB is for keys, which 32 requests would fill if all layers had keys."""
     shape = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "index_head_dim": 128}
     of_four_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
@@ -193,7 +191,7 @@ def test_glm_5_2_keeps_keys_of_its_21_indexers(checkpoints: Path, tmp_path: Path
     assert decoder.kv_token_bytes == 95_232
 
     def requests(indexer_token_bytes: int) -> int:
-        """Of 32,768 tokens, that there are keys for."""
+        """Requests of 32,768 tokens for which there are keys."""
         size = hisparse_size(
             DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000),
             latent_token_bytes=latent,

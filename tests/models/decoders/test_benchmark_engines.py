@@ -1,4 +1,4 @@
-"""Benchmarks that need a GPU, as far as they come without one: they use what nobody else calls in quite that way."""
+"""The parts of GPU benchmarks that run without a GPU: they call the engine in their own way."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def sparse_config() -> ModelConfig:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("hot_rows", [None, 32])
-def test_sparse_steps_follow_each_other(hot_rows: int | None) -> None:
+def test_sparse_benchmark_steps_run_in_sequence(hot_rows: int | None) -> None:
     bench = dsa_engine.Engine(sparse_config(), sequences=2, page_size=8, hot_rows=hot_rows)
     slices = bench.sequences(2, 96, steps=3)
     for _ in range(3):
@@ -46,7 +46,7 @@ def test_sparse_steps_follow_each_other(hot_rows: int | None) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_dense_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_benchmark_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(
         engine.QWEN3_8B, vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
     )
@@ -59,7 +59,7 @@ def test_dense_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
-def test_swapped_in_rows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import swap_in
 
     for name, value in {"TOP_K": 8, "HOT_ROWS": 16, "CONTEXT": 256, "PAGE_SIZE": 4, "DEVICE": DEVICE}.items():

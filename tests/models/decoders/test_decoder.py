@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.kernels.backends import dispatch
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy, reference_logits
+from tests.kernels.numba_kernels import needs_numba
 
 # The models' logits are of order 1; float32 sums in another order differ by a few 1e-6.
 TOLERANCE = 3e-5
@@ -22,7 +24,7 @@ def load(directory: Path) -> ModelRunner:
 
 
 def poisoned_cache(runner: ModelRunner, num_pages: int, page_size: int) -> KvCache:
-    """A cache full of old, large values: whatever is read that was not written spoils the result."""
+    """A cache full of large stale values: a read of an unwritten row spoils the result."""
     cache = runner.make_cache(num_pages, page_size)
     poison(cache)
     return cache
@@ -134,7 +136,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("chunks", [[40], [16, 16, 8], [1, 15, 1, 16, 7], [39, 1], [5, 5, 30]])
-def test_chunked_prefill_gives_the_logits_of_every_chunk_end(
+def test_chunked_prefill_returns_logits_of_every_chunk_end(
     tiny: tuple[ModelRunner, Any], page_size: int, chunks: list[int]
 ) -> None:
     runner, reference = tiny
@@ -149,7 +151,7 @@ def test_chunked_prefill_gives_the_logits_of_every_chunk_end(
         torch.testing.assert_close(logits[0], expected[start - 1], rtol=0, atol=TOLERANCE)
 
 
-def test_a_mixed_batch_gives_every_sequence_its_own_result(tiny: tuple[ModelRunner, Any]) -> None:
+def test_mixed_batch_computes_every_sequence_correctly(tiny: tuple[ModelRunner, Any]) -> None:
     """Whole prompts, a later chunk, single-token prompts and decode steps of very different lengths in one pass."""
     runner, reference = tiny
     page_size, num_pages = 4, 256
@@ -168,7 +170,7 @@ def test_a_mixed_batch_gives_every_sequence_its_own_result(tiny: tuple[ModelRunn
     torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-def test_only_the_slots_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) -> None:
+def test_only_rows_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     cache = poisoned_cache(runner, 8, 4)
     run(runner, cache, SequenceSlice(prompt(6, 6), 0, [5, 2, 7]))
@@ -182,7 +184,22 @@ def test_only_the_slots_of_the_slice_are_written(tiny: tuple[ModelRunner, Any]) 
     assert untouched.equal(~expected)
 
 
-def test_kv_token_bytes_is_what_the_cache_takes(tiny: tuple[ModelRunner, Any]) -> None:
+@needs_numba
+def test_logits_without_numba_kernels_equal_those_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_numba_allowed", True)  # restored at the end
+    source = locate_model(str(make_checkpoint(tmp_path, "qwen3")))
+    found = []
+    for setting, enabled in (("numba", True), ("torch", False)):
+        device, dtype = torch.device("cpu"), torch.float32
+        runner = ModelRunner.load(source, device=device, dtype=dtype, cpu_kernels=setting)  # type: ignore[arg-type]
+        assert dispatch.numba_computes() == enabled
+        cache = poisoned_cache(runner, 4, 16)
+        run(runner, cache, SequenceSlice(prompt(9, 20), 0, [2, 0]))
+        found.append(run(runner, cache, SequenceSlice([7], 20, [2, 0])))
+    torch.testing.assert_close(*found, rtol=0, atol=TOLERANCE)
+
+
+def test_kv_token_bytes_equals_the_size_of_the_cache(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     assert runner.make_cache(7, 4).size_bytes == 7 * 4 * runner.kv_token_bytes
 
@@ -191,13 +208,13 @@ def test_kv_token_bytes_is_what_the_cache_takes(tiny: tuple[ModelRunner, Any]) -
     "piece",
     [SequenceSlice([], 0, [0]), SequenceSlice([1, 2], 3, [0]), SequenceSlice([1], -1, [0]), SequenceSlice([1], 0, [])],
 )
-def test_a_slice_that_does_not_fit_its_pages_is_refused(tiny: tuple[ModelRunner, Any], piece: SequenceSlice) -> None:
+def test_slice_beyond_its_pages_is_refused(tiny: tuple[ModelRunner, Any], piece: SequenceSlice) -> None:
     runner, _ = tiny
     with pytest.raises(ValueError, match="do not fit"):
         runner.forward(runner.make_cache(2, 4), [piece])
 
 
-def test_tokens_of_a_step_may_come_from_the_device(tiny: tuple[ModelRunner, Any]) -> None:
+def test_step_accepts_tokens_on_the_device(tiny: tuple[ModelRunner, Any]) -> None:
     runner, _ = tiny
     cache = poisoned_cache(runner, 8, 4)
     first, second = [3, 1], [7, 0]

@@ -18,8 +18,8 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
 
-# The models' logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds no choice, of a
-# token or of an expert, is closer than 1e-5: rounding decides none.
+# The logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds no selection, of
+# a token or of an expert, is closer than 1e-5: rounding decides none.
 TOLERANCE = 3e-5
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def load(directory: Path) -> ModelRunner:
 
 
 def poisoned_cache(runner: ModelRunner, num_pages: int, page_size: int) -> KvCache:
-    """Full of old, large values: whatever is read that was not written spoils the result."""
+    """Full of large stale values: a read of an unwritten row spoils the result."""
     cache = runner.make_cache(num_pages, page_size)
     for pool in cache.pools:
         pool.data.fill_(50.0)
@@ -107,7 +107,7 @@ def test_logits_and_greedy_tokens_equal_transformers(model: tuple[ModelRunner, A
 @pytest.mark.parametrize(
     ("page_size", "chunks"), [(1, [70]), (8, [16, 16, 38]), (5, [1, 15, 1, 16, 37]), (16, [69, 1])]
 )
-def test_chunks_give_the_logits_of_every_token(
+def test_chunks_compute_logits_of_every_token(
     model: tuple[ModelRunner, Any], page_size: int, chunks: list[int]
 ) -> None:
     """Every token of a chunk has its own selection among the tokens up to itself."""
@@ -128,12 +128,12 @@ def test_chunks_give_the_logits_of_every_token(
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
-    """With layers that select for themselves and layers that do not."""
+    """With layers that select and layers that share a selection."""
     directory = make_dsa_checkpoint(tmp_path_factory.mktemp("glm"), "glm_moe_dsa", index_topk_pattern="FFSS")
     return load(directory), load_reference(directory)
 
 
-def test_a_mixed_batch_gives_every_sequence_its_own_result(glm: tuple[ModelRunner, Any]) -> None:
+def test_mixed_batch_computes_every_sequence_correctly(glm: tuple[ModelRunner, Any]) -> None:
     """Whole prompts, a later chunk, single-token prompts and decode steps of very different lengths in one pass."""
     runner, reference = glm
     page_size, cache_pages = 4, 256
@@ -150,7 +150,7 @@ def test_a_mixed_batch_gives_every_sequence_its_own_result(glm: tuple[ModelRunne
     torch.testing.assert_close(run(runner, cache, slices), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-def test_only_the_slots_of_the_slice_are_written(glm: tuple[ModelRunner, Any]) -> None:
+def test_only_rows_of_the_slice_are_written(glm: tuple[ModelRunner, Any]) -> None:
     runner, _ = glm
     cache = poisoned_cache(runner, 8, 4)
     run(runner, cache, [SequenceSlice(prompt(6, 6), 0, [5, 2, 7])])
@@ -162,8 +162,8 @@ def test_only_the_slots_of_the_slice_are_written(glm: tuple[ModelRunner, Any]) -
         assert all(written[:, layer].equal(expected) for layer in range(pool.num_layers))
 
 
-def test_the_pools_are_what_a_token_takes(glm: tuple[ModelRunner, Any]) -> None:
-    """Two of four layers have an indexer: keys of the others would never be written, nor read."""
+def test_kv_token_bytes_equals_the_size_of_both_pools(glm: tuple[ModelRunner, Any]) -> None:
+    """Two of four layers have an indexer: keys of the others would never be written or read."""
     runner, _ = glm
     cache = runner.make_cache(7, 4)
     assert [(pool.planes, pool.layers, pool.num_heads, pool.head_dim) for pool in cache.pools] == [
@@ -175,8 +175,8 @@ def test_the_pools_are_what_a_token_takes(glm: tuple[ModelRunner, Any]) -> None:
 
 
 @pytest.mark.parametrize("live", [0, 2])
-def test_padded_rows_write_nothing_and_disturb_nobody(glm: tuple[ModelRunner, Any], live: int) -> None:
-    """What a CUDA graph does: static shapes, a plan filled in place, the number of real rows in memory."""
+def test_padded_rows_write_nothing_and_change_no_result(glm: tuple[ModelRunner, Any], live: int) -> None:
+    """Like a CUDA graph: static shapes, a plan filled in place, the number of valid rows in memory."""
     runner, reference = glm
     cache = poisoned_cache(runner, 16, 4)
     sequences = [(prompt(20, 30), [3, 1, 4, 15, 9, 2, 6, 5]), (prompt(21, 7), [8, 0])]
@@ -215,7 +215,7 @@ def test_padded_rows_write_nothing_and_disturb_nobody(glm: tuple[ModelRunner, An
 
 
 class ElsewhereRows:
-    """Latent rows in memory of their own, in another order and page size: what a hot buffer is to the decoder.
+    """Latent rows in separate memory, with another order and page size, like a hot buffer.
 
     Row r of the cache is row `order[r]` here.
     """
@@ -243,7 +243,7 @@ class ElsewhereRows:
         self.finished = True
 
 
-def test_latent_rows_may_be_elsewhere(glm: tuple[ModelRunner, Any]) -> None:
+def test_decoder_reads_latent_rows_through_the_interface(glm: tuple[ModelRunner, Any]) -> None:
     runner, reference = glm
     decoder = runner._decoder
     assert isinstance(decoder, DsaDecoder)

@@ -1,4 +1,4 @@
-"""Sparse models whose latent rows are packed, against transformers that rounds what it caches in the same way."""
+"""Sparse models with packed latent rows, against transformers with the same rounding of its cache."""
 
 import random
 from pathlib import Path
@@ -20,15 +20,15 @@ from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_gre
 from tests.models.layers.test_hot_rows import Twin
 
 TOLERANCE = 4e-3
-"""Of logits of order 1. Both sides round the same numbers but for their last bits, and now and then one of them goes to
-the other side (up to 2e-3 here); without the rounding logits differ by 0.2 and more."""
+"""For logits of order 1. Both sides round the same numbers, except for their last bits, which occasionally changes the
+rounding (up to 2e-3 here); without rounding, logits differ by 0.2 and more."""
 CPU = torch.device("cpu")
 KV_RANK, ROPE_DIM, INDEX_DIM, LAYERS = 160, 16, 32, 4
-"""Two scales a row, the second of fewer elements."""
+"""Two scales per row, the second for fewer elements."""
 
 
 def rounded(latent: torch.Tensor) -> torch.Tensor:
-    """What e4m3 and a scale for every 128 elements make of it."""
+    """Rounded to e4m3 with a scale per 128 elements."""
     parts = []
     for group in latent.split(128, dim=-1):  # type: ignore[no-untyped-call]
         scale = group.abs().amax(dim=-1, keepdim=True) / 448
@@ -57,8 +57,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.usefixtures("_rounding_transformers")
 @pytest.mark.parametrize("length", [9, 16, 70])
-def test_logits_and_greedy_tokens_equal_transformers_that_rounds(model: tuple[ModelRunner, Path], length: int) -> None:
-    """A prompt in two chunks and eight steps; without the roundings it is another text."""
+def test_logits_and_greedy_tokens_equal_transformers_with_rounding(
+    model: tuple[ModelRunner, Path], length: int
+) -> None:
+    """A prompt in two chunks and eight steps; without the rounding the text differs."""
     runner, directory = model
     reference = load_reference(directory)
     text = random.Random(length).choices(range(256), k=length)
@@ -82,8 +84,8 @@ def test_logits_and_greedy_tokens_equal_transformers_that_rounds(model: tuple[Mo
     assert found[length - 1 : -1].argmax(-1).tolist() == text[length:]
 
 
-def test_rounding_makes_a_difference_that_is_small(tmp_path: Path) -> None:
-    """Where it changes no choice, of a token or of an expert: all tokens are seen, and there are no experts."""
+def test_error_of_packed_rows_is_small(tmp_path: Path) -> None:
+    """In a case where it changes no selection: all tokens are visible, and there are no experts."""
     directory = make_dsa_checkpoint(tmp_path, kv_lora_rank=KV_RANK, first_k_dense_replace=LAYERS)
     source = locate_model(str(directory))
     parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
@@ -99,7 +101,7 @@ def test_rounding_makes_a_difference_that_is_small(tmp_path: Path) -> None:
     assert 0.005 < error < 0.05
 
 
-def test_a_token_takes_less_room(model: tuple[ModelRunner, Path]) -> None:
+def test_packed_token_takes_less_memory(model: tuple[ModelRunner, Path]) -> None:
     runner, _ = model
     cache = runner.make_cache(7, 4)
     latent, keys = cache.pools
@@ -119,7 +121,7 @@ def test_hot_buffers_hold_packed_rows(model: tuple[ModelRunner, Path]) -> None:
         twin.step([2, 0])
 
 
-def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+def test_geometry_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path, kv_lora_rank=50)))
     parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     with pytest.raises(StartupError, match="multiple of 4, got 50"):

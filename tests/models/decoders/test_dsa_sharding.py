@@ -14,7 +14,7 @@ from tests.models.ranks import NUM_PAGES, Pass, RankProcesses
 
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 
-# The second has an odd vocabulary, and layers that share selections where an even cut would part them.
+# The second has an odd vocabulary, and layers that share a selection across an even split.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),

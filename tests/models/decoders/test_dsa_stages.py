@@ -1,4 +1,4 @@
-"""Keys of a model whose layers share indexers, between servers with any two pipelines: all stages in this process."""
+"""Keys of a model whose layers share indexers, sent between servers with different pipelines; all in this process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(61)]
 NEW_TOKENS = 10
 PREFILL_PAGE, DECODE_PAGE = 16, 4
 PAGES = 64
-"""Of either server; the prompt and its tokens take few of them."""
+"""Pages of either server; the prompt and its tokens take few of them."""
 
 
 class Stages:
@@ -61,7 +61,7 @@ class Stages:
 
 
 class Model(NamedTuple):
-    """The stages of its servers by their number, and what transformers says to the prompt."""
+    """The stages of its servers by their number, and the output of transformers for the prompt."""
 
     stages: dict[int, Stages]
     expected: list[int]
@@ -81,14 +81,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def old_memory(cache: KvCache) -> KvCache:
-    """Full of large values: whatever is read that nobody wrote spoils the result."""
+    """Full of large values: a read of an unwritten row spoils the result."""
     for pool in cache.pools:
         pool.data.fill_(50.0)
     return cache
 
 
 def prefill(stages: Stages, pages: Sequence[int]) -> tuple[list[KvCache], int]:
-    """What computing the prompt leaves in these pages, and the first token."""
+    """Caches with the prompt computed into these pages, and the first token."""
     caches = [old_memory(decoder.make_cache(PAGES, PREFILL_PAGE)) for decoder in stages.decoders]
     return caches, stages.next_token(caches, SequenceSlice(PROMPT, 0, pages))
 
@@ -96,7 +96,7 @@ def prefill(stages: Stages, pages: Sequence[int]) -> tuple[list[KvCache], int]:
 def transfer(
     sources: Sequence[KvCache], targets: Sequence[KvCache], pages: Sequence[int], to_pages: Sequence[int]
 ) -> int:
-    """Carry out what prefill ranks would write to decode ranks; how many bytes that were."""
+    """Copy what prefill ranks would write to decode ranks; returns the number of bytes."""
     sent = 0
     for kind in range(2):
         ours, theirs = [cache.pools[kind] for cache in sources], [cache.pools[kind] for cache in targets]
@@ -127,7 +127,7 @@ def decode(
 
 
 @pytest.mark.parametrize(("from_stages", "to_stages"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
-def test_keys_arrive_at_the_layers_that_read_them(model: Model, from_stages: int, to_stages: int) -> None:
+def test_keys_are_sent_to_the_layers_that_read_them(model: Model, from_stages: int, to_stages: int) -> None:
     caches, first = prefill(model.stages[from_stages], pages=[9, 4, 33, 2])
     stages, pages = model.stages[to_stages], list(range(60, 40, -1))
     targets = [old_memory(decoder.make_cache(PAGES, DECODE_PAGE)) for decoder in stages.decoders]
@@ -136,9 +136,9 @@ def test_keys_arrive_at_the_layers_that_read_them(model: Model, from_stages: int
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_keys_lent_to_a_resident_are_free_on_every_stage(model: Model, stages: int) -> None:
-    """Its own pages are all over the pool, and its buffer has lots between them. Where one of these was elsewhere on
-    some stage, its rows would go over keys.
+def test_lent_pages_overlap_no_keys_in_use_on_any_stage(model: Model, stages: int) -> None:
+    """Its own pages are scattered over the pool, with units of its buffer between them. If a stage mapped one of these
+    units elsewhere, its rows would overwrite keys.
     """
     caches, first = prefill(model.stages[2], pages=[0, 1, 2, 3])
     needed = -(-(len(PROMPT) + NEW_TOKENS) // DECODE_PAGE)
@@ -154,8 +154,8 @@ def test_keys_lent_to_a_resident_are_free_on_every_stage(model: Model, stages: i
     pages = [KvPage(16 * at + 5) for at in range(needed)]
     transfer(caches, targets, [0, 1, 2, 3], pages)
     used = {page // overlay.kv_pages for page in pages}
-    free = [lot for lot in range(overlay.count) if lot not in used]
-    lent = [KvPage(lot * overlay.kv_pages + at) for lot in free for at in range(overlay.kv_pages)]
+    free = [unit for unit in range(overlay.count) if unit not in used]
+    lent = [KvPage(unit * overlay.kv_pages + at) for unit in free for at in range(overlay.kv_pages)]
     hot_pages = [*(HotPage(page) for page in own), *overlay.hot_pages_under(lent)][:needed]
     assert (len(own), len(hot_pages)) == (buffer, needed)
     for cache in targets:
@@ -164,8 +164,8 @@ def test_keys_lent_to_a_resident_are_free_on_every_stage(model: Model, stages: i
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_server_that_keeps_keys_for_all_layers_is_refused(model: Model, stages: int) -> None:
-    """As earlier versions did."""
+def test_server_with_keys_for_all_layers_is_refused(model: Model, stages: int) -> None:
+    """Earlier versions did so."""
     ranks: list[Rank] = []
     old_ranks: list[Rank] = []
     for number, decoder in enumerate(model.stages[stages].decoders):

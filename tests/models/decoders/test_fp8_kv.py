@@ -1,4 +1,4 @@
-"""KV kept in fp8: what the model computes then, and how far that is from KV kept as it was computed."""
+"""KV in fp8: correctness, and the error relative to KV in the model's dtype."""
 
 import random
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.fp8_reference import rounded_logits
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES = 4, [5, 0, 7, 2, 9, 1, 11, 4, 3, 12]
 TIPPED = 1e-2
-"""A key may lie so near the middle of two fp8 numbers that another order of summation tips it. That moves logits by a
-fifth of what rounding all keys does."""
+"""A key may be so close to the middle of two fp8 numbers that another order of summation changes its rounding. That
+changes logits by a fifth of what rounding all keys does."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
@@ -43,7 +43,7 @@ def all_logits(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> 
 
 
 @pytest.mark.parametrize("chunks", [[40], [16, 7, 9, 4], [20, *[1] * 20]], ids=["prompt", "chunks", "decode"])
-def test_logits_are_those_of_a_model_that_rounds_its_cache(checkpoint: Path, chunks: list[int]) -> None:
+def test_logits_equal_a_model_that_rounds_its_cache(checkpoint: Path, chunks: list[int]) -> None:
     token_ids = random.Random(1).choices(range(256), k=sum(chunks))
     ends = torch.tensor(chunks).cumsum(0) - 1
     expected = rounded_logits(load_reference(checkpoint), token_ids)[ends]
@@ -54,7 +54,7 @@ def test_logits_are_those_of_a_model_that_rounds_its_cache(checkpoint: Path, chu
     assert 0.01 < error < 0.03, "three bits of mantissa: each key is off by 2 to 3 %"
 
 
-def test_a_token_takes_a_byte_for_each_number(checkpoint: Path) -> None:
+def test_fp8_token_takes_one_byte_per_element(checkpoint: Path) -> None:
     full, small = load(checkpoint), load(checkpoint, kv_dtype="fp8_e4m3")
     assert full.kv_token_bytes == 4 * small.kv_token_bytes
     cache = small.make_cache(7, 4)
@@ -62,7 +62,7 @@ def test_a_token_takes_a_byte_for_each_number(checkpoint: Path) -> None:
     assert cache.pools[0].dtype_name == "float8_e4m3fn"
 
 
-def test_pages_are_saved_and_loaded(checkpoint: Path) -> None:
+def test_fp8_pages_are_saved_and_loaded(checkpoint: Path) -> None:
     cache = load(checkpoint, kv_dtype="fp8_e4m3").make_cache(6, 4)
     (pool,) = cache.pools
     pool.data.copy_(torch.randn(pool.data.shape))

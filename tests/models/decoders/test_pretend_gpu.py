@@ -1,6 +1,6 @@
-"""Decode steps as a GPU runs them (Triton, CUDA graphs, pinned buffers, a step ahead), on a GPU that is pretended.
+"""Decode steps as on a GPU (Triton, CUDA graphs, pinned buffers, overlap scheduling), on a simulated GPU.
 
-The tests marked `gpu` have the real one. These notice what would break there where there is none: see pretend_gpu.py.
+Tests marked `gpu` use a real one. These detect, without a GPU, what would fail there: see pretend_gpu.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ from tests.models.sampling.test_sampling import batch_of_everything, choose
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU"),
-    # rows that pad a batch are computed from whatever there is
+    # padded rows are computed from arbitrary memory
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
-    # Triton 3.6 interprets a loop to a bound that it loaded by converting an array of one element
+    # Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 
@@ -43,12 +43,12 @@ TOP_K = HOT_ROWS = 16
 PROMPTS = ([5, 3, 200, 7, 7], [(11 * at * at + at) % 256 for at in range(44)])
 PAGES = ([KvPage(page) for page in (9, 30, 2)], [KvPage(page) for page in (4, 21, 3, 17, 0, 28, 13)])
 SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(top_k=9, seed=34))
-"""With this seed, logits that are off by 0.01 (as 16 bits are on another processor) lead to the same tokens."""
+"""With this seed, errors of 0.01 in logits (16 bits on another processor) lead to the same tokens."""
 STEPS = 7
 
 
 class Model(NamedTuple):
-    """What prefill leaves of the prompts in a cache of the CPU, their first tokens, and those that come after."""
+    """The KV of the prompts in a CPU cache, their first tokens, and the following ones."""
 
     source: ModelSource
     dtype: torch.dtype
@@ -74,14 +74,14 @@ def prefilled(directory: Path, dtype: torch.dtype) -> Model:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """In 16 bits, which have kernels of their own; of bfloat16 Triton's interpreter makes nonsense."""
+    """In 16 bits, which have kernels of their own; Triton's interpreter does not support bfloat16."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     return prefilled(make_checkpoint(tmp_path_factory.mktemp("dense"), "qwen3", **sizes), torch.float16)
 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Its two layers share a selection. Without experts, whose products torch computes with waits in float32."""
+    """Its two layers share a selection. It has no experts: in float32 torch's grouped product waits."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"index_topk": TOP_K, "index_topk_pattern": "FS", "first_k_dense_replace": 2}
     directory = make_dsa_checkpoint(tmp_path_factory.mktemp("sparse"), "glm_moe_dsa", **sizes)
@@ -96,8 +96,8 @@ def gpu() -> Iterator[PretendGpu]:
 
 
 def decode(executor: Executor, first: Sequence[int], between: Any = lambda _step: None) -> list[list[int]]:
-    """The tokens of all sequences, each step started before that before it is finished. `between` is called before
-    each. Half-way the sequences change places in the batch.
+    """The tokens of all sequences; each step starts before the previous one is read back. `between` is called before
+    each. Half-way the sequences change their rows in the batch.
     """
     tokens: list[list[int]] = [[] for _ in first]
     batches = [[0, 1] if 2 * step < STEPS else [1, 0] for step in range(STEPS)]
@@ -132,7 +132,7 @@ def decode(executor: Executor, first: Sequence[int], between: Any = lambda _step
 
 
 def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
-    """With what prefill has left in `cache`, and steps captured."""
+    """With the prefilled KV in `cache`, and captured steps."""
     for source, target in zip(model.cache.pools, cache.pools, strict=True):
         target.data.copy_(source.data)
     graphs = runner.capture_graphs(cache, max_batch=len(PROMPTS), max_context=MAX_CONTEXT)
@@ -141,7 +141,7 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse"])
-def test_steps_in_graphs_say_what_the_cpu_says_and_wait_for_nothing(name: str, request: pytest.FixtureRequest) -> None:
+def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(name: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(name)
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
@@ -151,9 +151,9 @@ def test_steps_in_graphs_say_what_the_cpu_says_and_wait_for_nothing(name: str, r
             assert decode(executor, model.first) == model.expected
 
 
-def test_hot_buffers_change_between_steps_that_are_under_way(gpu: PretendGpu, sparse: Model) -> None:
-    """The long sequence cycles at first, then has all its rows again. The short one has to give its pages up: neither
-    step nor order waits for another.
+def test_hot_buffers_change_between_steps_in_flight(gpu: PretendGpu, sparse: Model) -> None:
+    """The long sequence is evicting at first, then fully resident again. The short one has to give up its pages; steps
+    and commands do not wait for each other.
     """
     runner = ModelRunner.load(sparse.source, device=DEVICE, dtype=sparse.dtype)
     cache = runner.make_hisparse_cache(
@@ -185,7 +185,7 @@ def test_hot_buffers_change_between_steps_that_are_under_way(gpu: PretendGpu, sp
     cache.check_integrity()
 
 
-def test_every_way_to_choose_a_token_waits_for_nothing(gpu: PretendGpu) -> None:
+def test_no_sampling_method_waits_for_the_device(gpu: PretendGpu) -> None:
     logits, choices = batch_of_everything()
     expected = choose(logits, choices, [4])
     on_device, sampler = logits.to(DEVICE), Sampler([4])
@@ -195,10 +195,10 @@ def test_every_way_to_choose_a_token_waits_for_nothing(gpu: PretendGpu) -> None:
     assert values() == [expected]
 
 
-class TestThePretendedGpu:
-    """Notices what it is there for."""
+class TestSimulatedGpu:
+    """The simulated GPU detects violations of CUDA's rules."""
 
-    def test_tensors_of_two_places(self, gpu: PretendGpu) -> None:
+    def test_tensors_of_two_devices_are_refused(self, gpu: PretendGpu) -> None:
         values = torch.arange(3, device=DEVICE)
         assert (values.device, (values + 1).device, values.cpu().device) == (DEVICE, DEVICE, CPU)
         assert gpu.waits == ["copy_"]
@@ -220,14 +220,14 @@ class TestThePretendedGpu:
             lambda values: values.__setitem__(values + 0, 7),
         ],
     )
-    def test_waits(self, gpu: PretendGpu, wait: Any) -> None:
+    def test_forbidden_wait_is_detected(self, gpu: PretendGpu, wait: Any) -> None:
         values = torch.arange(3, device=DEVICE)
         wait(values)
         assert len(gpu.waits) == 1
         with gpu.no_waits(), pytest.raises(AssertionError, match="waits for the device"):
             wait(values)
 
-    def test_buffers_that_are_filled_again_too_early(self, gpu: PretendGpu) -> None:
+    def test_buffer_that_is_refilled_too_early_is_detected(self, gpu: PretendGpu) -> None:
         inputs = InputBuffer({"values": 4}, DEVICE)
         inputs.host["values"][:] = 1
         inputs.upload(4)
@@ -235,13 +235,13 @@ class TestThePretendedGpu:
         with pytest.raises(AssertionError, match="changed before a copy to the device had read it"):
             gpu.settle()
 
-    def test_results_that_have_not_arrived(self, gpu: PretendGpu) -> None:
+    def test_result_is_garbage_until_it_arrives(self, gpu: PretendGpu) -> None:
         values = ReadBack([upload([1, 2], torch.long, DEVICE)])
         assert values._values.isnan().all()
         assert values() == [[1.0, 2.0]]
         assert not gpu.waits
 
-    def test_work_on_the_legacy_default_stream(self) -> None:
+    def test_work_on_the_legacy_default_stream_is_detected(self) -> None:
         with PretendGpu():
             memory = torch.empty(3, device=DEVICE)
             for work in (memory.zero_, lambda: memory + 1, lambda: memory.copy_(torch.ones(3)), memory.cpu):
@@ -252,7 +252,7 @@ class TestThePretendedGpu:
             with pytest.raises(AssertionError, match="on the legacy default stream"):
                 memory.zero_()
 
-    def test_what_a_graph_keeps_and_what_it_computes_anew(self, gpu: PretendGpu) -> None:
+    def test_replay_repeats_operations_but_not_host_decisions(self, gpu: PretendGpu) -> None:
         values, factor = torch.ones(3, device=DEVICE), 2
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph):

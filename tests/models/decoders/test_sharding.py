@@ -25,7 +25,7 @@ from tests.ports import free_port
 CPU = torch.device("cpu")
 TOLERANCE = 3e-5  # as in test_decoder.py
 
-# 321 and 322 tokens cannot be shared evenly. At tp = 4 there are more ranks than KV heads in all but the last.
+# 321 and 322 tokens cannot be divided evenly. At tp = 4 there are more ranks than KV heads in all but the last.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True, "vocab_size": 321}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
@@ -37,7 +37,7 @@ TOPOLOGIES = [(2, 1), (1, 2), (2, 2), (4, 1)]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, two sequences of it in passes of every kind, and the logits that transformers has for each pass."""
+    """A model, two sequences in passes of every kind, and transformers' logits for each pass."""
 
     source: ModelSource
     passes: list[Pass]
@@ -45,8 +45,8 @@ class Case:
 
 
 def make_case(directory: Path, architecture: Any, overrides: dict[str, Any]) -> Case:
-    """A prompt in chunks beside one that decodes already, a pass whose logits are asked for row by row, and steps of
-    both, the last of them with tokens that only the device knows.
+    """A prompt in chunks beside a decoding sequence, a pass with logits of selected rows, and steps of both, the last
+    with tokens that only the device knows.
     """
     make_checkpoint(directory, architecture, **overrides)
     reference = load_reference(directory)
@@ -59,7 +59,7 @@ def make_case(directory: Path, architecture: Any, overrides: dict[str, Any]) -> 
     expected: list[torch.Tensor] = []
 
     def add(first: range, second: range, *, scored: bool = False, on_device: bool = False) -> None:
-        """Positions of both texts in one pass."""
+        """Positions of both sequences in one pass."""
         rows = [logits[number][where] for number, where in enumerate((first, second))]
         ids = [tuple(texts[number][at] for at in where) for number, where in enumerate((first, second))]
         shown = [(0,), (0,)] if on_device else ids
@@ -119,13 +119,13 @@ def test_logits_and_greedy_tokens_equal_one_rank_and_transformers(
             assert sum(result.cache_bytes for result in results) == copies * alone.cache_bytes
 
 
-def test_a_stage_does_not_wait_for_the_next(ranks: RankProcesses, cases: dict[str, Case]) -> None:
+def test_stage_does_not_wait_for_the_next(ranks: RankProcesses, cases: dict[str, Case]) -> None:
     case = cases["qwen2"]
     with ranks.connected(1, 2) as (first, last):
-        ranks.tell(first, "run", case.source.path, case.passes[:3])
-        assert ranks.hear(first).logits == [None] * 3
-        ranks.tell(last, "run", case.source.path, case.passes[:3])
-        for found, expected in zip(ranks.hear(last).logits, case.expected, strict=False):
+        ranks.send(first, "run", case.source.path, case.passes[:3])
+        assert ranks.receive(first).logits == [None] * 3
+        ranks.send(last, "run", case.source.path, case.passes[:3])
+        for found, expected in zip(ranks.receive(last).logits, case.expected, strict=False):
             torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=TOLERANCE)
 
 
@@ -134,7 +134,7 @@ def shards_of(tp_size: int, stages: int) -> list[Shard]:
 
 
 def copies(name: str, source: ModelSource, tp_size: int, stages: int) -> int:
-    """On how many ranks each element of a tensor is."""
+    """Number of ranks that hold each element of a tensor."""
     if name.endswith(("o_proj.bias", "down_proj.bias")):
         return 1
     if name.endswith("norm.weight"):
@@ -148,7 +148,7 @@ def copies(name: str, source: ModelSource, tp_size: int, stages: int) -> int:
 
 @pytest.mark.parametrize(("tp_size", "stages"), [*TOPOLOGIES, (1, 3)])
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_read_their_share_and_together_everything(
+def test_ranks_read_their_parts_and_together_everything(
     cases: dict[str, Case], model: str, tp_size: int, stages: int
 ) -> None:
     source = cases[model].source
@@ -179,11 +179,11 @@ TWELVE_HEADS = {"num_attention_heads": 12, "hidden_size": 96}
         ({}, 3, 1, "tp = 3 does not divide num_attention_heads = 4"),
         ({"intermediate_size": 98}, 4, 1, "tp = 4 does not divide intermediate_size = 98"),
         (TWELVE_HEADS | {"num_key_value_heads": 6}, 4, 1, "tp = 4 does not divide num_key_value_heads = 6"),
-        (TWELVE_HEADS | {"num_key_value_heads": 3}, 4, 1, "tp = 4 is no multiple of num_key_value_heads = 3"),
+        (TWELVE_HEADS | {"num_key_value_heads": 3}, 4, 1, "tp = 4 is not a multiple of num_key_value_heads = 3"),
         ({}, 1, 4, "pp = 4 stages for a model of 3 layers: give at most 3"),
     ],
 )
-def test_a_model_that_cannot_be_shared_so_is_refused(
+def test_model_that_cannot_be_divided_is_refused(
     overrides: dict[str, Any], tp_size: int, stages: int, message: str, tmp_path: Path
 ) -> None:
     source = locate_model(str(make_checkpoint(tmp_path, **overrides)))
@@ -192,16 +192,16 @@ def test_a_model_that_cannot_be_shared_so_is_refused(
             ModelRunner.load(source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
 
 
-def test_nobody_else_reaches_the_store_once_all_ranks_are_there(ranks: RankProcesses) -> None:
-    """It has no authentication, and keeps what it is given."""
+def test_store_accepts_no_connections_once_all_ranks_have_joined(ranks: RankProcesses) -> None:
+    """The store has no authentication, and keeps what it receives."""
     with ranks.connected(2, 1) as shards:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", ranks.store_port))
         assert ranks.minimum(shards, [3, 5]) == [3, 3]
 
 
-def test_ranks_that_do_not_come_are_missed() -> None:
-    with pytest.raises(StartupError, match=r"rank 0 of 2 could not meet the others at 127\.0\.0\.1:\d+ within 1 s"):
+def test_missing_rank_is_a_startup_error() -> None:
+    with pytest.raises(StartupError, match=r"rank 0 of 2 could not join the others at 127\.0\.0\.1:\d+ within 1 s"):
         Parallel.connect(
             Shard(tp_size=2),
             store_host="127.0.0.1",
@@ -218,7 +218,7 @@ def test_several_ranks_have_no_graphs(cases: dict[str, Case]) -> None:
     assert not runner.capture_graphs(runner.make_cache(4, 4), max_batch=2, max_context=16)
 
 
-def test_one_rank_needs_nobody() -> None:
+def test_single_rank_needs_no_communication() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert ALONE.all_reduce(tensor) is tensor
     assert ALONE.gather_last_dim(tensor, 3) is tensor

@@ -1,4 +1,4 @@
-"""The embedded model against transformers holding the same dequantised weights, and what it says."""
+"""The embedded model against transformers with the same dequantised weights, and an answer of it."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_greedy_tokens_and_logits_equal_transformers(runner: ModelRunner, tokeni
     torch.testing.assert_close(logits[0], reference_logits(reference, prompt_ids)[-1], rtol=0, atol=3e-4)
 
 
-def test_it_knows_the_capital_of_france_and_stops(runner: ModelRunner, tokenizer: Tokenizer) -> None:
+def test_embedded_model_answers_a_question_and_stops(runner: ModelRunner, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     out = greedy(runner, tokenizer.encode(tokenizer.render_chat(messages)), 8)
     assert tokenizer.decode(out, skip_special_tokens=False) == "The capital of France is Paris.<|im_end|>"

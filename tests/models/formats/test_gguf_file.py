@@ -1,4 +1,4 @@
-"""GGUF files: what the `gguf` library's own reader says, llama.cpp's q/k permutation, and damaged files."""
+"""GGUF files against the `gguf` library's reader, llama.cpp's q/k permutation, and damaged files."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ def permute(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 
 
 def convert(directory: Path, path: Path, kind: gguf.GGMLQuantizationType, **rope: Any) -> Any:
-    """Write a checkpoint as llama.cpp's converter would; returns the transformers model with the rounded weights."""
+    """Write a checkpoint like llama.cpp's converter; returns the transformers model with the rounded weights."""
     model = load_reference(directory)
     config = model.config
     architecture = config.model_type
@@ -118,7 +118,7 @@ def test_logits_equal_transformers_with_the_same_weights(
     torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
 
 
-def test_rope_scaling_of_a_gguf_file(tmp_path: Path) -> None:
+def test_rope_scaling_is_read_from_gguf(tmp_path: Path) -> None:
     """llama3 scaling is stored as one factor per frequency; linear as metadata."""
     llama3 = {
         "rope_type": "llama3",
@@ -143,7 +143,7 @@ def test_rope_scaling_of_a_gguf_file(tmp_path: Path) -> None:
         torch.testing.assert_close(logits[0], reference_logits(reference, token_ids)[-1], rtol=0, atol=5e-5)
 
 
-def test_metadata_and_tensors_are_what_the_library_reads() -> None:
+def test_metadata_and_tensors_equal_those_of_the_gguf_library() -> None:
     path = locate_model("smollm2").path
     file, reader = GgufFile(path), gguf.GGUFReader(path)
     for key, field in reader.fields.items():
@@ -170,13 +170,13 @@ def tiny_file(tmp_path: Path) -> Path:
     ("size", "message"),
     [(0, "cannot be read"), (2, "not a GGUF file"), (300, "damaged or cut off"), (-100, "is cut off")],
 )
-def test_a_file_that_is_cut_off_is_refused(size: int, message: str, tiny_file: Path) -> None:
+def test_truncated_gguf_file_is_refused(size: int, message: str, tiny_file: Path) -> None:
     tiny_file.write_bytes(tiny_file.read_bytes()[:size])
     with pytest.raises(StartupError, match=message):
         locate_model(str(tiny_file))
 
 
-def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
+def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
     writer.write_header_to_file()
@@ -189,7 +189,7 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_ranks_read_their_rows_and_columns(kind: str, tmp_path: Path) -> None:
-    """Of Llama's permuted q and k, their biases, and matrices whose columns are shared."""
+    """Llama's permuted q and k, their biases, and matrices that are split by columns."""
     make_checkpoint(tmp_path / "hf", "llama", attention_bias=True, vocab_size=321)
     reference = convert(tmp_path / "hf", tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
     source = locate_model(str(tmp_path / "model.gguf"))

@@ -23,8 +23,8 @@ PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 
 
-def test_steps_follow_their_inputs_while_sequences_come_grow_and_go(tmp_path: Path) -> None:
-    """What a graph captures, run without one on the CPU, against the same tokens as an ordinary batch."""
+def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: Path) -> None:
+    """The captured step, run eagerly on the CPU, against the same tokens in an ordinary batch."""
     cpu, rng = torch.device("cpu"), random.Random(8)
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "glm_moe_dsa", index_topk_pattern="FSFF")))
     parameters = DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32)
@@ -63,7 +63,7 @@ def test_steps_follow_their_inputs_while_sequences_come_grow_and_go(tmp_path: Pa
         lengths = [length + 1 for length in lengths]
 
 
-def test_a_step_takes_the_resident_kind_exactly_while_all_are_within_their_capacity(tmp_path: Path) -> None:
+def test_step_is_of_the_resident_kind_only_if_all_are_within_capacity(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
     decoder = DsaDecoder(DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32))
@@ -87,7 +87,7 @@ def test_a_step_takes_the_resident_kind_exactly_while_all_are_within_their_capac
 
 
 class Setup:
-    """A tiny model on the GPU, its cache and graphs, and transformers' version on the CPU."""
+    """A tiny model on the GPU, its cache and graphs, and transformers' model on the CPU."""
 
     def __init__(
         self, directory: Path, dtype: torch.dtype, architecture: Any, *, packed: bool = False, **overrides: Any
@@ -124,7 +124,7 @@ class Setup:
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    """In float32 and without experts, whose products torch cannot capture in float32."""
+    """In float32 and without experts, whose products cannot be captured in float32."""
     pattern: dict[str, Any] = {"index_topk_pattern": "FSSF"} if request.param == "glm_moe_dsa" else {}
     directory = tmp_path_factory.mktemp(request.param)
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
@@ -139,7 +139,7 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 8, 13])
 def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batch: int) -> None:
-    """Contexts grow over page borders and over the 16 tokens that are selected; padded batches run in larger graphs."""
+    """Contexts grow over page borders and beyond the 16 selected tokens; padded batches run in larger graphs."""
     steps = 12
     lengths = [1 + 7 * index for index in range(batch)]
     prompts, pages = dense.prefill(lengths, steps + 1)
@@ -159,8 +159,8 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 4, 8])
-def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: int) -> None:
-    """As many rows as the graph has: the same kernels on the same shapes, so the same bits."""
+def test_graph_with_experts_equals_eager_steps(mixed: Setup, batch: int) -> None:
+    """As many rows as the graph has: the same kernels on the same shapes, so results are bitwise equal."""
     lengths = [5 + 9 * index for index in range(batch)]
     _, pages = mixed.prefill(lengths, 4)
     slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
@@ -174,12 +174,12 @@ def test_a_graph_computes_what_eager_steps_do_with_experts(mixed: Setup, batch: 
 
 
 @pytest.mark.gpu
-def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(dense: Setup) -> None:
+def test_padded_step_writes_only_its_rows(dense: Setup) -> None:
     check_padded_step(dense)
 
 
 @pytest.mark.gpu
-def test_a_padded_step_with_experts_writes_the_slots_of_its_rows_and_nothing_else(mixed: Setup) -> None:
+def test_padded_step_with_experts_writes_only_its_rows(mixed: Setup) -> None:
     check_padded_step(mixed)
 
 
@@ -198,7 +198,7 @@ def check_padded_step(model: Setup) -> None:
 
 
 @pytest.mark.gpu
-def test_steps_of_other_batches_in_between_leave_no_trace(mixed: Setup) -> None:
+def test_steps_of_other_batches_do_not_affect_results(mixed: Setup) -> None:
     lengths = [40, 3, 77]
     _, pages = mixed.prefill(lengths, 4)
     slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
@@ -209,7 +209,7 @@ def test_steps_of_other_batches_in_between_leave_no_trace(mixed: Setup) -> None:
 
 
 @pytest.mark.gpu
-def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
+def test_tokens_can_stay_on_the_device(mixed: Setup) -> None:
     lengths = [12, 50]
     _, pages = mixed.prefill(lengths, 4)
     known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
@@ -220,7 +220,7 @@ def test_tokens_may_stay_on_the_device(mixed: Setup) -> None:
 
 
 @pytest.mark.gpu
-def test_what_fits(dense: Setup) -> None:
+def test_batches_that_fit_a_graph(dense: Setup) -> None:
     pages = list(range(100))
     assert dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH)
     assert not dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])

@@ -20,7 +20,7 @@ PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 20, 200
 TOLERANCE = 3e-5  # as in test_decoder.py
 
 
-def test_batch_sizes_are_dense_where_steps_are_short() -> None:
+def test_batch_sizes_are_closer_together_for_small_batches() -> None:
     assert graph_batch_sizes(1) == [1]
     assert graph_batch_sizes(3) == [1, 2, 3]
     assert graph_batch_sizes(8) == [1, 2, 4, 8]
@@ -31,7 +31,7 @@ def test_batch_sizes_are_dense_where_steps_are_short() -> None:
 
 
 class Setup:
-    """A tiny model on the GPU, its pool and graphs, and transformers' version on the CPU."""
+    """A tiny model on the GPU, its pool and graphs, and transformers' model on the CPU."""
 
     def __init__(self, directory: Path) -> None:
         device = torch.device("cuda")
@@ -69,7 +69,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 13, 20])
 def test_greedy_tokens_equal_transformers_at_every_batch_size(setup: Setup, batch: int) -> None:
-    """Contexts grow over page borders, and are longer than any at capture; a padded batch runs in a larger graph."""
+    """Contexts grow over page borders, beyond any length at capture; a padded batch runs in a larger graph."""
     steps = 12
     lengths = [1 + 7 * index for index in range(batch)]
     prompts, pages = setup.prefill(lengths, steps + 1)
@@ -89,7 +89,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(setup: Setup, batc
 
 
 @pytest.mark.gpu
-def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(setup: Setup) -> None:
+def test_padded_step_writes_only_its_rows(setup: Setup) -> None:
     _, pages = setup.prefill([9, 30, 4, 17, 1], 4)
     slices = [
         SequenceSlice([7 + index], length, where)
@@ -110,7 +110,7 @@ def test_a_padded_step_writes_the_slots_of_its_rows_and_nothing_else(setup: Setu
 
 
 @pytest.mark.gpu
-def test_steps_of_other_batches_in_between_leave_no_trace(setup: Setup) -> None:
+def test_steps_of_other_batches_do_not_affect_results(setup: Setup) -> None:
     lengths = [40, 3, 77]
     _, pages = setup.prefill(lengths, 4)
     slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
@@ -121,7 +121,7 @@ def test_steps_of_other_batches_in_between_leave_no_trace(setup: Setup) -> None:
 
 
 @pytest.mark.gpu
-def test_tokens_may_stay_on_the_device(setup: Setup) -> None:
+def test_tokens_can_stay_on_the_device(setup: Setup) -> None:
     lengths = [12, 50]
     _, pages = setup.prefill(lengths, 4)
     known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
@@ -132,7 +132,7 @@ def test_tokens_may_stay_on_the_device(setup: Setup) -> None:
 
 
 @pytest.mark.gpu
-def test_what_fits(setup: Setup) -> None:
+def test_batches_that_fit_a_graph(setup: Setup) -> None:
     pages = list(range(100))
     one = SequenceSlice([1], 10, pages)
     assert setup.graphs.fits([one] * MAX_BATCH)

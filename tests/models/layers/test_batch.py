@@ -1,4 +1,4 @@
-"""From slices of sequences to the tensors of a pass."""
+"""ForwardBatch: tensors of a pass from slices of sequences."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ def build(*slices: SequenceSlice) -> ForwardBatch:
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1,), (5, 1, 9), (8,)], ids=str)
 @pytest.mark.parametrize("start", [0, 3, 4, 21])
-def test_every_token_has_its_place(lengths: tuple[int, ...], start: int) -> None:
+def test_every_token_has_its_position_and_page(lengths: tuple[int, ...], start: int) -> None:
     pages = [[100 * row + page for page in (9, 3, 7, 0, 5, 1, 8, 2)] for row in range(len(lengths))]
     slices = [SequenceSlice([7 * row + at for at in range(n)], start, pages[row]) for row, n in enumerate(lengths)]
     batch = build(*slices)
@@ -34,14 +34,14 @@ def test_every_token_has_its_place(lengths: tuple[int, ...], start: int) -> None
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_pages_that_a_pass_does_not_write_are_not_looked_at(length: int) -> None:
-    """A step of long sequences would spend most of its time on them."""
+def test_pages_that_a_pass_does_not_write_are_not_read(length: int) -> None:
+    """A step of long sequences would otherwise spend most of its time on them."""
     pages = cast(list[int], [None] * 1000 + [5])
     batch = build(SequenceSlice([1] * length, 1000 * PAGE_SIZE, pages))
     assert batch.page_ids.tolist() == [5] * length
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for piece in (SequenceSlice([], 0, [1]), SequenceSlice([1], 4, [1]), SequenceSlice([1] * 5, 0, [1])):
         with pytest.raises(ValueError, match="do not fit 1 pages"):
             build(piece)

@@ -43,9 +43,7 @@ def configs(
 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("experts", "groups", "groups_per_token"), [(32, 8, 4), (32, 8, 1), (12, 1, 1), (8, 2, 2)])
-def test_the_router_chooses_and_weighs_as_transformers(
-    experts: int, groups: int, groups_per_token: int, normalised: bool
-) -> None:
+def test_router_equals_transformers(experts: int, groups: int, groups_per_token: int, normalised: bool) -> None:
     ours, theirs = configs(experts, groups, groups_per_token, 3, normalised)
     generator = torch.Generator().manual_seed(experts + groups)
     router = DeepseekV32TopkRouter(theirs)
@@ -66,7 +64,7 @@ def test_the_router_chooses_and_weighs_as_transformers(
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 50])
-def test_experts_compute_as_transformers(tokens: int) -> None:
+def test_experts_equal_transformers(tokens: int) -> None:
     _, theirs = configs(8, 1, 1, 3, True)
     generator = torch.Generator().manual_seed(tokens)
     experts = DeepseekV32Experts(theirs)
@@ -74,13 +72,15 @@ def test_experts_compute_as_transformers(tokens: int) -> None:
         for weight in (experts.gate_up_proj, experts.down_proj):
             weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5)
         x = torch.randn(tokens, HIDDEN, generator=generator)
-        chosen = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(tokens)])  # the last is idle
+        chosen = torch.stack(
+            [torch.randperm(7, generator=generator)[:3] for _ in range(tokens)]
+        )  # the last expert gets no tokens
         weights = torch.rand(tokens, 3, generator=generator)
         expected = experts(x, chosen, weights)
         found = apply_experts(x, weights, chosen, experts.gate_up_proj, experts.down_proj)
         parts = [
             apply_experts(x, weights, chosen, experts.gate_up_proj[own], experts.down_proj[own], first=own.start)
-            for own in (slice(0, 2), slice(2, 7), slice(7, 8))  # the last has nothing to do
+            for own in (slice(0, 2), slice(2, 7), slice(7, 8))  # the last rank has no tokens
         ]
     assert float(expected.std()) > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
@@ -88,7 +88,7 @@ def test_experts_compute_as_transformers(tokens: int) -> None:
     assert not parts[-1].any()
 
 
-def test_a_token_gets_the_same_result_whoever_is_in_the_batch() -> None:
+def test_result_of_a_token_does_not_depend_on_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     gate_up, down = torch.randn(8, 2 * SIZE, HIDDEN, generator=generator), torch.randn(8, HIDDEN, SIZE)
     x, weights = torch.randn(40, HIDDEN, generator=generator), torch.rand(40, 3, generator=generator)
@@ -101,8 +101,8 @@ def test_a_token_gets_the_same_result_whoever_is_in_the_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("experts_here", [range(32), range(8, 24)])
-def test_a_mixture_in_a_cuda_graph_takes_whatever_tokens_come(experts_here: range) -> None:
-    """Nothing waits for the device, and experts may get other tokens, or none, in every replay."""
+def test_mixture_in_a_cuda_graph_routes_any_tokens(experts_here: range) -> None:
+    """Nothing waits for the device, and experts can get other tokens, or none, in every replay."""
     ours, _ = configs(32, 8, 4, 6, True)
     generator = torch.Generator("cuda").manual_seed(3)
 
@@ -119,7 +119,7 @@ def test_a_mixture_in_a_cuda_graph_takes_whatever_tokens_come(experts_here: rang
         shared=MlpParameters(draw(2 * SIZE, HIDDEN), draw(HIDDEN, SIZE)),
     )
     x = draw(5, HIDDEN)
-    mixture(x, parameters, ours)  # compiles what the capture may not
+    mixture(x, parameters, ours)  # compiles, which is forbidden during capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

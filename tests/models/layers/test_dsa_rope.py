@@ -58,6 +58,6 @@ def test_yarn_equals_transformers() -> None:
     ],
     ids=["mscale", "none", "factor-1", "default"],
 )
-def test_the_factor_on_scores_equals_transformers(rope: RopeConfig, parameters: dict[str, Any]) -> None:
+def test_score_factor_equals_transformers(rope: RopeConfig, parameters: dict[str, Any]) -> None:
     assert score_factor(rope) == pytest.approx(reference.yarn_apply_mscale(parameters, 1.0))
     assert (score_factor(rope) > 1.3) == (rope is YARN_CONFIG)

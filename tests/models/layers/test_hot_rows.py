@@ -1,4 +1,4 @@
-"""Decoding over a HiSparse cache against decoding over a plain one: the same rows, so the same logits, bit for bit."""
+"""Decoding over a HiSparse cache against decoding over a plain one: the same rows, so bitwise equal logits."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -38,15 +38,15 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def poison(memory: torch.Tensor) -> None:
-    """NaN in every dtype that rows are kept in."""
+    """Fill with NaN, in every dtype of rows."""
     memory.view(torch.uint8).fill_(255)
 
 
 class Twin:
-    """One model, a plain cache and a HiSparse cache that start from the same KV. `step` runs both and compares.
+    """One model, a plain cache and a HiSparse cache with the same initial KV. `step` runs both and compares.
 
-    Sequences have a page of every cache, hot buffers pages of their own, from a pool just large enough. All that nobody
-    has written is NaN.
+    Sequences have the same pages in both caches; hot buffers have pages of their own, from a pool that is just large
+    enough. All unwritten memory is NaN.
     """
 
     def __init__(self, runner: ModelRunner, *, hot_rows: int, hot_pages: int = 60) -> None:
@@ -71,7 +71,7 @@ class Twin:
         return self.hot_rows // PAGE_SIZE + 1
 
     def prefill(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Compute a prompt over the plain cache, and bring its KV to the other as a transfer would."""
+        """Compute a prompt over the plain cache, and copy its KV to the other like a transfer."""
         self.tokens[slot] = list(token_ids)
         self.pages[slot] = [self.free.pop() for _ in range(-(-len(token_ids) // PAGE_SIZE))]
         logits = self.forward(self.plain, [SequenceSlice(token_ids, 0, self.pages[slot])])
@@ -80,7 +80,7 @@ class Twin:
         self.tokens[slot].append(int(logits[0].argmax()))
 
     def open(self, slot: int, capacity: int | None = None) -> None:
-        """Admit it; resident where its tokens fit `capacity`, by default that of the buffer."""
+        """Admit it; fully resident if its tokens fit `capacity`, by default that of the buffer."""
         tokens = len(self.tokens[slot]) - 1
         capacity = self.hot_rows if capacity is None else capacity
         self.hot[slot] = []
@@ -96,7 +96,7 @@ class Twin:
         self.cache.resize(RequestSlot(slot), self.hot[slot], capacity)
 
     def close(self, slot: int) -> None:
-        """Its pages are full of NaN before somebody else has them."""
+        """Fill its pages with NaN and free them."""
         self._hold(slot, 0)
         for pool in self.cache.pools:
             for page in self.pages[slot]:
@@ -105,7 +105,7 @@ class Twin:
         del self.tokens[slot], self.hot[slot]
 
     def step(self, slots: Sequence[int]) -> torch.Tensor:
-        """One token more for each; the logits, checked."""
+        """Decode one token for each; returns the logits, after comparing both caches."""
         plain, hot = [], []
         for slot in slots:
             ids, pages = self.tokens[slot], self.pages[slot]
@@ -125,20 +125,20 @@ class Twin:
         return found
 
     def lend(self, hot_pages: int) -> list[KvPage]:
-        """Free pages of keys, in whole lots, whose hot pages are held when there are no others."""
+        """Lend free pages of keys, in whole units, as hot pages."""
         _, keys = self.cache.pools
         overlay = PoolOverlay.of(NUM_PAGES, kv_page_bytes=keys.page_bytes, hot_page_bytes=self.cache.hot.page_bytes)
         lent: list[KvPage] = []
         for number in random.Random(3).sample(range(overlay.count), overlay.count):
-            lot = [KvPage(page) for page in range(number * overlay.kv_pages, (number + 1) * overlay.kv_pages)]
-            if set(lot) <= set(self.free) and len(lent) * overlay.hot_pages < hot_pages * overlay.kv_pages:
-                lent += lot
-                self.free_hot = overlay.hot_pages_under(lot) + self.free_hot
+            unit = [KvPage(page) for page in range(number * overlay.kv_pages, (number + 1) * overlay.kv_pages)]
+            if set(unit) <= set(self.free) and len(lent) * overlay.hot_pages < hot_pages * overlay.kv_pages:
+                lent += unit
+                self.free_hot = overlay.hot_pages_under(unit) + self.free_hot
         self.free = [page for page in self.free if page not in lent]
         return lent
 
     def take_back(self, lent: list[KvPage]) -> None:
-        """They are pages again, and the next to be taken."""
+        """Return lent pages, as the next to be taken."""
         self.free_hot = [page for page in self.free_hot if page in self.cache.own_hot_pages]
         self.free += lent
 
@@ -148,7 +148,7 @@ class Twin:
         return logits
 
     def check_host(self, slots: Sequence[int]) -> None:
-        """The new rows are in host memory, in every layer, and so are all others."""
+        """Check that host memory has the new rows and all others, in every layer."""
         plain, _ = self.plain.pools
         for slot in slots:
             for position in range(len(self.tokens[slot])):
@@ -157,7 +157,7 @@ class Twin:
                 assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
 
     def _hold(self, slot: int, pages: int) -> None:
-        """Take hot pages, or give them back, full of NaN, to be somebody else's at once."""
+        """Take hot pages, or return them, full of NaN, as the next to be taken."""
         held = self.hot[slot]
         while len(held) < pages:
             held.append(self.free_hot.pop())
@@ -188,8 +188,8 @@ def load(directory: Path, device: torch.device) -> ModelRunner:
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])
-def test_contexts_far_beyond_the_buffer(runner: ModelRunner, times: int) -> None:
-    """Cold, since the prompt does not fit; one that is just as long as the buffer, and one that crosses it."""
+def test_evicting_contexts_far_beyond_the_buffer_equal_a_plain_cache(runner: ModelRunner, times: int) -> None:
+    """Starts empty, because the prompt does not fit; one is as long as the buffer, and one grows beyond it."""
     twin = Twin(runner, hot_rows=times * TOP_K)
     twin.start(0, prompt(0, 150))
     twin.start(2, prompt(1, times * TOP_K))
@@ -215,7 +215,7 @@ def test_tokens_equal_transformers(glm_directory: Path, glm: ModelRunner) -> Non
     assert twin.tokens[3][100:] == reference_greedy(load_reference(glm_directory), token_ids, 16)
 
 
-def test_resident_far_beyond_the_buffer_is_never_planned(glm: ModelRunner) -> None:
+def test_fully_resident_sequence_beyond_the_buffer_is_never_planned(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(3, 120), capacity=136)
     for _ in range(10):
@@ -229,7 +229,7 @@ def test_resident_far_beyond_the_buffer_is_never_planned(glm: ModelRunner) -> No
 
 
 @pytest.mark.parametrize("length", [60, 31, 33, 16, 17])
-def test_residency_is_taken_away_and_the_pages_are_somebody_elses_at_once(glm: ModelRunner, length: int) -> None:
+def test_pages_of_a_request_that_becomes_evicting_are_reused_at_once(glm: ModelRunner, length: int) -> None:
     twin = Twin(glm, hot_rows=2 * TOP_K, hot_pages=14)
     twin.start(0, prompt(4, length), capacity=72)
     twin.step([0])
@@ -240,8 +240,8 @@ def test_residency_is_taken_away_and_the_pages_are_somebody_elses_at_once(glm: M
     assert twin.cache.counters()["misses"] > 0
 
 
-def test_residency_grows_with_the_sequence_until_it_is_full(glm: ModelRunner) -> None:
-    """Page by page, as the scheduler does it; without a further page it goes on with its buffer."""
+def test_capacity_grows_with_the_sequence_until_pages_run_out(glm: ModelRunner) -> None:
+    """Page by page, like the scheduler; without a further page it becomes evicting."""
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(6, 20), capacity=24)
     for _ in range(4):
@@ -255,7 +255,7 @@ def test_residency_grows_with_the_sequence_until_it_is_full(glm: ModelRunner) ->
     assert twin.cache.counters()["misses"] > 0
 
 
-def test_a_short_sequence_may_have_fewer_pages_than_a_buffer(glm: ModelRunner) -> None:
+def test_short_sequence_can_have_fewer_pages_than_a_buffer(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=2 * TOP_K)
     twin.prefill(0, prompt(8, 5))
     twin.hot[0] = []
@@ -267,7 +267,7 @@ def test_a_short_sequence_may_have_fewer_pages_than_a_buffer(glm: ModelRunner) -
         twin.step([0])
 
 
-def test_a_slot_is_taken_over_by_another_request(glm: ModelRunner) -> None:
+def test_slot_is_reused_by_another_request(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K, hot_pages=9)
     for seed, (length, capacity) in enumerate([(90, None), (10, None), (40, 48), (100, None), (16, None)]):
         twin.start(1, prompt(seed, length), capacity)
@@ -276,7 +276,7 @@ def test_a_slot_is_taken_over_by_another_request(glm: ModelRunner) -> None:
         twin.close(1)
 
 
-def test_a_cycling_request_becomes_resident_again_by_opening_it(glm: ModelRunner) -> None:
+def test_reopened_evicting_request_becomes_fully_resident(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(9, 80))
     for _ in range(5):
@@ -289,7 +289,7 @@ def test_a_cycling_request_becomes_resident_again_by_opening_it(glm: ModelRunner
     assert twin.cache.counters()["misses"] == misses
 
 
-def test_requests_come_and_go_in_mixed_batches(glm: ModelRunner) -> None:
+def test_requests_start_and_end_in_mixed_batches(glm: ModelRunner) -> None:
     generator = random.Random(11)
     twin = Twin(glm, hot_rows=TOP_K, hot_pages=40)
     for turn in range(25):
@@ -308,7 +308,7 @@ def test_requests_come_and_go_in_mixed_batches(glm: ModelRunner) -> None:
 
 
 def lend_and_take_back(twin: Twin) -> None:
-    """One has the buffer that is there, and its other rows in pages that are free; who comes then gets those pages."""
+    """One request has the only buffer, and further rows in lent pages; the next request gets those pages back."""
     for seed in range(3):
         lent = twin.lend(hot_pages=9)
         twin.start(0, prompt(seed, 60), capacity=80)
@@ -318,21 +318,21 @@ def lend_and_take_back(twin: Twin) -> None:
         twin.resize(0, TOP_K)
         twin.take_back(lent)
         twin.start(1, prompt(seed + 10, 53))
-        assert set(twin.pages[1]) <= set(lent), "keys arrive where rows were"
-        for _ in range(12):  # and grow into pages of which the rest is rows
+        assert set(twin.pages[1]) <= set(lent), "keys are written where rows were"
+        for _ in range(12):  # and grows into pages next to lent ones
             twin.step([0, 1])
         twin.close(1)
         twin.close(0)
 
 
-def test_free_pages_of_keys_hold_hot_rows_and_then_keys_again(glm: ModelRunner) -> None:
+def test_lent_pages_hold_hot_rows_and_then_keys_again(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K, hot_pages=6)
     lend_and_take_back(twin)
     assert twin.cache.counters()["misses"] > 0
 
 
-def test_pages_are_copied_saved_and_loaded_with_their_newest_rows(glm: ModelRunner) -> None:
-    """What n > 1 and retraction do, between steps: the copy decodes like the original."""
+def test_pages_are_copied_saved_and_loaded_with_the_newest_row(glm: ModelRunner) -> None:
+    """Like n > 1 and retraction, between steps: the copy decodes like the original."""
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(12, 43))
     twin.step([0])
@@ -352,7 +352,7 @@ def test_pages_are_copied_saved_and_loaded_with_their_newest_rows(glm: ModelRunn
         assert twin.step([1]).equal(logits)
 
 
-def test_packed_rows_are_moved_as_they_are(glm: ModelRunner) -> None:
+def test_packed_rows_are_copied_unchanged(glm: ModelRunner) -> None:
     assert isinstance(glm._decoder, DsaDecoder)
     packed = ModelRunner(DsaDecoder(glm._decoder.parameters, packed=True), device=CPU, dtype=torch.float32)
     twin = Twin(packed, hot_rows=TOP_K)
@@ -365,7 +365,7 @@ def test_packed_rows_are_moved_as_they_are(glm: ModelRunner) -> None:
     lend_and_take_back(Twin(packed, hot_rows=TOP_K, hot_pages=6))
 
 
-def test_several_tokens_of_a_sequence_are_refused(glm: ModelRunner) -> None:
+def test_several_tokens_per_sequence_are_refused(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(13, 20))
     with pytest.raises(ValueError, match="a step of 3 tokens of 1 sequences: one each is needed"):
@@ -385,7 +385,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Late:
-    """An operation that starts 5 ms late on its stream: whoever does not wait for it is far ahead by then."""
+    """Delays an operation on its stream by 5 ms: work that does not wait for it runs far ahead."""
 
     def __init__(self, operation: Callable[..., None]) -> None:
         self._operation = operation
@@ -399,7 +399,7 @@ class Late:
 
 @pytest.fixture(params=["write_back", "copy_misses", "swap_in"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    """What runs beside the layers, each in turn."""
+    """The operations that run concurrently with the layers, one per test."""
     operations: dict[str, Callable[..., None]] = {
         "write_back": write_back,
         "copy_misses": copy_misses,
@@ -420,7 +420,7 @@ def mixed_requests(twin: Twin) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_gpu_decodes_as_with_a_plain_cache(on_gpu: ModelRunner, times: int) -> None:
+def test_gpu_decoding_equals_a_plain_cache(on_gpu: ModelRunner, times: int) -> None:
     twin = Twin(on_gpu, hot_rows=times * TOP_K)
     mixed_requests(twin)
     for step in range(20):
@@ -435,7 +435,7 @@ def test_the_gpu_decodes_as_with_a_plain_cache(on_gpu: ModelRunner, times: int) 
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_free_pages_of_keys_hold_hot_rows_and_then_keys_again(on_gpu: ModelRunner) -> None:
+def test_lent_pages_hold_hot_rows_and_then_keys_again_on_the_gpu(on_gpu: ModelRunner) -> None:
     twin = Twin(on_gpu, hot_rows=TOP_K, hot_pages=6)
     lend_and_take_back(twin)
     twin.cache.close()
@@ -443,9 +443,9 @@ def test_on_the_gpu_free_pages_of_keys_hold_hot_rows_and_then_keys_again(on_gpu:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("late")
-def test_what_is_late_is_waited_for(on_gpu: ModelRunner) -> None:
-    """B = k and everything is evicted all the time: a row that is overwritten before it was read, or read before it
-    was written, shows in the logits or in host memory.
+def test_steps_wait_for_delayed_operations(on_gpu: ModelRunner) -> None:
+    """B = k, so everything is evicted all the time: a row that is overwritten before it is read, or read before it is
+    written, shows in the logits or in host memory.
     """
     twin = Twin(on_gpu, hot_rows=TOP_K)
     mixed_requests(twin)
@@ -458,11 +458,11 @@ def test_what_is_late_is_waited_for(on_gpu: ModelRunner) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", ["write_back"], indirect=True)
-def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late: Late) -> None:
-    """What the executor waits for before it reports a step: its pages may be freed, sent or saved then."""
+def test_event_after_a_step_covers_its_write_back(on_gpu: ModelRunner, late: Late) -> None:
+    """The executor waits for this event before it reports a step: its pages may then be freed, sent or saved."""
     twin = Twin(on_gpu, hot_rows=TOP_K)
     mixed_requests(twin)
-    twin.step([0, 1, 2])  # compiles: after that no operation keeps the host for as long as the write-back is late
+    twin.step([0, 1, 2])  # compiles: later steps keep the host for less time than the write-back is delayed
     late.streams.clear()
     pieces = [
         SequenceSlice(twin.tokens[slot][-1:], len(twin.tokens[slot]) - 1, [*twin.pages[slot], twin.free.pop()], slot)
@@ -471,7 +471,7 @@ def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late
     twin.forward(twin.cache, pieces)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
-    assert not done.query(), "the write-back was not late"  # type: ignore[no-untyped-call]
+    assert not done.query(), "the write-back was not delayed"  # type: ignore[no-untyped-call]
     done.synchronize()
     for piece in pieces:
         page, offset = piece.pages[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE
@@ -481,18 +481,18 @@ def test_an_event_after_the_step_covers_its_write_back(on_gpu: ModelRunner, late
 
 
 @pytest.mark.gpu
-def test_graphs_replay_what_runs_eagerly(on_gpu: ModelRunner) -> None:
+def test_graph_replays_equal_eager_steps(on_gpu: ModelRunner) -> None:
     check_graphs(on_gpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("late")
-def test_graphs_wait_for_what_is_late(on_gpu: ModelRunner) -> None:
+def test_graphs_wait_for_delayed_operations(on_gpu: ModelRunner) -> None:
     check_graphs(on_gpu)
 
 
 def check_graphs(on_gpu: ModelRunner) -> None:
-    """Batches of 1 to 4, padded ones among them, over both caches in graphs: the same kernels on the same shapes."""
+    """Batches of 1 to 4, some padded, over both caches in graphs: the same kernels on the same shapes."""
     twin = Twin(on_gpu, hot_rows=TOP_K)
     graphed = {}
     for cache in (twin.plain, twin.cache):

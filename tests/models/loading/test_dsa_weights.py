@@ -1,4 +1,4 @@
-"""Loading sparse models: every tensor in its slot, block-scaled fp8, shares of ranks, tensors that nobody uses."""
+"""Loading sparse models: every tensor in its slot, block-scaled fp8, parts of ranks, unused tensors."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_dsa_checkpoint, quantise_checkpoint, reference_greedy
 
 CPU = torch.device("cpu")
-BLOCK = (24, 20)  # divides none of the matrices, nor the shares of ranks
+BLOCK = (24, 20)  # divides neither the matrices nor the parts of ranks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def load(directory: Path, shard: Shard = WHOLE) -> DsaParameters:
 def check_shares(
     directory: Path, expected: dict[str, torch.Tensor], tp_size: int, stages: int, *, whole_experts: bool = False
 ) -> None:
-    """Every rank has the parts it says it has, and together they have everything: replicas once per rank of a stage."""
+    """Every rank has exactly its parts, and together they have everything: replicas once per rank of a stage."""
     seen = {name: torch.zeros_like(value) for name, value in expected.items()}
     for rank in range(tp_size * stages):
         shard = Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
@@ -59,18 +59,18 @@ def check_shares(
 
 
 @pytest.mark.parametrize(("tp_size", "stages"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_ranks_have_their_share_and_together_everything(checkpoint: Path, tp_size: int, stages: int) -> None:
+def test_ranks_have_their_parts_and_together_everything(checkpoint: Path, tp_size: int, stages: int) -> None:
     check_shares(checkpoint, load_file(checkpoint / "model.safetensors"), tp_size, stages)
 
 
 @pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (4, 2)])
-def test_ranks_may_have_whole_experts(checkpoint: Path, tp_size: int, stages: int) -> None:
+def test_ranks_can_have_whole_experts(checkpoint: Path, tp_size: int, stages: int) -> None:
     expected = load_file(checkpoint / "model.safetensors")
     check_shares(checkpoint, expected, tp_size, stages, whole_experts=True)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_block_scaled_fp8_is_multiplied_out(copy: Path, tp_size: int) -> None:
+def test_block_scaled_fp8_is_dequantised(copy: Path, tp_size: int) -> None:
     exact = load_file(copy / "model.safetensors")
     worth = quantise_checkpoint(copy, BLOCK)
     rounding = max(float((worth[name] - exact[name]).abs().max()) for name in exact)
@@ -78,7 +78,7 @@ def test_block_scaled_fp8_is_multiplied_out(copy: Path, tp_size: int) -> None:
     check_shares(copy, worth, tp_size, 1)
 
 
-def test_a_quantised_model_generates_what_its_values_say(copy: Path, tmp_path: Path) -> None:
+def test_quantised_model_equals_its_dequantised_values(copy: Path, tmp_path: Path) -> None:
     worth = quantise_checkpoint(copy, (128, 128))
     runner = ModelRunner.load(locate_model(str(copy)), device=CPU, dtype=torch.float32)
     plain = make_dsa_checkpoint(tmp_path / "plain", "glm_moe_dsa", index_topk_pattern="FSFS")
@@ -93,7 +93,7 @@ def test_a_quantised_model_generates_what_its_values_say(copy: Path, tmp_path: P
     assert logits.argmax(-1).tolist() == text[40:]
 
 
-def test_tensors_that_nobody_uses_are_left_out(copy: Path) -> None:
+def test_unused_tensors_are_left_out(copy: Path) -> None:
     path = copy / "model.safetensors"
     unused = {"model.layers.4.shared_head.head.weight", "model.layers.1.self_attn.indexer.wk.weight"}
     save_file(load_file(path) | {name: torch.zeros(3, 3) for name in unused}, path)
@@ -103,7 +103,7 @@ def test_tensors_that_nobody_uses_are_left_out(copy: Path) -> None:
         load(copy)
 
 
-def test_scales_that_do_not_fit_their_blocks_are_named(copy: Path) -> None:
+def test_scales_of_wrong_shape_are_named(copy: Path) -> None:
     quantise_checkpoint(copy, BLOCK)
     path, name = copy / "model.safetensors", "model.layers.0.self_attn.o_proj.weight_scale_inv"
     tensors = load_file(path)
@@ -112,7 +112,7 @@ def test_scales_that_do_not_fit_their_blocks_are_named(copy: Path) -> None:
         load(copy)
 
 
-def test_a_model_that_cannot_be_shared_so_is_refused(tmp_path: Path) -> None:
+def test_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     source = locate_model(
         str(make_dsa_checkpoint(tmp_path, moe_intermediate_size=24, num_attention_heads=16, num_key_value_heads=16))
     )

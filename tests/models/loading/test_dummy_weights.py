@@ -1,4 +1,4 @@
-"""Random weights: the same model for every way to share it, and one whose activations stay of order 1."""
+"""Random weights: the same model however it is divided, with activations of order 1."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def filled(source: ModelSource, shard: Shard) -> dict[str, Slot]:
 
 
 @pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (1, 2), (2, 2)])
-def test_a_share_is_that_part_of_the_whole_model(source: ModelSource, tp_size: int, stages: int) -> None:
+def test_part_of_a_rank_equals_that_part_of_the_whole_model(source: ModelSource, tp_size: int, stages: int) -> None:
     whole = filled(source, WHOLE)
     seen = set()
     for rank in range(tp_size * stages):
@@ -46,7 +46,7 @@ def test_a_share_is_that_part_of_the_whole_model(source: ModelSource, tp_size: i
     assert seen == whole.keys()
 
 
-def test_rows_of_a_large_matrix_differ_and_a_share_may_start_anywhere() -> None:
+def test_rows_of_a_large_matrix_differ_and_a_part_can_start_anywhere() -> None:
     whole, part = torch.empty(3000, 7), torch.empty(1100, 3)
     fill_with_noise({"lm_head.weight": Slot.whole(whole)})
     fill_with_noise({"lm_head.weight": Slot(part, (3000, 7), (1000, 2))})
@@ -73,7 +73,7 @@ def test_logits_are_of_order_one(source: ModelSource) -> None:
     assert not logits.equal(of_files)
 
 
-def test_the_fingerprint_needs_no_weights_and_says_that_they_are_dummies(source: ModelSource, tmp_path: Path) -> None:
+def test_fingerprint_of_dummy_weights_needs_no_files_and_differs(source: ModelSource, tmp_path: Path) -> None:
     dummy = fingerprint(source, "dummy")
     bare = ModelSource(source.name, tmp_path, "huggingface", source.config)
     assert fingerprint(bare, "dummy") == dummy

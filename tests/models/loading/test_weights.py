@@ -28,7 +28,7 @@ def load(source: ModelSource, dtype: torch.dtype = torch.float32) -> DecoderPara
 
 @pytest.mark.parametrize("shard_size", [None, "60KB"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_every_tensor_lands_in_its_slot(architecture: str, shard_size: str | None, tmp_path: Path) -> None:
+def test_every_tensor_is_loaded_into_its_slot(architecture: str, shard_size: str | None, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, architecture, shard_size=shard_size)  # type: ignore[arg-type]  # parametrised
     assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard_size is not None)
     parameters = load(locate_model(str(tmp_path)))
@@ -41,7 +41,7 @@ def test_every_tensor_lands_in_its_slot(architecture: str, shard_size: str | Non
     assert covered == sum(parameter.numel() for parameter in expected.values())
 
 
-def test_a_16_bit_checkpoint_is_converted_on_the_way(tmp_path: Path) -> None:
+def test_16_bit_checkpoint_is_converted(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, dtype=torch.bfloat16)
     source = locate_model(str(tmp_path))
     assert source.config.dtype == "bfloat16"
@@ -50,7 +50,7 @@ def test_a_16_bit_checkpoint_is_converted_on_the_way(tmp_path: Path) -> None:
         assert slot.target.equal(stored[name].float()), name
 
 
-def test_a_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) -> None:
+def test_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -82,14 +82,14 @@ def damage(directory: Path, change: str) -> None:
         ("extra", "tensor 'model.layers.3.mlp.up_proj.weight' is not part of llama"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(change: str, message: str, tmp_path: Path) -> None:
+def test_missing_extra_and_misshapen_tensors_are_named(change: str, message: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     damage(tmp_path, change)
     with pytest.raises(StartupError, match=message):
         load(locate_model(str(tmp_path)))
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_truncated_weight_file_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
@@ -97,7 +97,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
         load(locate_model(str(tmp_path)))
 
 
-def test_fingerprint_names_what_is_computed_and_not_where_it_lies(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_not_on_paths(tmp_path: Path) -> None:
     def of(name: str, **options: object) -> str:
         directory = tmp_path / name
         directory.mkdir()
@@ -117,7 +117,7 @@ def test_fingerprint_names_what_is_computed_and_not_where_it_lies(tmp_path: Path
     assert len({base, *different}) == 5
 
 
-def test_fingerprint_sees_one_changed_tensor_and_ignores_stop_tokens(tmp_path: Path) -> None:
+def test_fingerprint_detects_one_changed_tensor_and_ignores_stop_tokens(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     base = fingerprint(locate_model(str(tmp_path)))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))

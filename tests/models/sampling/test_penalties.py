@@ -1,4 +1,4 @@
-"""Penalties, biases and the end mask against a plain Python reference."""
+"""Penalties, biases and the EOS mask against a plain Python reference."""
 
 import math
 import random
@@ -57,20 +57,20 @@ def test_every_change_equals_the_reference() -> None:
     before = logits.clone()
     choices = random_choices(100)
     penalties = Penalties(EOS)
-    for _ in range(2):  # the second time, with prompts it remembers
+    for _ in range(2):  # the second time, with cached prompts
         changed = penalties.apply(logits, choices)
         expected = [reference(row, choice) for row, choice in zip(logits.tolist(), choices, strict=True)]
         torch.testing.assert_close(changed, torch.tensor(expected), rtol=0, atol=1e-5)
     assert logits.equal(before)
 
 
-def test_rows_that_ask_for_nothing_are_not_even_copied() -> None:
+def test_logits_without_changes_are_not_copied() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
-    plain = SamplingParams(min_new_tokens=3, presence_penalty=1.0)  # enough tokens are out, and none is there to count
+    plain = SamplingParams(min_new_tokens=3, presence_penalty=1.0)  # min_new_tokens is reached, and the output is empty
     assert Penalties(EOS).apply(logits, [Choice(0, SamplingParams(), 0), Choice(1, plain, 3)]) is logits
 
 
-def test_remembered_prompts_are_not_mistaken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_prompts_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.models.sampling.penalties._REMEMBERED_PROMPTS", 2)
     penalties, params = Penalties(()), SamplingParams(repetition_penalty=2.0)
     logits = torch.ones(1, VOCAB_SIZE)
@@ -83,7 +83,7 @@ def test_remembered_prompts_are_not_mistaken_for_others(monkeypatch: pytest.Monk
         growing.append(round_ + 2)
 
 
-def test_greedy_and_sampled_rows_both_heed_them() -> None:
+def test_greedy_and_sampled_rows_both_apply_penalties() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, EOS[0]] = 50.0
     logits[0, 11] = 40.0
@@ -100,7 +100,7 @@ def test_greedy_and_sampled_rows_both_heed_them() -> None:
 
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, -1])
-def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+def test_token_outside_the_vocabulary_is_refused(token: int) -> None:
     params = SamplingParams(logit_bias=((token, 1.0),))
-    with pytest.raises(ValueError, match="outside the 64 known"):
+    with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         Penalties(EOS).apply(torch.zeros(1, VOCAB_SIZE), [Choice(0, params, 0)])

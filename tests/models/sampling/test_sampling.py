@@ -1,5 +1,5 @@
-"""Sampling: the distribution of each filter by chi-square, single tokens against plain Python, and that a token depends
-on nothing but its own row.
+"""Sampling: the distribution of each filter by chi-square, single tokens against plain Python, and independence of the
+rest of the batch.
 """
 
 import math
@@ -81,17 +81,17 @@ DISTRIBUTIONS = [
     SamplingParams(temperature=3.0, seed=13),
     SamplingParams(top_k=1, seed=14),
     SamplingParams(top_k=2, seed=15),
-    SamplingParams(top_k=3, seed=16),  # the third and the fourth are equal: the one with the lower id stays
+    SamplingParams(top_k=3, seed=16),  # the third and the fourth are equal: the lower id is kept
     SamplingParams(top_k=4, seed=17),
     SamplingParams(top_k=8, seed=18),
     SamplingParams(top_k=9, seed=19),
     SamplingParams(top_p=0.7, seed=20),
-    SamplingParams(top_p=0.58, seed=21),  # the two largest hold 0.5827: they are enough ...
-    SamplingParams(top_p=0.585, seed=22),  # ... and here they are not
+    SamplingParams(top_p=0.58, seed=21),  # the two largest hold 0.5827: enough ...
+    SamplingParams(top_p=0.585, seed=22),  # ... and here not enough
     SamplingParams(top_p=0.01, seed=23),
     SamplingParams(top_p=0.999, seed=24),
-    SamplingParams(min_p=0.36, seed=25),  # third to first: exp(-1) = 0.3679, so both thirds stay ...
-    SamplingParams(min_p=0.37, seed=26),  # ... and here they go
+    SamplingParams(min_p=0.36, seed=25),  # third to first: exp(-1) = 0.3679, so both thirds are kept ...
+    SamplingParams(min_p=0.37, seed=26),  # ... and here they are dropped
     SamplingParams(min_p=1.0, seed=27),
     SamplingParams(
         temperature=2.0, min_p=0.6, seed=28
@@ -118,7 +118,7 @@ def test_tokens_follow_the_filtered_distribution(params: SamplingParams) -> None
         assert statistic < chi_square_limit(len(probs) - 1)
 
 
-def test_the_reference_ranks_as_it_should() -> None:
+def test_reference_ranks_tokens_correctly() -> None:
     assert list(reference_probs(LOGITS, SamplingParams())) == RANKED
     assert list(reference_probs(LOGITS, SamplingParams(top_k=3))) == [0, 4, 1]
 
@@ -150,7 +150,7 @@ def test_equal_logits_are_ranked_by_id() -> None:
     assert whole[0].tolist() == [2, 4, 7, 0, 3, 1, 5, 6]
 
 
-def test_temperature_zero_is_argmax_whatever_the_filters() -> None:
+def test_temperature_zero_is_argmax_with_any_filter() -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5)
     rows = [4, 0, 3, 1, 2]
@@ -158,7 +158,7 @@ def test_temperature_zero_is_argmax_whatever_the_filters() -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(min_p=0.3), SamplingParams(top_k=3)], ids=label)
-def test_the_ends_of_the_random_numbers_draw_no_impossible_token(
+def test_extreme_random_numbers_draw_no_token_of_weight_zero(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = torch.tensor([[-math.inf, -200.0, 1.0, 2.0, 1.5, -200.0, -math.inf]])
@@ -178,7 +178,7 @@ def batch_of_everything() -> tuple[torch.Tensor, list[Choice]]:
     return logits, choices
 
 
-def test_a_row_does_not_depend_on_the_rest_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_does_not_depend_on_the_rest_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, choices = batch_of_everything()
     together = choose(logits, choices, [4])
     assert together == [choose(logits, [choice], [4])[0] for choice in choices]
@@ -187,7 +187,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(monkeypatch: pytest.Monk
     assert together == choose(logits, choices, [4])
 
 
-def test_samples_of_one_row_are_drawn_as_in_rows_of_their_own() -> None:
+def test_samples_of_one_row_equal_samples_of_separate_rows() -> None:
     logits, choices = batch_of_everything()
     shared = [Choice(3, c.params, c.output_index, c.prompt_ids, c.output_ids) for c in choices]
     separate = [Choice(row, c.params, c.output_index, c.prompt_ids, c.output_ids) for row, c in enumerate(choices)]
@@ -204,7 +204,7 @@ def test_philox_gives_the_published_numbers() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 128])
-def test_many_random_numbers_at_once_are_those_of_each_row(rows: int) -> None:
+def test_vectorised_random_numbers_equal_those_of_each_row(rows: int) -> None:
     numbers = random.Random(rows)
     seeds = [numbers.choice((0, -1, (1 << 64) - 1, 1 << 64, numbers.getrandbits(66))) for _ in range(rows)]
     positions = [numbers.choice((0, 1, (1 << 32) - 1, 1 << 32, numbers.getrandbits(40))) for _ in range(rows)]
@@ -227,12 +227,12 @@ def test_extreme_temperatures_and_logits_stay_in_range() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_cuda_draws_what_the_cpu_draws_and_waits_only_for_the_read_back() -> None:
+def test_cuda_samples_equal_the_cpu_and_wait_only_for_the_read_back() -> None:
     logits, choices = batch_of_everything()
     expected = choose(logits, choices, [4])
     on_device = logits.cuda()
     sampler = Sampler([4])
-    sampler.sample(on_device, choices)  # allocators and kernels are warm from here on
+    sampler.sample(on_device, choices)  # warms up allocators and kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         tokens = sampler.sample(on_device, choices)

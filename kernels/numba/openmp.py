@@ -1,12 +1,12 @@
-"""Kernels for CPU tensors: compiled by Numba, run on the threads that torch computes with.
+"""Compiles kernels for CPU tensors with Numba and runs them on torch's threads.
 
-A kernel is a function of one record of arguments, which every thread of a team calls; `share` says which part of the
-work is its own. The team is one of the OpenMP runtime that torch itself is linked with: threads of a second pool would
-fight for the cores with torch's, which keep spinning for a while after each operation.
+A kernel is a function of one record of arguments, which every thread of an OpenMP team calls; `share` returns the
+thread's part of the work. The team belongs to the OpenMP runtime that torch is linked with: threads of a second pool
+would compete for cores with torch's threads, which spin for a while after each operation.
 
-Compiled code is kept in the user's cache folder, or in NUMBA_CACHE_DIR. Beside the source, where Numba would put it, it
-would outlive the package. Processes that compile a kernel at the same time write the same file, each as a whole.
-Importing this module raises ImportError where Numba or torch's OpenMP runtime is missing.
+Compiled code is cached in the user's cache folder, or in NUMBA_CACHE_DIR; Numba's default, beside the source, would
+remain after an uninstall. Processes that compile a kernel at the same time write the same file, each atomically.
+Importing this module raises ImportError if Numba or torch's OpenMP runtime is missing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -29,11 +29,11 @@ from numba.extending import intrinsic
 log = logging.getLogger(__name__)
 
 _THREAD_ELEMENTS = 8192
-"""To wake a thread takes as long as to work on this many elements."""
+"""Waking a thread takes as long as processing this many elements."""
 
 _ARITHMETIC = {"fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
-"""Sums may be added up in any order and with fused products; nothing is approximated, infinities and NaN stay what they
-are, and a division by zero is one of them."""
+"""Sums may be reordered and products fused; nothing is approximated, infinities and NaN keep their meaning, and a
+division by zero gives one of them."""
 
 
 def _cache_folder() -> str:
@@ -45,18 +45,18 @@ numba.config.CACHE_DIR = numba.config.CACHE_DIR or _cache_folder()
 
 
 def _fingerprint() -> str:
-    """Of the source of all kernels, as a name. Numba compiles a kernel anew when its file has changed; with this name
-    in its signature, also when another has whose functions it calls.
+    """A name made from a checksum of all kernel sources. Numba recompiles a kernel when its own file changes; with this
+    name in its signature, also when a file with functions that it calls changes.
     """
-    files = sorted(Path(__file__).parents[1].rglob("*_numba.py"))
-    return f"of_{zlib.crc32(b''.join(file.read_bytes() for file in (Path(__file__), *files))):08x}"
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return f"of_{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
 
 
 _SOURCE = _fingerprint()
 
 
 def _open_runtime() -> Any:
-    """torch's CPU library, through which symbols of its OpenMP runtime are found, whatever that is called."""
+    """Find symbols of torch's OpenMP runtime, whatever its name, through torch's CPU library."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
         llvmlite.binding.add_symbol(name, ctypes.cast(library[name], ctypes.c_void_p).value)
@@ -74,11 +74,11 @@ except (OSError, AttributeError) as error:
 _thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 _team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
 wait_for_team = types.ExternalFunction("GOMP_barrier", types.void())
-"""In a kernel: returns when all threads of the team are here. What they wrote before can be read then."""
+"""In a kernel: a barrier. Afterwards, what all threads wrote before it can be read."""
 
 
 class Kernel:
-    """Compiled code. Calling it packs the arguments, in the order of the fields, and returns when all threads have."""
+    """Compiled code. A call packs the arguments in field order and returns when all threads have finished."""
 
     def __init__(self, code: Any, layout: str) -> None:
         self._pack = struct.Struct(layout).pack
@@ -95,7 +95,7 @@ class Kernel:
 
 
 def kernel(integers: str, floats: str = "") -> Callable[[Callable[[Any], None]], Kernel]:
-    """Compile a function of a pointer to one record with these fields, addresses of tensors among the integers."""
+    """Compile a function of a pointer to one record with these fields; addresses of tensors are integers."""
     names, layout = integers.split() + floats.split(), "q" * len(integers.split()) + "d" * len(floats.split())
     types_ = [np.int64 if kind == "q" else np.float64 for kind in layout]
     record = from_dtype(np.dtype([*zip(names, types_, strict=True), (_SOURCE, np.int64)]))
@@ -104,7 +104,7 @@ def kernel(integers: str, floats: str = "") -> Callable[[Callable[[Any], None]],
     def compile_kernel(body: Callable[[Any], None]) -> Kernel:
         try:
             code = cfunc(signature, cache=True, **_ARITHMETIC)(body)
-        except RuntimeError as error:  # no folder to keep it in
+        except RuntimeError as error:  # no writable cache folder
             log.warning("compiling %s at every start: %s", body.__name__, error)
             code = cfunc(signature, **_ARITHMETIC)(body)
         return Kernel(code, layout)
@@ -118,7 +118,7 @@ def kernel_function(body: Callable[..., Any]) -> Any:
 
 
 def threads_for(elements: int) -> int:
-    """How many threads to use for this many elements."""
+    """Threads to use for this many elements."""
     return max(1, min(torch.get_num_threads(), elements // _THREAD_ELEMENTS))
 
 
@@ -140,7 +140,7 @@ _float_pointer, _long_pointer = _pointer_to(types.float32), _pointer_to(types.in
 
 @kernel_function
 def fields(arguments):
-    """In a kernel: its record."""
+    """In a kernel: its record of arguments."""
     return carray(arguments, 1)[0]
 
 
@@ -158,19 +158,19 @@ def longs(address, shape):
 
 @kernel_function
 def slice_of(count, part, parts):
-    """In a kernel: the one of `parts` even parts of `count` things that has this number, as [first, last)."""
+    """In a kernel: part number `part` of `count` items split into `parts` even parts, as [first, last)."""
     return count * part // parts, count * (part + 1) // parts
 
 
 @kernel_function
 def share(count):
-    """In a kernel: the part of `count` things that is this thread's, as [first, last)."""
+    """In a kernel: this thread's part of `count` items, as [first, last)."""
     return slice_of(count, _thread_number(), _team_size())
 
 
 @njit(fastmath={"contract"}, error_model="numpy")  # the order of the terms of r matters
 def exp(x):
-    """In a kernel: e to the power of a float32, to one unit in the last place. Unlike math.exp it runs in vector lanes.
+    """In a kernel: e to the power of a float32, to one unit in the last place. Unlike math.exp it is vectorised.
 
     x = n ln 2 + r; the polynomial (Cephes) gives e^r, and n becomes the exponent.
     """

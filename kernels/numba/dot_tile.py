@@ -1,10 +1,10 @@
-"""The innermost loop of linear_numba.py, written in LLVM's instructions: products of some rows of two matrices.
+"""The innermost loop of linear.py in this folder, in LLVM instructions: products of some rows of two matrices.
 
     sums[i, j]  =  sum_k weight[i, k] * x[j, k]        for i < WEIGHT_ROWS, j < x_rows
 
-All sums stay in registers, and while they are made the weights that are wanted next are fetched into the cache: left
-to itself, memory rests while the processor multiplies, and the other way round. Numba has no words for either, and what
-its compiler makes of plain loops takes up to twice as long.
+All sums stay in registers, and the next weights are prefetched into the cache meanwhile: otherwise memory is idle while
+the processor multiplies, and the reverse. Numba can express neither, and its code for plain loops takes up to twice as
+long.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 
 def _registers() -> tuple[int, int]:
-    """Floats in a vector register of this CPU, and the rows of weights whose sums fit into all of them."""
+    """Floats per vector register of this CPU, and the rows of weights whose sums fit into its registers."""
     features = get_host_cpu_features()
     if features.get("avx512f"):
         return 16, 4
@@ -33,12 +33,12 @@ _FUSED = ("contract",)
 
 
 def make_dot_tile(most_rows: int) -> Any:
-    """The function for tiles of up to `most_rows` rows of x, 4 at most."""
+    """The function for tiles of up to `most_rows` (at most 4) rows of x."""
 
     @intrinsic
     def dot_tile(_context, weight, weight_rows, x, x_rows, ahead, ahead_rows, size):
-        """In a kernel: the sums as a tuple, row by row. `weight`, `x` and `ahead`, what is fetched, are addresses of
-        contiguous rows of `size` float32. Where they are fewer than a tile has, the last one stands in for the others.
+        """In a kernel: the sums as a tuple, row by row. `weight`, `x` and `ahead` (to prefetch) are addresses of
+        contiguous rows of `size` float32. If there are fewer rows than a tile has, the last one is repeated.
         """
         count = WEIGHT_ROWS * most_rows
         signature = types.UniTuple(types.float32, count)(weight, weight_rows, x, x_rows, ahead, ahead_rows, size)
@@ -53,7 +53,7 @@ def make_dot_tile(most_rows: int) -> Any:
             sums = [_zero(_VECTOR)] * count
             sums = _add_products(builder, weights, xs, fetched, _int(0), vector_bytes, _VECTOR, sums)
             sums = [_add_lanes(builder, lanes) for lanes in sums]
-            # what is left of the rows fills no register
+            # the remaining columns do not fill a register
             sums = _add_products(builder, weights, xs, [], vector_bytes, row_bytes, _FLOAT, sums)
             return context.make_tuple(builder, signature.return_type, sums)
 
@@ -72,7 +72,7 @@ def _add_products(
     item: ir.Type,
     sums: list[ir.Value],
 ) -> list[ir.Value]:
-    """A loop over bytes [start, end) of the rows, an `item` at a time; returns the sums after it."""
+    """A loop over bytes [start, end) of the rows, one `item` at a time; returns the new sums."""
     before = builder.block
     body, after = builder.append_basic_block("products"), builder.append_basic_block("summed")
     builder.cbranch(builder.icmp_signed("<", start, end), body, after)
@@ -105,7 +105,7 @@ def _add_products(
 def _row_addresses(
     builder: ir.IRBuilder, first: ir.Value, rows: ir.Value, row_bytes: ir.Value, count: int
 ) -> list[ir.Value]:
-    """Of `count` rows; of the last one again where there are fewer."""
+    """Addresses of `count` rows; that of the last one is repeated if there are fewer."""
     last = builder.sub(rows, _int(1))
     indices = [builder.select(builder.icmp_signed("<", _int(i), last), _int(i), last) for i in range(count)]
     return [builder.add(first, builder.mul(index, row_bytes)) for index in indices]

@@ -1,4 +1,4 @@
-"""Numba kernel of linear.py for few rows: a thread takes some of the outputs and reads their weights once, in order."""
+"""Numba kernel of ../linear/linear.py for few rows: a thread computes some outputs and reads their weights once."""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends.openmp import exp, fields, floats, kernel, kernel_function, share, threads_for
-from .dot_tile_numba import WEIGHT_ROWS, make_dot_tile
+from .dot_tile import WEIGHT_ROWS, make_dot_tile
+from .openmp import exp, fields, floats, kernel, kernel_function, share, threads_for
 
 
 def _make_loops(tile_rows: int) -> Any:
@@ -16,7 +16,7 @@ def _make_loops(tile_rows: int) -> Any:
 
     @kernel_function
     def products(a, output, end, row, ahead, ahead_count):
-        """Of outputs from `output` on, up to `end`, and rows from `row` on; fetches the weights from `ahead` on."""
+        """Products of outputs [output, end) and rows from `row` on; prefetches the weights from `ahead` on."""
         row_bytes = 4 * a.in_size
         return dot_tile(
             a.weight + output * row_bytes,
@@ -33,7 +33,7 @@ def _make_loops(tile_rows: int) -> Any:
         out, half = floats(a.out, (a.rows, a.out_size)), a.out_size
         bias = floats(a.bias, 2 * half)
         zero, one = np.float32(0), np.float32(1)
-        tiles = -(-a.rows // tile_rows)  # over the same weights: they share the work of fetching the next ones
+        tiles = -(-a.rows // tile_rows)  # tiles over the same weights share the prefetching of the next ones
         ahead_count = max(1, WEIGHT_ROWS // tiles)
         first, last = share(-(-a.out_size // WEIGHT_ROWS))
         first, last = first * WEIGHT_ROWS, min(last * WEIGHT_ROWS, a.out_size)

@@ -1,4 +1,4 @@
-"""Numba kernel of rope_kv_write.py: a thread takes some of the tokens."""
+"""Numba kernel of ../attention/rope_kv_write.py: a thread processes some of the tokens."""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import torch
 
-from ..backends.openmp import fields, floats, kernel, kernel_function, longs, share, threads_for
+from .openmp import fields, floats, kernel, kernel_function, longs, share, threads_for
 
 
 @kernel_function

@@ -1,10 +1,10 @@
-"""Numba kernel of swiglu.py: a thread takes some of the columns of every row."""
+"""Numba kernel of ../linear/swiglu.py: a thread computes some of the columns of every row."""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 import numpy as np
 import torch
 
-from ..backends.openmp import exp, fields, floats, kernel, share, threads_for
+from .openmp import exp, fields, floats, kernel, share, threads_for
 
 
 @kernel("gate_up out rows size")

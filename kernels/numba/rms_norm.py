@@ -1,4 +1,4 @@
-"""Numba kernel of rms_norm.py: a thread takes some of the rows."""
+"""Numba kernel of ../linear/rms_norm.py: a thread computes some of the rows."""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import torch
 
-from ..backends.openmp import fields, floats, kernel, share, threads_for
+from .openmp import fields, floats, kernel, share, threads_for
 
 
 @kernel("x y weight total out rows size", "eps")

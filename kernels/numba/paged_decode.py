@@ -1,14 +1,15 @@
-"""Numba kernel of paged_attention.py for sequences of one query: the keys of every sequence are shared out over parts.
+"""Numba kernel of ../attention/paged_attention.py for sequences of one query: keys are split into one part per thread.
 
-A part leaves, for every query head, its largest score, the sum of its weights relative to that, and the sum of its
-values with these weights. When all have, they are joined. There are as many parts as threads that are asked for.
+A part stores, per query head, its largest score, the sum of its weights relative to that, and the weighted sum of its
+values. After a barrier the parts are combined.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
 import numpy as np
 import torch
 
-from ..backends.openmp import (
+from ..attention.paged_attention import DecodeRows
+from .openmp import (
     exp,
     fields,
     floats,
@@ -20,10 +21,9 @@ from ..backends.openmp import (
     threads_for,
     wait_for_team,
 )
-from .paged_attention import DecodeRows
 
 _SCORE_ELEMENTS = 16
-"""A score and the value that belongs to it take as long as this many elements of simpler operations."""
+"""Cost of one score and its value, in elements of simpler operations (`threads_for`)."""
 
 
 @kernel_function
@@ -40,7 +40,7 @@ def _score(query, keys, scale, scores, start):
 
 @kernel_function
 def _to_weights(scores, count):
-    """Scores to weights relative to the largest; returns that and the sum of the weights."""
+    """Replace scores by weights relative to the largest score; returns that score and the sum of the weights."""
     best = np.float32(-np.inf)
     for i in range(count):
         best = max(best, scores[i])
@@ -97,7 +97,7 @@ def _attend(a, part, sequence, kv_head):
 
 @kernel_function
 def _join(a, slot):
-    """The parts of one query head."""
+    """Combine the parts of one query head."""
     heads, dim, slots = a.heads, a.head_dim, a.batch * a.heads
     bests, totals = floats(a.bests, (a.parts, slots)), floats(a.totals, (a.parts, slots))
     sums = floats(a.sums, (a.parts, slots, dim))

@@ -9,10 +9,11 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import Field
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -27,7 +28,7 @@ from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .common.fields import FieldError, Fields, decode_object
+from .common.fields import Body, Boolean, Characters, FieldError, Text, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
@@ -51,6 +52,13 @@ ParsedT = TypeVar("ParsedT")
 class ModelNotFoundError(FieldError):
     status = 404
     code = "model_not_found"
+
+
+class AbortBody(Body):
+    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = Field(
+        None, description="A request, or a list of prompts that was given this one id."
+    )
+    abort_all: Boolean | None = Field(None, description="Abort every open request instead.")
 
 
 def create_app(
@@ -201,28 +209,26 @@ class Routes:
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await self._parse(
-            request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False
+        return json_response(
+            await self._parse(request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False)
         )
-        limit = self._limits().max_total_tokens
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._parse(
-            request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+        return json_response(
+            await self._parse(
+                request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+            )
         )
-        return json_response({"text": text})
 
     async def abort_request(self, request: Request) -> Response:
         """`{"rid": ...}` or `{"abort_all": true}`; answers with the ids that were still open."""
-        fields = Fields(decode_object(await read_body(request, self._config.max_body_bytes)))
-        if fields.boolean("abort_all", False):
+        fields = parse_body(AbortBody, await read_body(request, self._config.max_body_bytes))
+        if fields.abort_all:
             aborted = self._leader.cancel_everything()
+        elif fields.rid is None:
+            raise FieldError("rid", "is required, unless abort_all is true")
         else:
-            rid = fields.string("rid", MAX_RID_CHARACTERS)
-            if rid is None:
-                raise FieldError("rid", "is required, unless abort_all is true")
-            aborted = self._leader.cancel_matching(rid)
+            aborted = self._leader.cancel_matching(fields.rid)
         return json_response({"aborted": aborted})
 
     async def flush_cache(self) -> Response:

@@ -8,8 +8,8 @@ from ...configs.errors import StartupError
 from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ...models.formats.json_fields import read_json
 from ...models.loading.catalog import ModelSource
-from .common.fields import FieldError, Fields
-from .common.sampling_fields import read_distribution
+from .common.fields import FieldError, validate
+from .common.sampling_fields import DistributionFields
 
 log = logging.getLogger("pdserve.front")
 
@@ -23,7 +23,9 @@ def read_default_sampling(source: ModelSource) -> SamplingParams:
     if source.format == "gguf" or not path.is_file():
         return NEUTRAL_SAMPLING
     try:
-        recommended = read_distribution(Fields(read_json(path)), source.config.vocab_size, NEUTRAL_SAMPLING)
+        recommended = validate(DistributionFields, read_json(path)).distribution(
+            NEUTRAL_SAMPLING, source.config.vocab_size
+        )
     except FieldError as error:
         raise StartupError(f"{path}: {error}; --sampling-defaults openai ignores such values") from None
     if changed := _differences(recommended):

@@ -154,14 +154,15 @@ def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
         return FieldError(name, context["text"])
     if kind == "misspelt":
         return FieldError(name, f"is not a field of this request: did you mean {prefix}{context['near']}?")
-    if kind == "missing":
+    if kind == "missing" or (value is None and kind in ("string_type", "list_type") and not path.endswith("]")):
         return FieldError(name, "is required")
     if kind == "too_short":
         return FieldError(name, "is required and must not be empty")
     if kind == "too_long":
         return FieldError(name, f"holds {len(value)} items; at most {context['max_length']} are allowed")
     if kind == "literal_error":
-        return FieldError(name, f"must be {context['expected']}, got {shown(value)}")
+        expected = context["expected"].replace("'", '"')
+        return FieldError(name, f"must be {expected}, got {shown(value)}")
     if kind == "int_type":  # only of token ids: `Integer` raises an error of its own
         return FieldError(name, _token_id_problem(value, vocab_size))
     if kind == "float_type" and type(value) is int:

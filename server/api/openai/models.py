@@ -1,6 +1,6 @@
 """OpenAI's dialect as models: the bodies of `/v1/completions` and `/v1/chat/completions`, and their replies.
 
-Reply types are the types of the dictionaries that openai/replies.py builds. Extensions of the bodies: the sampling
+Reply types describe what openai/replies.py writes. Extensions of the bodies: the sampling
 fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` and, for chat, the template fields.
 """
 

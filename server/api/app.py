@@ -1,8 +1,8 @@
 """The HTTP application of one server: its routes and their authentication. Errors: server/api/error_responses.py.
 
-A decode server generates; a prefill server has the same routes, but its generation routes only check a body that a
-router sends to both sides (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health` and `/metrics`, which probes and scrapers call and which show neither prompts nor configuration.
+A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
+router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
+`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .documentation import Documentation, Operation
-from .error_responses import ErrorAnswers
+from .error_responses import ErrorHandlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
@@ -46,7 +46,7 @@ from .openai.replies import ChatRendering, CompletionRendering, EchoRendering
 from .openai.requests import OpenAiCall, parse_chat, parse_completion
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 
@@ -82,7 +82,7 @@ def create_app(
     app.include_router(routes.public())
     app.include_router(routes.protected())
     Documentation(routes.operations).install(app)
-    ErrorAnswers(metrics, log_requests=config.log_requests).install(app)
+    ErrorHandlers(metrics, log_requests=config.log_requests).install(app)
     return KeepsRequestIds(app)
 
 
@@ -151,7 +151,7 @@ class Routes:
         if self._config.api_key is None:
             return
         expected = self._config.api_key.get_secret_value().encode()
-        # as latin-1, which headers are, some bytes of a key are white space to str.strip()
+        # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
@@ -173,7 +173,7 @@ class Routes:
             prompt_ids=(min(ready.model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
-            priority=MAX_PRIORITY,  # it asks whether the way is open, not how long the queue is
+            priority=MAX_PRIORITY,  # the probe tests the path, not the length of the queue
         )
         problem = await self._probe(probe)
         healthy, report = self._info.health()  # again: the probe may have waited for a peer
@@ -184,7 +184,7 @@ class Routes:
         return json_response(failed, status=503, retry=True)
 
     async def _probe(self, probe: Submit) -> str | None:
-        """What went wrong with a health request; None when it produced its token in time."""
+        """Why a probe failed; None when it generated its token in time."""
         with self._leader.open([probe]) as inbox:
             try:
                 async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):

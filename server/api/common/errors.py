@@ -1,4 +1,4 @@
-"""Errors as HTTP clients see them: one JSON shape for every route, with Retry-After where waiting helps."""
+"""Error responses: one JSON shape for every route, with Retry-After where a retry may succeed."""
 
 import math
 
@@ -10,7 +10,7 @@ from ....scheduler.messages.frontend import Failed
 
 RETRY_STATUSES = (429, 503)
 HOPELESS_STATUSES = (409, 504)
-"""OpenAI's clients repeat these by themselves: the same rid again, or work that has used up its time already."""
+"""OpenAI's clients retry these by default, which cannot succeed: a rid in use, or a deadline that has passed."""
 
 DEFAULT_RETRY_S = 1.0
 
@@ -70,7 +70,7 @@ def response_for(error: RequestError) -> JSONResponse:
 
 
 def request_id_header(rid: str) -> dict[str, str]:
-    """The id under which the log speaks of a request; clients may choose one that no header can hold."""
+    """The id of the request in the log. A `rid` that is not ASCII cannot be a header."""
     return {"X-Request-Id": rid} if rid.isascii() else {}
 
 

@@ -61,7 +61,7 @@ class Body(BaseModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields of other servers, with the values that change nothing. Any other value is refused."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Fields that belong to another object or route, with the sentence that says which."""
+    """Fields that belong to another object or route, with the error text that names it."""
     unknown_fields: ClassVar[Literal["ignored", "refused if similar", "refused"]] = "ignored"
 
     @model_validator(mode="before")

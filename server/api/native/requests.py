@@ -42,9 +42,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked `/generate` body. `group` is the one rid given for a list of prompts; aborting it aborts them all.
+    """A checked `/generate` body. `group` is the single rid of a list of prompts; aborting it aborts all of them.
 
-    `listed`: the answer is a list, prompt by prompt and sample by sample, and stream events carry their `index`.
+    `listed`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`.
     """
 
     prompts: tuple[Prompt, ...]

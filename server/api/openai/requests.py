@@ -22,7 +22,7 @@ class OpenAiCall:
     include_usage: bool
     group: str | None = None
     echoes: tuple[Echo, ...] = ()
-    """What the answers to each prompt begin with; empty when they do not begin with their prompts."""
+    """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 
 
 def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:

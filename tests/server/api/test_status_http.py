@@ -291,7 +291,7 @@ async def test_failures_of_ours_are_logged_with_their_id(
         await decode.leader.expect(Submit)
         await decode.leader.send(Failed(f"r{status}", status, code, "for a reason"))
         assert (await asking).status_code == status
-    assert [record.getMessage() for record in caplog.records if record.name == "pdserve.front"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "pdserve.frontend"] == [
         "request r500 failed with 500: for a reason",
         "request r504 failed with 504: for a reason",
     ]

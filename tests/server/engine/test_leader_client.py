@@ -99,7 +99,7 @@ async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by:
         response = await server.http.post("/generate", json=body)
         assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
-        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not answer"
+        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not respond"
         assert response.json()["error"]["message"] == words
         await server.leader.expect(Submit)
         assert await server.leader.expect(Cancel) == Cancel("r")

@@ -97,7 +97,7 @@ def test_cumulative_text_is_printed_once(
         (200, [{"text": "Par", "meta_info": PARTIAL}], "the stream ended before the answer did"),
         (200, [{"error": {"message": "prefill was lost"}}, "[DONE]"], "prefill was lost"),
         (200, [], "the stream ended before the answer did"),
-        (503, [], "/generate answered 503"),
+        (503, [], "/generate returned 503"),
     ],
 )
 def test_a_broken_answer_is_an_error(

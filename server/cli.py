@@ -1,6 +1,6 @@
-"""The `pdserve` command: parses, loads the configuration, hands over. Imports nothing heavy before it knows what to do.
+"""The `pdserve` command: parses flags, loads the configuration, runs a command. Imports heavy modules only then.
 
-Exit codes: 0 as asked, 2 a mistake in how it was started (one line per mistake on stderr), anything else a failure.
+Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on stderr), anything else a failure.
 """
 
 import argparse
@@ -29,19 +29,19 @@ EPILOG = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that reports mistakes as StartupError, so that all of them look the same."""
+    """argparse that raises StartupError, so that all mistakes are reported alike."""
 
     def error(self, message: str) -> NoReturn:
         raise StartupError(f"{message} (see '{self.prog} --help')")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command to its end and return its exit code. User errors become lines on stderr, not tracebacks."""
+    """Run one command and return its exit code. Mistakes of the user become lines on stderr, not tracebacks."""
     return exit_code_of(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """What `command` returns; 2, and one line per problem on stderr, when it cannot start."""
+    """The exit code of `command`; 2, with one line per problem on stderr, when it cannot start."""
     try:
         return command()
     except StartupError as error:
@@ -73,19 +73,19 @@ def make_parser() -> argparse.ArgumentParser:
         return added
 
     _add_server_flags(command("prefill", "compute prompts and push their KV to decode servers"), "prefill")
-    _add_server_flags(command("decode", "generate; the front door for clients"), "decode")
+    _add_server_flags(command("decode", "generate; clients send their requests to this server"), "decode")
     _add_pair_flags(command("up", "one prefill and one decode server on this machine, until Ctrl-C"))
-    demo = command("demo", "run 'up', ask one question, show where the time went")
+    demo = command("demo", "run 'up', ask one question, show the time of each stage")
     demo.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
+    demo.add_argument("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens to generate")
     demo.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens of the answer"
-    )
-    demo.add_argument(
-        "--keep", action=argparse.BooleanOptionalAction, help="stay up afterwards (default: yes on a terminal)"
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        help="keep the servers running afterwards (default: yes on a terminal)",
     )
     _add_pair_flags(demo)
-    add_bench_flags(command("bench", "load a running decode server; show latencies and where the time goes"))
-    command("version", "print the versions of pdserve and of what it stands on")
+    add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
+    command("version", "print the versions of pdserve, Python and torch")
     return parser
 
 

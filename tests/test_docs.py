@@ -5,7 +5,7 @@ also the other way round, so that what is added is said.
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS
 from pdserve.server.api.app import Routes
 from pdserve.server.api.common.errors import response_for
-from pdserve.server.api.common.fields import FieldError, Fields
+from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.common.sampling_fields import NEUTRAL_SAMPLING_FIELDS
 from pdserve.server.api.error_responses import HTTP_ERROR_CODES
-from pdserve.server.api.native.requests import NEUTRAL_CALL_FIELDS, parse_generate
-from pdserve.server.api.openai.requests import NEUTRAL_FIELDS, parse_chat, parse_completion
+from pdserve.server.api.native.models import GenerateBody, NativeSampling
+from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.openai.models import ChatBody, CompletionBody, OpenAiBody
 from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.observability.metrics import Metrics
@@ -111,40 +111,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
-@pytest.fixture
-def read_fields(monkeypatch: pytest.MonkeyPatch) -> list[Fields]:
-    """Every `Fields` that is made, in order."""
-    made: list[Fields] = []
-    original = Fields.__init__
-
-    def remember(self: Fields, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)  # type: ignore[arg-type]  # passed on as they are
-        made.append(self)
-
-    monkeypatch.setattr(Fields, "__init__", remember)
-    return made
-
-
 def names_in(title: str, column: int = 0) -> set[str]:
     return {text for row in rows(section("docs/http.md", title)) for text in quoted(row[column])}
 
 
-def test_fields_of_generate(read_fields: list[Fields], tokenizer: Tokenizer) -> None:
-    parse_generate(b'{"text": "a"}', LIMITS, tokenizer)
-    call, sampling = (fields.read for fields in read_fields)
-    assert call - NEUTRAL_CALL_FIELDS.keys() == names_in("A request to `/generate`")
-    assert sampling - NEUTRAL_SAMPLING_FIELDS.keys() == names_in("Sampling")
+def test_fields_of_generate() -> None:
+    assert GenerateBody.model_fields.keys() == names_in("A request to `/generate`")
+    assert NativeSampling.model_fields.keys() == names_in("Sampling")
 
 
-@pytest.mark.parametrize(
-    ("parse", "body"),
-    [(parse_completion, b'{"prompt": "a"}'), (parse_chat, b'{"messages": [{"role": "user", "content": "a"}]}')],
-)
-def test_fields_of_the_openai_routes(
-    read_fields: list[Fields], tokenizer: Tokenizer, parse: Callable[[bytes, Limits, Tokenizer], object], body: bytes
-) -> None:
-    parse(body, LIMITS, tokenizer)
-    known = read_fields[0].read - NEUTRAL_FIELDS.keys() - {"add_special_tokens"}
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_fields_of_the_openai_routes(body: type[OpenAiBody]) -> None:
+    known = body.model_fields.keys()
     prose = section("docs/http.md", "A request to OpenAI's routes")
     other_names = {name for row in rows(section("docs/http.md", "Sampling")) for name in quoted(row[2])}
     documented = (set(quoted(prose)) | names_in("Sampling") | other_names) & known
@@ -155,7 +133,8 @@ def test_fields_of_the_openai_routes(
 
 def test_what_is_refused_is_not_among_the_fields() -> None:
     taken = names_in("A request to `/generate`") | names_in("Sampling")
-    assert not taken & (NEUTRAL_CALL_FIELDS.keys() | NEUTRAL_SAMPLING_FIELDS.keys() | NEUTRAL_FIELDS.keys())
+    for body in (GenerateBody, NativeSampling, OpenAiBody):
+        assert not taken & body.unsupported.keys()
 
 
 def test_errors() -> None:

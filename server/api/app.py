@@ -1,20 +1,22 @@
 """The HTTP application of one server: its routes and their authentication. Errors: server/api/error_responses.py.
 
-A decode server generates; a prefill server has the same routes, but its generation routes only check a body that a
-router sends to both sides (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health` and `/metrics`, which probes and scrapers call and which show neither prompts nor configuration.
+A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
+router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
+`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
 import hmac
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import Field
 from starlette.responses import Response
 from starlette.types import ASGIApp
+from typing_extensions import TypedDict
 
 from ...configs.errors import UnauthorizedError
 from ...configs.sampling import SamplingParams
@@ -27,21 +29,24 @@ from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .common.fields import FieldError, Fields, decode_object
+from .common.fields import Body, Boolean, Characters, FieldError, Text, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
-from .error_responses import ErrorAnswers
+from .documentation import Documentation, Operation
+from .error_responses import ErrorHandlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
-from .info import ServerInfo, package_version
+from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
+from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
 from .native.requests import GenerateCall, parse_generate
+from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering, EchoRendering
 from .openai.requests import OpenAiCall, parse_chat, parse_completion
-from .tokenize import detokenize, tokenize
+from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
 HEALTH_GENERATE_TIMEOUT_S = 20.0
 
@@ -51,6 +56,17 @@ ParsedT = TypeVar("ParsedT")
 class ModelNotFoundError(FieldError):
     status = 404
     code = "model_not_found"
+
+
+class AbortBody(Body):
+    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = Field(
+        None, description="A request, or a list of prompts that was given this one id."
+    )
+    abort_all: Boolean | None = Field(None, description="Abort every open request instead.")
+
+
+class AbortReply(TypedDict):
+    aborted: Annotated[list[str], Field(description="The requests that were still open.")]
 
 
 def create_app(
@@ -65,7 +81,8 @@ def create_app(
     routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
-    ErrorAnswers(metrics, log_requests=config.log_requests).install(app)
+    Documentation(routes.operations).install(app)
+    ErrorHandlers(metrics, log_requests=config.log_requests).install(app)
     return KeepsRequestIds(app)
 
 
@@ -87,48 +104,65 @@ class Routes:
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
         self._lanes = Lanes()
+        self.operations: list[Operation] = []
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
-        _get(router, "/health", self.health)
-        _get(router, "/metrics", self.metrics)
+        self._add(router, "GET", "/health", self.health, reply=Health)
+        self._add(router, "GET", "/metrics", self.metrics)
         return router
 
     def protected(self) -> APIRouter:
         router = APIRouter(dependencies=[Depends(self.check_api_key)])
+        completion_event, chat_event = Completion | StreamError, ChatChunk | StreamError
         for path in ("/model_info", "/get_model_info"):
-            _get(router, path, self.model_info)
+            self._add(router, "GET", path, self.model_info, reply=ModelInfo)
         for path in ("/server_info", "/get_server_info"):
-            _get(router, path, self.server_info)
-        _get(router, "/get_load", self.load)
-        _get(router, "/version", self.version)
-        _get(router, "/v1/models", self.models)
-        _get(router, "/v1/models/{model:path}", self.model_card)
-        _get(router, "/health_generate", self.health_generate)
-        _post(router, "/abort_request", self.abort_request)
-        _post(router, "/flush_cache", self.flush_cache)
-        _post(router, "/tokenize", self.tokenize)
-        _post(router, "/detokenize", self.detokenize)
-        _post(router, "/generate", self.generate)
-        _post(router, "/v1/completions", self.completions)
-        _post(router, "/v1/chat/completions", self.chat_completions)
+            self._add(router, "GET", path, self.server_info, reply=ServerReport)
+        self._add(router, "GET", "/get_load", self.load, reply=list[Load])
+        self._add(router, "GET", "/version", self.version, reply=Version)
+        self._add(router, "GET", "/v1/models", self.models, reply=ModelList)
+        self._add(router, "GET", "/v1/models/{model:path}", self.model_card, reply=ModelCard)
+        self._add(router, "GET", "/health_generate", self.health_generate, reply=Health)
+        self._add(router, "POST", "/abort_request", self.abort_request, AbortBody, AbortReply)
+        self._add(router, "POST", "/flush_cache", self.flush_cache)
+        self._add(router, "POST", "/tokenize", self.tokenize, TokenizeBody, TokenizeReply)
+        self._add(router, "POST", "/detokenize", self.detokenize, DetokenizeBody, DetokenizeReply)
+        self._add(router, "POST", "/generate", self.generate, GenerateBody, GenerateReply, GenerateResult)
+        self._add(router, "POST", "/v1/completions", self.completions, CompletionBody, Completion, completion_event)
+        self._add(router, "POST", "/v1/chat/completions", self.chat_completions, ChatBody, ChatCompletion, chat_event)
         return router
+
+    def _add(
+        self,
+        router: APIRouter,
+        method: str,
+        path: str,
+        handler: Callable[..., object],
+        body: Any = None,
+        reply: Any = None,
+        event: Any = None,
+    ) -> None:
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # load balancers send HEAD
+        router.add_api_route(path, handler, methods=methods, response_model=None)
+        self.operations.append(Operation(method, path, handler, body, reply, event))
 
     async def check_api_key(self, request: Request) -> None:
         if self._config.api_key is None:
             return
         expected = self._config.api_key.get_secret_value().encode()
-        # as latin-1, which headers are, some bytes of a key are white space to str.strip()
+        # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
 
     async def health(self) -> Response:
+        """Whether this server is healthy: 200, or 503 with `reasons`."""
         healthy, report = self._info.health()
         return json_response(report, status=200 if healthy else 503, retry=not healthy)
 
     async def health_generate(self) -> Response:
-        """One real token through prefill, transfer and decode. On prefill, which cannot start a request, `/health`."""
+        """Generate one token through prefill, transfer and decode. On a prefill server the same as `/health`."""
         healthy, report = self._info.health()
         if not healthy or self._config.role == "prefill":
             return json_response(report | {"generated": False}, status=200 if healthy else 503, retry=not healthy)
@@ -139,7 +173,7 @@ class Routes:
             prompt_ids=(min(ready.model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
-            priority=MAX_PRIORITY,  # it asks whether the way is open, not how long the queue is
+            priority=MAX_PRIORITY,  # the probe tests the path, not the length of the queue
         )
         problem = await self._probe(probe)
         healthy, report = self._info.health()  # again: the probe may have waited for a peer
@@ -150,7 +184,7 @@ class Routes:
         return json_response(failed, status=503, retry=True)
 
     async def _probe(self, probe: Submit) -> str | None:
-        """What went wrong with a health request; None when it produced its token in time."""
+        """Why a probe failed; None when it generated its token in time."""
         with self._leader.open([probe]) as inbox:
             try:
                 async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
@@ -164,23 +198,28 @@ class Routes:
                 return f"no token within {HEALTH_GENERATE_TIMEOUT_S:.0f} s"
 
     async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
     async def model_info(self) -> Response:
+        """The served model."""
         self._leader.check_available()
         assert self._leader.ready is not None
         return json_response(self._info.model(self._leader.ready))
 
     async def server_info(self) -> Response:
+        """Configuration without secrets, KV pool, peers and open requests."""
         return json_response(self._info.server())
 
     async def models(self) -> Response:
+        """OpenAI's list of models: the served one."""
         self._leader.check_available()
         assert self._leader.ready is not None
         return json_response(self._info.models(self._leader.ready))
 
     async def model_card(self, model: str) -> Response:
+        """The served model, or 404 for any other name."""
         self._leader.check_available()
         assert self._leader.ready is not None
         if model != self._info.model_name:
@@ -190,57 +229,60 @@ class Routes:
         return json_response(self._info.model_card(self._leader.ready))
 
     async def load(self) -> Response:
-        """What routers that balance by load ask for."""
+        """Requests and KV tokens, for routers that balance by load."""
         self._leader.check_available()
         assert self._leader.ready is not None
         return json_response(self._info.load(self._leader.ready))
 
     async def version(self) -> Response:
-        """Only when `/v1/models` answers as well: routers take one that has this route alone for vLLM."""
-        self._leader.check_available()
+        """The version of pdserve."""
+        self._leader.check_available()  # as for /v1/models: a server with /version alone is vLLM to routers
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await self._parse(
-            request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False
+        """The token ids of a prompt or a chat."""
+        return json_response(
+            await self._parse(request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False)
         )
-        limit = self._limits().max_total_tokens
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._parse(
-            request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+        """The text of token ids."""
+        return json_response(
+            await self._parse(
+                request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
+            )
         )
-        return json_response({"text": text})
 
     async def abort_request(self, request: Request) -> Response:
-        """`{"rid": ...}` or `{"abort_all": true}`; answers with the ids that were still open."""
-        fields = Fields(decode_object(await read_body(request, self._config.max_body_bytes)))
-        if fields.boolean("abort_all", False):
+        """Abort a request, or all of them."""
+        fields = parse_body(AbortBody, await read_body(request, self._config.max_body_bytes))
+        if fields.abort_all:
             aborted = self._leader.cancel_everything()
+        elif fields.rid is None:
+            raise FieldError("rid", "is required, unless abort_all is true")
         else:
-            rid = fields.string("rid", MAX_RID_CHARACTERS)
-            if rid is None:
-                raise FieldError("rid", "is required, unless abort_all is true")
-            aborted = self._leader.cancel_matching(rid)
+            aborted = self._leader.cancel_matching(fields.rid)
         return json_response({"aborted": aborted})
 
     async def flush_cache(self) -> Response:
-        """Forget cached prefixes; requests that use one keep it."""
+        """Drop cached prefixes that no request uses."""
         self._leader.flush_cache()
         return Response("The prefix cache is being flushed.\n", media_type="text/plain")
 
     async def generate(self, request: Request) -> Response:
+        """Generate text for one prompt or a list of prompts."""
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
         token_text = self._tokenizer.token_text if call.text_in_logprobs else None
         return self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
+        """The same in OpenAI's shape."""
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
         rendering = EchoRendering if call.echoes else CompletionRendering
         return self._respond(request, call, rendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
+        """Continue a chat, rendered with the model's own template."""
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
         return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
@@ -275,12 +317,3 @@ class Routes:
 def json_response(value: object, status: int = 200, retry: bool = False) -> Response:
     headers = {"Retry-After": "1"} if retry else None
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
-def _get(router: APIRouter, path: str, handler: Callable[..., object]) -> None:
-    """HEAD too, which load balancers use to look without reading."""
-    router.add_api_route(path, handler, methods=["GET", "HEAD"], response_model=None)
-
-
-def _post(router: APIRouter, path: str, handler: Callable[..., object]) -> None:
-    router.add_api_route(path, handler, methods=["POST"], response_model=None)

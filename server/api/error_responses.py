@@ -1,4 +1,4 @@
-"""What the application answers when a handler has raised, or when there is no handler: counted, and logged if asked."""
+"""Exception handlers of the application: turn errors into responses, count them, and log them with --log-requests."""
 
 import logging
 
@@ -12,15 +12,15 @@ from ..observability.metrics import Metrics
 from ..observability.request_log import refusal_line
 from .common.errors import EngineError, error_response, response_for
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-class ErrorAnswers:
-    """The exception handlers of one server. Every request that ends here was refused, or failed in the engine, which
-    accounts for it itself (server/engine/leader_client.py).
+class ErrorHandlers:
+    """The exception handlers of one server. Refused requests are counted here, failed ones in
+    server/engine/leader_client.py.
     """
 
     def __init__(self, metrics: Metrics, *, log_requests: bool) -> None:
@@ -40,7 +40,7 @@ class ErrorAnswers:
         return response_for(error)
 
     async def on_http_error(self, request: Request, error: Exception) -> Response:
-        """No such route, or not with this method."""
+        """Unknown route or method."""
         assert isinstance(error, HTTPException)
         code = HTTP_ERROR_CODES.get(error.status_code, "http_error")
         self._refused(request, error.status_code, code)
@@ -65,6 +65,6 @@ class ErrorAnswers:
 
 
 def near_path(path: str) -> str | None:
-    """What the client may have meant: a base URL without its /v1, or a slash too many."""
+    """A similar route: with /v1 before it, or without a trailing slash."""
     near = f"/v1{path}" if f"/v1{path}" in OPENAI_PATHS else path.rstrip("/")
     return near if near not in ("", path) else None

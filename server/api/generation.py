@@ -1,6 +1,6 @@
-"""One HTTP exchange around requests in the leader: a bounded body in, a JSON answer or an event stream out.
+"""Reads a bounded request body, and writes a generation response: JSON or an event stream.
 
-The client's disconnect is noticed at any moment, also while nothing is being sent, and cancels its requests.
+A client's disconnect is noticed at any time, also while nothing is sent, and cancels its requests.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class BodyTimeoutError(ClientError):
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The whole body, counted while it is read, so that neither a lie nor silence about its length helps."""
+    """The whole body. Enforces the limit while reading, regardless of Content-Length."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_body_bytes:
         raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
@@ -48,10 +48,10 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 class Rendering(Protocol):
-    """How one API writes results."""
+    """Renders outputs in the shape of one API."""
 
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
-        """Stream events for what output `index` has new; it may have ended."""
+        """Stream events for the new part of output `index`, and for its end."""
         ...
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
@@ -59,15 +59,15 @@ class Rendering(Protocol):
         ...
 
     def result(self, outputs: Sequence[Output]) -> object:
-        """The body of an answer that is not streamed."""
+        """The body of a response that is not streamed."""
         ...
 
 
 class GenerationResponse(Response):
-    """Opens requests in the leader and answers with their outputs.
+    """Opens requests in the leader and sends their outputs.
 
     `outputs` has one entry for every sample of every message. Before the first byte a failure is an HTTP error and ends
-    the whole call; after it, the failing output ends with an error event and the others go on.
+    the whole call. After it, the failed output ends with an error event and the others continue.
     """
 
     media_type = "text/event-stream"
@@ -94,10 +94,10 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
-            work = self._stream_events(inbox, send) if self._stream else self._answer_once(inbox, send)
+            work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
             await run_until_disconnect(work, receive)
 
-    async def _answer_once(self, inbox: Inbox, send: Send) -> None:
+    async def _send_whole(self, inbox: Inbox, send: Send) -> None:
         remaining = len(self._outputs)
         while remaining:
             for progress in await inbox.receive():
@@ -135,10 +135,10 @@ class GenerationResponse(Response):
 
 
 def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
-    """What a prefill server answers to a body that a router sends to both sides: an answer of no tokens, at once.
+    """The response of a prefill server to a body that a router sends to both servers: no tokens, at once.
 
-    The decode server asks for the prefill, answers the client and retries. Whatever happens to the transfer, or to the
-    decode server, is not this server's failure: a leg that waited for it would hold up the router and its client.
+    The decode server requests the prefill, responds to the client and retries. A failure of the transfer or of the
+    decode server is not a failure of this one, and waiting for it would delay the router and its client.
     """
     events: list[object] = []
     for index, output in enumerate(outputs):
@@ -152,7 +152,7 @@ def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool
 
 
 def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:
-    """Take in what is new. With its stop string an output is complete, and the leader hears of it, once."""
+    """Add new events to an output. When a stop string completes it, tell the leader to stop, once."""
     was_complete = output.complete
     delta = output.advance(progress)
     if output.complete and not (was_complete or output.ended):
@@ -165,7 +165,7 @@ def _encode_events(events: Iterable[object]) -> bytes:
 
 
 async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
-    """Run `work` to its end, or cancel it as soon as the client is gone."""
+    """Run `work` to its end, or cancel it when the client disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(wait_disconnect(receive))
     try:
@@ -180,6 +180,6 @@ async def run_until_disconnect(work: Coroutine[object, object, None], receive: R
 
 
 async def wait_disconnect(receive: Receive) -> None:
-    """Until the client is gone; call it when the whole body has been read."""
+    """Wait until the client disconnects. Call it after the whole body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,9 +1,13 @@
-"""What a server says about itself: health, model, configuration and peers, as JSON objects."""
+"""Replies of the information routes: health, model, configuration, load and peers."""
 
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal, NotRequired
 
-from pydantic import SecretStr
+import msgspec
+from pydantic import Field, PlainValidator, SecretStr, WithJsonSchema
+from typing_extensions import TypedDict
 
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
@@ -22,8 +26,97 @@ def package_version() -> str:
         return "unknown"  # run from a checkout without an install
 
 
+Peer = Annotated[
+    PeerStatus,
+    PlainValidator(lambda value: msgspec.convert(value, PeerStatus)),
+    WithJsonSchema(msgspec.json.schema(PeerStatus)["$defs"]["PeerStatus"]),
+]
+
+
+class Health(TypedDict):
+    """Peers are reported; a lost peer does not make this server unhealthy."""
+
+    status: Literal["ok", "unavailable"]
+    state: str
+    reasons: Annotated[list[str], Field(description="Why this server is unavailable.")]
+    warnings: Annotated[list[str], Field(description="On decode: why no prefill server is paired.")]
+    role: Literal["prefill", "decode"]
+    peers: list[Peer]
+    generated: NotRequired[Annotated[bool, Field(description="/health_generate: whether a token was generated.")]]
+
+
+class ModelInfo(TypedDict):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    served_model_name: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    fingerprint: str
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Load(TypedDict):
+    """In SGLang's shape: an entry for each data-parallel rank, of which there is one."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: Annotated[int, Field(description="In the KV pool and, on prefill, waiting to be computed.")]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Pool(TypedDict):
+    page_size: int
+    num_pages: int
+    tokens: int
+    max_total_tokens: int
+
+
+class ServerReport(TypedDict):
+    version: str
+    status: str
+    served_model_name: str
+    model_path: str
+    disaggregation_mode: Literal["prefill", "decode"]
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    config: Annotated[dict[str, object], Field(description="Without secrets.")]
+    peers: list[Peer]
+    taken_at: Annotated[float | None, Field(description="Unix time of states, gauges and counters.")]
+    states: Annotated[Mapping[str, int], Field(description="Requests by state.")]
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+    disaggregation_bootstrap_port: NotRequired[int]
+    instance: NotRequired[str]
+    ranks: NotRequired[list[object]]
+    max_total_num_tokens: NotRequired[int]
+    pool: NotRequired[Pool]
+
+
 class ServerInfo:
-    """Answers the read-only routes from the configuration and the leader's latest messages."""
+    """The replies, from the configuration and the leader's latest messages."""
 
     def __init__(self, config: AnyServerConfig, leader: LeaderClient) -> None:
         self._config = config
@@ -32,14 +125,14 @@ class ServerInfo:
 
     @property
     def model_name(self) -> str:
-        """The name clients see; before the model is loaded, the one it was asked for by."""
+        """The name that clients see; before the model is loaded, the configured one."""
         ready = self._leader.ready
         return self._config.served_model_name or (ready.model.name if ready else self._config.model)
 
-    def health(self) -> tuple[bool, dict[str, object]]:
-        """Whether this server serves and moves, and why not. Peers are reported but never make it unhealthy."""
+    def health(self) -> tuple[bool, Health]:
+        """Whether this server is healthy, and the report."""
         reasons = self._leader.problems()
-        report: dict[str, object] = {
+        report: Health = {
             "status": "ok" if not reasons else "unavailable",
             "state": self._leader.state,
             "reasons": reasons,
@@ -50,7 +143,7 @@ class ServerInfo:
         return not reasons, report
 
     def _warnings(self) -> list[str]:
-        """What keeps this server from its work and is not its own: a decode server without a prefill server."""
+        """A decode server without a prefill server is healthy, but cannot generate."""
         peers = self._peers()
         if self._config.role == "prefill" or self._leader.status is None or any(p.state == "paired" for p in peers):
             return []
@@ -61,7 +154,7 @@ class ServerInfo:
         known = {peer.endpoint: peer.detail or peer.state for peer in peers}
         return [f"no prefill server is paired: {describe_absence(known)}"]
 
-    def model(self, ready: Ready) -> dict[str, object]:
+    def model(self, ready: Ready) -> ModelInfo:
         return {
             "model_path": ready.model.path,
             "tokenizer_path": ready.model.path,
@@ -76,22 +169,20 @@ class ServerInfo:
             "fingerprint": ready.model.fingerprint,
         }
 
-    def models(self, ready: Ready) -> dict[str, object]:
-        """OpenAI's list of models: the one there is."""
+    def models(self, ready: Ready) -> ModelList:
         return {"object": "list", "data": [self.model_card(ready)]}
 
-    def model_card(self, ready: Ready) -> dict[str, object]:
+    def model_card(self, ready: Ready) -> ModelCard:
         return {
             "id": self.model_name,
             "object": "model",
             "created": int(self._started_at),
-            "owned_by": "sglang",  # by this routers know which requests we take: those with bootstrap_room
+            "owned_by": "sglang",  # tells routers to send bootstrap_room
             "root": ready.model.path,
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }
 
-    def load(self, ready: Ready) -> list[dict[str, int]]:
-        """How busy this server is, in SGLang's shape: an entry for each data-parallel rank, of which there is one."""
+    def load(self, ready: Ready) -> list[Load]:
         status = self._leader.status
         states = status.states if status else {}
         gauges = status.gauges if status else {}
@@ -105,10 +196,10 @@ class ServerInfo:
             }
         ]
 
-    def server(self) -> dict[str, object]:
-        """Configuration without secrets, pool, peers and live requests; routers read the SGLang names in it."""
+    def server(self) -> ServerReport:
+        """Routers read the SGLang names in it."""
         config, ready, status = self._config, self._leader.ready, self._leader.status
-        info: dict[str, object] = {
+        info: ServerReport = {
             "version": package_version(),
             "status": self._leader.state,
             "served_model_name": self.model_name,
@@ -139,7 +230,7 @@ class ServerInfo:
         return info
 
     def _public_config(self) -> dict[str, object]:
-        """Whether a secret is set may be known, its value and length may not."""
+        """Shows whether a secret is set, not its value or length."""
         public = public_dict(self._config)
         public.update({name: "set" for name, value in self._config if isinstance(value, SecretStr)})
         if self._leader.ready is not None:

@@ -1,7 +1,7 @@
-"""Where bodies are checked and tokenized: short ones at once, long ones in threads, each kind with threads of its own.
+"""Where bodies are parsed and tokenized: short ones on the event loop, longer ones in threads, by length class.
 
-A long text takes seconds. With lanes it delays other long ones, never an ordinary prompt. Its memory goes back to the
-system afterwards.
+A long text takes seconds. Each length class (lane) has its own threads, so a long text delays only other long texts.
+Its memory is returned to the system afterwards.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from .generation import wait_disconnect
 INLINE_BYTES = 16 << 10
 """Bodies up to this are parsed on the event loop: 16 KiB of text is about a millisecond of tokenizing."""
 LONG_BYTES = 256 << 10
-"""Bodies above this have the lane for long ones: about a quarter of a second."""
+"""Bodies above this go to the lane for long ones: they take about a quarter of a second or more."""
 MOST_LONG_THREADS = 4
 MOST_WAITING = 64
-"""Bodies in one lane; more are refused, because each of them waits in memory."""
+"""Most bodies in one lane, because each of them is held in memory. More are refused."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Lane:
-    """A few threads, and a bounded number of bodies that wait for them."""
+    """A few threads with a bounded queue of bodies."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -36,8 +36,8 @@ class Lane:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"lane-{name}")
 
     async def run(self, request: Request, work: Callable[[], ResultT]) -> ResultT:
-        """The result of `work`, on a thread. Raises OverloadedError when too many wait already, and ClientDisconnect
-        when the client leaves: work that has not begun is then dropped.
+        """Run `work` on a thread. Raises OverloadedError when the queue is full, and ClientDisconnect when the client
+        disconnects: work that has not begun is then dropped.
         """
         if self._bodies >= MOST_WAITING:
             raise OverloadedError(
@@ -73,7 +73,7 @@ class Lanes:
     async def run(
         self, request: Request, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
     ) -> ResultT:
-        """What `parse` makes of `body`. Only prompts are bounded in length; other text waits for other text alone."""
+        """Run `parse(body)`. Long bodies that are not prompts have their own lane: no model bounds their length."""
         if len(body) <= INLINE_BYTES:
             return parse(body)
         if len(body) <= LONG_BYTES:
@@ -90,7 +90,7 @@ def _and_trim(work: Callable[[], ResultT]) -> ResultT:
 
 
 def _find_trim() -> Callable[[], object]:
-    """glibc keeps freed memory for later; other C libraries have no such call, nor the need for it."""
+    """glibc keeps freed memory; other C libraries do not have the call and do not need it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: None) if trim is None else (lambda: trim(0))
 

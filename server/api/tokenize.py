@@ -1,34 +1,57 @@
-"""`/tokenize` and `/detokenize`: what a prompt comes to before it is sent, by the tokenizer and template that serve."""
+"""`/tokenize` and `/detokenize`: the token ids of a prompt before it is sent, and back."""
 
-from ...configs.words import shown
+from pydantic import Field
+from typing_extensions import TypedDict
+
 from ..text.tokenizer import Tokenizer
-from .common.fields import FieldError, Fields, check_token_ids, decode_object
+from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, parse_body
 from .common.limits import Limits
 from .native.requests import check_text
-from .openai.requests import MAX_MESSAGES, encode_chat, read_chat
+from .openai.models import Messages, TemplateFields
+from .openai.requests import encode_chat, render_chat
 
 LONG_TEXT_CHARACTERS = 1 << 20
 
 
-def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of `prompt` as `/generate` and `/v1/completions` see it, or of `messages` as a chat.
+class TokenizeBody(TemplateFields):
+    """Either `prompt`, as `/generate` and `/v1/completions` take it, or `messages`, as a chat."""
 
-    Also of text that is too long for a prompt, so that clients can cut it, up to a megabyte.
-    """
-    fields = Fields(decode_object(body))
-    messages = fields.array("messages", MAX_MESSAGES)
-    prompt = fields.raw("prompt")
-    if (prompt is None) == (messages is None):
-        given = "both were" if prompt is not None else "neither was"
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: Boolean | None = Field(None, description="For `prompt`. Default true.")
+
+
+class TokenizeReply(TypedDict):
+    tokens: tuple[int, ...]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeBody(Body):
+    tokens: TokenIds
+    skip_special_tokens: Boolean | None = Field(None, description="Default true.")
+
+
+class DetokenizeReply(TypedDict):
+    text: str
+
+
+def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer) -> TokenizeReply:
+    """Also of text that is too long for a prompt, so that clients can cut it, up to a megabyte."""
+    fields = parse_body(TokenizeBody, body)
+    if (fields.prompt is None) == (fields.messages is None):
+        given = "both were" if fields.prompt is not None else "neither was"
         raise FieldError("prompt", f"or messages: give exactly one of them; {given} given")
-    if messages is not None:
-        text = read_chat(fields, messages, tokenizer)
+    if fields.messages is not None:
+        text = render_chat(fields, fields.messages, tokenizer)
         _check_size(text, "messages", limits, tokenizer)
-        return encode_chat(text, tokenizer)
-    if not isinstance(prompt, str):
-        raise FieldError("prompt", f"must be a string, got {shown(prompt)}")
-    _check_size(prompt, "prompt", limits, tokenizer)
-    return tuple(tokenizer.encode(prompt, add_special_tokens=fields.boolean("add_special_tokens", True)))
+        tokens = encode_chat(text, tokenizer)
+    else:
+        assert fields.prompt is not None
+        _check_size(fields.prompt, "prompt", limits, tokenizer)
+        special = fields.add_special_tokens is not False
+        tokens = tuple(tokenizer.encode(fields.prompt, add_special_tokens=special))
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": limits.max_total_tokens}
 
 
 def _check_size(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
@@ -36,8 +59,7 @@ def _check_size(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> N
         check_text(text, name, limits, tokenizer)
 
 
-def detokenize(body: bytes, vocab_size: int, tokenizer: Tokenizer) -> str:
-    """The text of `tokens`."""
-    fields = Fields(decode_object(body))
-    tokens = check_token_ids(fields.raw("tokens"), "tokens", vocab_size)
-    return tokenizer.decode(tokens, skip_special_tokens=fields.boolean("skip_special_tokens", True))
+def detokenize(body: bytes, vocab_size: int, tokenizer: Tokenizer) -> DetokenizeReply:
+    fields = parse_body(DetokenizeBody, body, vocab_size)
+    tokens = check_token_ids(fields.tokens, "tokens", vocab_size)
+    return {"text": tokenizer.decode(tokens, skip_special_tokens=fields.skip_special_tokens is not False)}

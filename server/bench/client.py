@@ -1,7 +1,7 @@
-"""The client of `pdserve bench`: streamed /generate calls over kept connections, every arrival stamped as it comes in.
+"""The client of `pdserve bench`: streamed /generate calls over persistent connections, with the time of every arrival.
 
-A protocol on the event loop and a C parser instead of an HTTP library: httpx takes eight times the CPU time per event,
-which at 64 streams shows in the latencies and is taken from a server on the same machine (benchmarks/README.md).
+It uses an asyncio protocol and a C parser instead of an HTTP library: httpx takes eight times the CPU time per event,
+which at 64 streams raises the latencies and takes CPU from a server on the same machine (benchmarks/README.md).
 """
 
 import asyncio
@@ -21,10 +21,10 @@ INTERNAL_ERROR_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """How one request went. Seconds count from its start, `started_s` from that of the run.
+    """The result of one request. Seconds count from its start, `started_s` from the start of the run.
 
-    `arrivals` has an entry for each event that brought tokens: when, and how many there were by then. `failure` is the
-    reason in a few words, the same for all requests that failed that way; `detail` is the server's own sentence.
+    `arrivals` has an entry for each event with tokens: its time, and the number of tokens so far. `failure` is a short
+    reason, the same for all requests that failed alike; `detail` is the server's message.
     """
 
     started_s: float
@@ -58,7 +58,7 @@ class RequestRecord:
 
     @cached_property
     def itl_s(self) -> list[float]:
-        """Time between tokens, one entry per token after the first; tokens that came together share their wait."""
+        """Inter-token latencies, one per token after the first; tokens that arrive together share the time evenly."""
         gaps: list[float] = []
         previous_s, previous_tokens = self.arrivals[0] if self.arrivals else (0.0, 0)
         gaps += [0.0] * (previous_tokens - 1)
@@ -87,7 +87,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The part of an event that matters here; the cumulative text and ids beside it are skipped, not built."""
+    """The part of an event that is decoded; its cumulative text and ids are skipped."""
 
     meta_info: _Meta | None = None
     error: _Error | None = None
@@ -97,7 +97,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class BenchClient:
-    """Sends to one server. Idle connections are kept and used again; `close()` ends them."""
+    """Sends to one server. Idle connections are reused; `close()` ends them."""
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         parts = urlsplit(url)
@@ -116,24 +116,24 @@ class BenchClient:
         """Tokens received so far, over all requests."""
 
     async def generate(self, body: bytes, run_started: float, *, expected_tokens: int | None = None) -> RequestRecord:
-        """Send one request and read its answer to the end. Only cancellation raises; the rest is in the record.
+        """Send one request and read the whole response. Only cancellation raises; other failures are in the record.
 
-        With `expected_tokens` any other number of them is a failure.
+        With `expected_tokens`, any other number of tokens is a failure.
         """
         request = self._head + str(len(body)).encode() + b"\r\n\r\n" + body
-        answer = _Answer(self, time.perf_counter())
+        response = _ResponseParser(self, time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._connect()
                 try:
-                    await connection.exchange(request, answer)
+                    await connection.send(request, response)
                 finally:
                     self._give_back(connection)
         except TimeoutError:
-            answer.fail("timeout", f"no complete answer within {self._timeout_s:g} s")
+            response.fail("timeout", f"no complete response within {self._timeout_s:g} s")
         except OSError as error:
-            answer.fail(f"connection: {type(error).__name__}", str(error))
-        return answer.record(run_started, expected_tokens)
+            response.fail(f"connection: {type(error).__name__}", str(error))
+        return response.record(run_started, expected_tokens)
 
     def close(self) -> None:
         for connection in self._idle:
@@ -156,8 +156,8 @@ class BenchClient:
             connection.close()
 
 
-class _Answer:
-    """What has come in of one answer, interpreted as it arrives."""
+class _ResponseParser:
+    """Parses one response as it arrives."""
 
     def __init__(self, client: BenchClient, started: float) -> None:
         self._client = client
@@ -170,7 +170,7 @@ class _Answer:
         self._failure: tuple[str, str] | None = None
 
     def fail(self, reason: str, detail: str) -> None:
-        """The first failure is the one that counts."""
+        """Only the first failure counts."""
         self._ended = self._ended or time.perf_counter()
         if self._failure is None:
             self._failure = reason, detail
@@ -250,22 +250,22 @@ class _Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time. The methods named on_... are the parser's callbacks."""
+    """One connection, one request at a time. The methods named on_... are the parser's callbacks."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._parser: Any = None  # httptools leaves it untyped
-        self._answer: _Answer | None = None
+        self._parser: Any = None  # untyped in httptools
+        self._response: _ResponseParser | None = None
         self._done: asyncio.Future[None] | None = None
         self.usable = False
-        """Open, and between two exchanges."""
+        """Open, and between two requests."""
 
-    async def exchange(self, request: bytes, answer: _Answer) -> None:
-        """Returns when the answer is complete; raises OSError when the connection ends before."""
+    async def send(self, request: bytes, response: _ResponseParser) -> None:
+        """Returns when the response is complete; raises OSError when the connection ends before."""
         assert self._transport is not None
         assert self.usable
         self.usable = False
-        self._answer = answer
+        self._response = response
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -277,12 +277,12 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         self.usable = True
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
-            self.close()  # bytes that nobody asked for
+            self.close()  # unexpected bytes
             return
         try:
             self._parser.feed_data(data)
@@ -292,20 +292,20 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False
         self._end(
-            error if isinstance(error, OSError) else ConnectionResetError("closed before the answer was complete")
+            error if isinstance(error, OSError) else ConnectionResetError("closed before the response was complete")
         )
 
     def on_headers_complete(self) -> None:
-        assert self._answer is not None
-        self._answer.headers(self._parser.get_status_code())
+        assert self._response is not None
+        self._response.headers(self._parser.get_status_code())
 
     def on_body(self, data: bytes) -> None:
-        assert self._answer is not None
-        self._answer.body(data)
+        assert self._response is not None
+        self._response.body(data)
 
     def on_message_complete(self) -> None:
-        assert self._answer is not None
-        self._answer.complete()
+        assert self._response is not None
+        self._response.complete()
         self.usable = self._parser.should_keep_alive()
         self._end(None)
 

@@ -1,11 +1,11 @@
-"""`pdserve bench`: load a running decode server, and say how fast it was and where the time went.
+"""`pdserve bench`: send load to a running decode server; report its speed and the time of each stage.
 
-bench_options.py   what to send and how fast
-bench_prompts.py   the prompts
-bench_client.py    one request over HTTP, every arrival stamped
-bench_summary.py   percentiles, throughput, goodput
-bench_report.py    tables and JSON
-bench_plot.py      the picture
+options.py   what to send and how fast
+prompts.py   the prompts
+client.py    one request over HTTP, with the time of every arrival
+summary.py   percentiles, throughput, goodput
+report.py    tables and JSON
+plot.py      the picture
 """
 
 import asyncio
@@ -37,7 +37,7 @@ PROGRESS_PER_S = 4
 
 
 def run_bench(options: BenchOptions, arguments: Sequence[str]) -> int:
-    """Run the whole command. 0 when every request succeeded, 1 when one failed, 130 on Ctrl-C."""
+    """Run the command. Returns 0 when every request succeeded, 1 when one failed, 130 on Ctrl-C."""
     if options.plot is not None:
         check_plot(options.plot)
     screen = Console(stderr=True)
@@ -56,9 +56,9 @@ def run_bench(options: BenchOptions, arguments: Sequence[str]) -> int:
 
 
 async def measure(options: BenchOptions, screen: Console, *, command: str = "") -> BenchResult:
-    """Run one load against the server and sum it up. Cancellation (Ctrl-C) ends the load, not the summary.
+    """Run one load against the server and summarize it. Cancellation (Ctrl-C) ends the load, not the summary.
 
-    Raises StartupError when the server does not answer, or cannot hold what the options ask for.
+    Raises StartupError when the server does not respond, or cannot hold the requested lengths.
     """
     model_info, server_info = await _ask_server(options)
     workload = make_workload(options, _limits(model_info, server_info))
@@ -105,7 +105,7 @@ class _Run:
         return self.sent - len(self.records)
 
     async def carry_out(self, workload: Workload) -> None:
-        """Returns when every request has ended, or on cancellation; what had ended by then is in `records`."""
+        """Returns when every request has ended, or on cancellation; `records` has the requests that have ended."""
         try:
             for prompt in workload.warmup:
                 record = await self._request(prompt, time.perf_counter())
@@ -132,7 +132,7 @@ class _Run:
             await self._measure(prompt, started)
 
     async def _send_at_rate(self, prompts: Sequence[BenchPrompt], started: float, tasks: asyncio.TaskGroup) -> None:
-        """Arrivals do not wait for answers: a server that falls behind shows it in its latencies."""
+        """Arrivals do not wait for responses, so the latencies of an overloaded server grow."""
         for prompt, at_s in zip(prompts, arrival_times_s(len(prompts), self.options), strict=True):
             await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
             tasks.create_task(self._measure(prompt, started))
@@ -148,7 +148,7 @@ class _Run:
 
 
 def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
-    """Of a Poisson process of `rate_per_s` that begins with a request."""
+    """Arrival times of a Poisson process of `rate_per_s`; the first is 0."""
     assert options.rate_per_s is not None
     source = random.Random(f"arrivals {options.seed}")
     times_s = [0.0]
@@ -164,10 +164,10 @@ async def _ask_server(options: BenchOptions) -> tuple[Mapping[str, Any], Mapping
             model_info = (await http.get(f"{options.url}/model_info")).raise_for_status().json()
             server_info = (await http.get(f"{options.url}/server_info")).raise_for_status().json()
     except httpx.HTTPStatusError as error:
-        answer = error.response
-        raise StartupError(f"{error.request.url} answered {answer.status_code}: {answer.text}") from None
+        response = error.response
+        raise StartupError(f"{error.request.url} returned {response.status_code}: {response.text}") from None
     except (httpx.HTTPError, ValueError) as error:
-        raise StartupError(f"{options.url}: no answer from a pdserve server there: {error}") from None
+        raise StartupError(f"{options.url}: no response from a pdserve server there: {error}") from None
     if server_info.get("disaggregation_mode") == "prefill":
         raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
     return model_info, server_info

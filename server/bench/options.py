@@ -19,8 +19,8 @@ DEFAULT_CONCURRENCY = 8
 class BenchOptions:
     """What to send, how fast, and what to do with the result.
 
-    Exactly one of `concurrency` (so many requests in flight, each answer starts the next) and `rate_per_s` (Poisson
-    arrivals, whatever is still in flight; inf sends all at once) is set.
+    Exactly one of two is set: `concurrency` (requests in flight; the end of one starts the next) or `rate_per_s`
+    (Poisson arrivals, independent of the requests in flight; inf sends all at once).
     """
 
     url: str = "http://127.0.0.1:8200"
@@ -53,7 +53,7 @@ class BenchOptions:
 
     @property
     def lengths(self) -> str:
-        """Of prompts and answers, in words."""
+        """The lengths of prompts and outputs, in words."""
         if self.dataset != "random":
             return f"{self.dataset} prompts, {self.output_len} tokens out"
         shared = f"{self.prefix_len} shared + " if self.prefix_len else ""
@@ -66,7 +66,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     default = BenchOptions()
     parser.add_argument("--url", default=default.url, metavar="URL", help="decode server (default: %(default)s)")
     _number(parser, "--requests", default.requests, "requests to measure", least=1)
-    _number(parser, "--warmup", default.warmup, "requests sent before, not measured", least=0)
+    _number(parser, "--warmup", default.warmup, "requests sent before the measurement", least=0)
 
     load = parser.add_argument_group("load (one of)").add_mutually_exclusive_group()
     _number(load, "--concurrency", None, f"requests in flight (default: {DEFAULT_CONCURRENCY})", least=1)
@@ -87,26 +87,32 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         help="random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)",
     )
     _number(data, "--prefix-len", default.prefix_len, "random: tokens that all prompts begin with", least=0)
-    _number(data, "--seed", default.seed, "of prompts, lengths and arrivals", least=0)
+    _number(data, "--seed", default.seed, "seed of prompts, lengths and arrivals", least=0)
     data.add_argument(
         "--temperature", type=_not_negative, default=default.temperature, metavar="T", help="default: 0, greedy"
     )
     data.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="always generate --output-len tokens, and count a shorter answer as failed (default: for random)",
+        help="always generate --output-len tokens, and count a shorter output as failed (default: for random)",
     )
 
     judge = parser.add_argument_group("result")
     judge.add_argument(
-        "--timeout-s", type=_positive, default=default.timeout_s, metavar="S", help="of one request (default: 600)"
+        "--timeout-s",
+        type=_positive,
+        default=default.timeout_s,
+        metavar="S",
+        help="time limit of one request (default: 600)",
     )
     judge.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: bound on the time to first token")
     judge.add_argument(
         "--slo-itl-ms", type=_positive, metavar="MS", help="goodput: bound on a request's mean time between tokens"
     )
     judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
-    judge.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg or .pdf; needs matplotlib)")
+    judge.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the result (.png, .svg or .pdf; needs matplotlib)"
+    )
     variable = SECRET_VARIABLES["api_key"]
     parser.epilog = f"For a server with an API key, set {variable}. Exit code 1 when a request failed, 130 on Ctrl-C."
 
@@ -152,7 +158,7 @@ def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """A type of flags: whole numbers from `least` on."""
+    """The type of a flag: integers from `least` on."""
 
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:

@@ -1,4 +1,4 @@
-"""A run as a picture: how latencies are distributed, and which stages they are made of. Needs matplotlib."""
+"""Plots a run: the distribution of the latencies, and the time of each stage. Needs matplotlib."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ _COLORS = (
     "#999999",
     "#7f4f24",
 )
-"""Those of Okabe and Ito, which also people who are colour-blind can tell apart, and two more."""
+"""The colours of Okabe and Ito, which colour-blind people can distinguish, and two more."""
 _MARKED_SHARES = (0.5, 0.95, 0.99)
 
 
 def check_plot(path: Path) -> None:
-    """Raise StartupError, before a long run, when the picture could not be drawn at its end."""
+    """Raise StartupError, before a long run, when the plot could not be drawn at its end."""
     if path.suffix.lower() not in FORMATS:
         raise StartupError(f"--plot {path}: must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -41,7 +41,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(result: BenchResult, path: Path) -> None:
-    """Write the picture to `path`; the format is that of its suffix."""
+    """Write the plot to `path`, in the format of its suffix."""
     picture(result).savefig(path, dpi=120)
 
 
@@ -73,7 +73,7 @@ def picture(result: BenchResult) -> "Figure":
 
 
 def title_of(result: BenchResult) -> str:
-    """What was measured, and what came of it, in two lines."""
+    """Load and result, in two lines."""
     summary, options = result.summary, result.options
     return (
         f"{result.model_info.get('served_model_name', 'unknown model')}: {options.lengths}, {options.load}\n"

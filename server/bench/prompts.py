@@ -14,7 +14,7 @@ from .options import BenchOptions
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the server told about its model: `max_total_tokens` bounds prompt + output."""
+    """Limits of the server's model: `max_total_tokens` bounds prompt + output."""
 
     vocab_size: int
     special_token_ids: frozenset[int]
@@ -40,14 +40,14 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """No warm-up prompt shares its beginning with a measured one: the prefix cache must not be warmed."""
+    """No warm-up prompt shares a prefix with a measured one: warm-up must not fill the prefix cache."""
 
     warmup: list[BenchPrompt]
     measured: list[BenchPrompt]
 
 
 def make_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
-    """The same options give the same prompts. Raises StartupError where the data does not yield enough of them."""
+    """The same options give the same prompts. Raises StartupError when the dataset has too few of them."""
     if options.dataset == "sharegpt":
         assert options.dataset_path is not None, "checked with the flags"
         texts = read_sharegpt(options.dataset_path, limits.max_total_tokens - options.output_len)
@@ -70,9 +70,9 @@ def make_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
 
 
 def read_sharegpt(path: Path, max_bytes: int) -> list[str]:
-    """The first human turn of every conversation that is answered, of 1 to `max_bytes` UTF-8 bytes.
+    """The first human turn of every conversation with a reply, of 1 to `max_bytes` UTF-8 bytes.
 
-    A tokenizer makes at most one token of a byte, so all of these fit the server; a few long ones that would are lost.
+    A tokenizer makes at most one token of a byte, so all of these fit the server; a few that would fit are left out.
     """
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What `pdserve bench` shows and keeps: tables for people, JSON for programs."""
+"""The results of `pdserve bench`: tables on the terminal, JSON in a file."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ from .options import BenchOptions
 from .summary import Distribution, Summary
 
 BUSY_CLIENT_SHARE = 0.7
-"""Of one core; a client that is busier may be what limits the result."""
+"""Share of a core; a client that uses more may limit the result."""
 
 _LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _STAGE_COLUMNS = ("mean", "p50", "p95")
@@ -28,7 +28,7 @@ _STAGE_COLUMNS = ("mean", "p50", "p95")
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One run: what was asked, what came back, the figures. `client_cpu_s` is the CPU time of this process in it."""
+    """One run: options, records and summary. `client_cpu_s` is the CPU time of this process."""
 
     options: BenchOptions
     command: str
@@ -63,7 +63,7 @@ def report(result: BenchResult) -> Iterator[RenderableType]:
 
 
 def to_json(result: BenchResult) -> bytes:
-    """Everything about the run, readable and re-plottable."""
+    """The whole run as JSON, from which the plot can be drawn again."""
     options = asdict(result.options)
     options["api_key"] = None if result.options.api_key is None else "set"
     document = {
@@ -167,6 +167,6 @@ def _statistics_table(title: str, first: str, columns: Sequence[str]) -> Table:
 
 
 def _milliseconds(distribution: Distribution, columns: Sequence[str]) -> list[str]:
-    """Six characters at most, up to a quarter of an hour: the tables fit a terminal of 80 columns with every digit."""
+    """At most six characters up to a quarter of an hour, so that the tables fit 80 columns."""
     values = [getattr(distribution, column) * 1000 for column in columns]
     return [f"{value:.1f}" if value < 9999.95 else f"{value:.0f}" for value in values]

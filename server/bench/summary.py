@@ -1,4 +1,4 @@
-"""From the records of a run to its figures. Plain arithmetic, no I/O."""
+"""Computes the summary of a run from its records. No I/O."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from .client import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of seconds. Percentiles interpolate linearly between the two nearest values, as numpy's do."""
+    """Statistics of seconds. Percentiles interpolate linearly between the two nearest values, as numpy's do."""
 
     count: int
     mean: float
@@ -22,7 +22,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
-        """None where there is nothing to describe."""
+        """None for no values."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -39,7 +39,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that were answered within the bounds, out of all that ended; a failed request is never good."""
+    """Requests that met the latency bounds, out of all that ended; a failed request does not."""
 
     slo_ttft_s: float | None
     slo_itl_s: float | None
@@ -55,7 +55,7 @@ class Summary:
     ok: int
     failed: int
     unfinished: int
-    """Sent, and cut off by Ctrl-C."""
+    """Requests that Ctrl-C has interrupted."""
     failures: dict[str, int]
     duration_s: float
     requests_per_s: float
@@ -71,7 +71,7 @@ class Summary:
     stages_s: dict[str, Distribution]
     """By stage of the server's timeline, in order."""
     transfer_share_of_ttft: float | None
-    """Of the time all requests together waited for their first token."""
+    """The share of transfers in the time to first token, summed over all requests."""
     goodput: Goodput | None
 
 
@@ -143,7 +143,7 @@ def _goodput(
 
 
 def _meets(record: RequestRecord, slo_ttft_s: float | None, slo_itl_s: float | None) -> bool:
-    """An answer of a single token has no time between tokens to be too long."""
+    """An output of a single token has no inter-token latency and meets its bound."""
     if not record.ok or record.ttft_s is None:
         return False
     in_time = slo_ttft_s is None or record.ttft_s <= slo_ttft_s

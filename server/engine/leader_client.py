@@ -1,7 +1,7 @@
-"""The front's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
+"""The frontend's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
 
-Every request opened here ends in exactly one terminal event, also when the leader dies. A caller that goes away early
-closes its `Inbox`; the leader is told with Cancel, and the request id stays taken until the leader has confirmed.
+Every request ends in exactly one terminal event, also when the leader dies. A caller that leaves early closes its
+`Inbox`; the leader gets Cancel, and the request id stays in use until the leader has confirmed.
 """
 
 import asyncio
@@ -40,21 +40,21 @@ from ...scheduler.messages.frontend import (
 from ..observability.metrics import Metrics
 from ..observability.request_log import end_line, request_name
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
 LeaderState = Literal["starting", "ready", "stopping", "dead"]
 RequestEvent = Tokens | Prefilled | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
 OVERDUE_S = 0.5
-"""How long after its deadline a request is answered here: the leader should have done so, and may be hung."""
+"""A request whose leader has sent no end so long after the deadline fails here: the leader may hang."""
 LOGGED_STATUSES = (500, 504)
-"""Failures that somebody should look at one by one. 503 comes in crowds, and what is behind it has its own line."""
+"""Failures that are logged one by one. A 503 affects many requests at once, and its cause has a log line."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What happened to one request since the last look: new tokens in order, and its end if that has come.
+    """New events of one request: tokens in order, and its end if it has ended.
 
     `logprobs` has one entry per token, or none at all.
     """
@@ -68,7 +68,7 @@ class Progress:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request the leader has not ended yet. `submitted_as` is the first sample's id, whose message brought it in."""
+    """A request that the leader has not ended. `submitted_as` is the id of its first sample, which the Submit names."""
 
     rid: str
     submitted_as: str
@@ -80,10 +80,10 @@ class OpenRequest:
 
 
 class Inbox:
-    """The events of the requests that one HTTP call has open.
+    """The events of the open requests of one HTTP call.
 
-    Events that arrive while the caller is busy are merged per request, so a slow client costs memory for its tokens
-    only. Leaving the `with` block cancels what has not ended.
+    Events that arrive while the caller is busy are merged per request, so a slow client costs only the memory of its
+    tokens. Leaving the `with` block cancels requests that have not ended.
     """
 
     def __init__(self, client: "LeaderClient", group: str | None, request_id: str | None) -> None:
@@ -96,15 +96,15 @@ class Inbox:
         self._closed = False
 
     async def receive(self) -> list[Progress]:
-        """Wait for events and take all there are, one Progress per request that has any. For one caller at a time."""
+        """Wait for events and take all of them, one Progress per request with events. For one caller at a time."""
         if not self._unread:
-            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event would make it two coroutines
+            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event needs a second coroutine
             await self._waiter
         unread, self._unread = self._unread, {}
         return list(unread.values())
 
     def stop_early(self, rid: str) -> None:
-        """The front has found a stop string: the request is complete, and what follows is its terminal event."""
+        """The frontend has found a stop string: the request is complete, and only its terminal event follows."""
         self._client.stop_early(rid)
 
     def put(self, message: RequestEvent) -> None:
@@ -144,20 +144,20 @@ class LeaderClient:
     def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
         self._config = config
-        # in Linux's abstract namespace: there is no file, which a front that is killed would leave behind
+        # in Linux's abstract namespace, so that a killed frontend leaves no file behind
         self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         # The leader bounds the work it accepts (429), so neither direction may block or drop here.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # such a name can be seen by other users
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # other users can see the name
         self._socket.bind(self.address)
         self._decoder = msgspec.msgpack.Decoder(ToFrontendBatch)
         self._encoder = msgspec.msgpack.Encoder()
         self._open: dict[str, OpenRequest] = {}
         self._overdue: set[str] = set()
-        """Requests that were answered here, and of which the leader still owes the end."""
+        """Requests that failed here at their deadline; the leader has not ended them yet."""
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._status: Status | None = None
         self._status_at = time.monotonic()
@@ -174,7 +174,7 @@ class LeaderClient:
 
     @property
     def ready(self) -> Ready | None:
-        """The leader's introduction, once it serves."""
+        """The leader's Ready message, once it serves."""
         if not self._started.done() or self._started.cancelled() or self._started.exception() is not None:
             return None
         return self._started.result()
@@ -185,7 +185,7 @@ class LeaderClient:
 
     @property
     def loop_age_s(self) -> float:
-        """How long ago the engine loop is known to have turned: the age it reported plus the age of the report."""
+        """Time since the engine loop last turned: the age in the latest Status plus the age of that Status."""
         reported = 0.0 if self._status is None else self._status.loop_age_s
         return reported + time.monotonic() - self._status_at
 
@@ -194,9 +194,9 @@ class LeaderClient:
         return tuple(self._open)
 
     async def run(self) -> None:
-        """Receive until cancelled. What cannot be decoded or handled is logged and skipped.
+        """Receive until cancelled. A message that cannot be decoded or handled is logged and skipped.
 
-        Not through zmq.asyncio, whose futures cost a lone stream as much as all the rest that is done for its token.
+        Without zmq.asyncio: for a single stream its futures cost as much CPU time as the rest of the work per token.
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._receive_all)
@@ -207,14 +207,15 @@ class LeaderClient:
             loop.remove_reader(self._socket.fileno())
 
     async def wait_ready(self) -> Ready:
-        """The leader's introduction; raises StartupError when it says that it cannot start. A dead one says nothing."""
+        """The leader's Ready message; raises StartupError when the leader reports one. Does not return when the leader
+        dies without a report.
+        """
         return await asyncio.shield(self._started)
 
     def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
-        """Hand requests to the leader, all or none of them: it lets the others in where it does the first.
+        """Submit requests to the leader. It admits all or none: the others follow the first.
 
-        Raises UnavailableError unless the leader serves and is well, and DuplicateRequestError when a request id is in
-        use.
+        Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
         self.check_healthy()
         first, *others = messages
@@ -233,11 +234,11 @@ class LeaderClient:
                 inbox.open_rids.add(rid)
             if not self._send(message):
                 for rid in _rids(message):
-                    self._dispatch(_gone(rid, "the engine process is not connected"))
+                    self._dispatch(_unavailable(rid, "the engine process is not connected"))
         return inbox
 
     def unavailable_reason(self) -> str | None:
-        """Why new work cannot be handed to the leader; None when it can."""
+        """Why the leader accepts no new requests; None when it does."""
         match self.state:
             case "starting":
                 return "starting: the model is being loaded"
@@ -249,12 +250,12 @@ class LeaderClient:
                 return None
 
     def check_available(self) -> None:
-        """Raises UnavailableError unless new work can be handed to the leader."""
+        """Raises UnavailableError unless the leader accepts new requests."""
         if (reason := self.unavailable_reason()) is not None:
             raise UnavailableError(reason, retry_after_s=RETRY_AFTER_S)
 
     def problems(self) -> list[str]:
-        """Why this server is not healthy; empty when it is."""
+        """Why this server is unhealthy; empty when it is healthy."""
         if (unavailable := self.unavailable_reason()) is not None:
             return [unavailable]
         reasons = []
@@ -264,18 +265,18 @@ class LeaderClient:
         return reasons + list(self._status.problems if self._status is not None else ())
 
     def check_healthy(self) -> None:
-        """Raises UnavailableError when /health says that this server is not well: nothing new is accepted then."""
+        """Raises UnavailableError when this server is unhealthy: it then accepts no new requests."""
         if problems := self.problems():
             raise UnavailableError("; ".join(problems), retry_after_s=RETRY_AFTER_S)
 
     def stop_early(self, rid: str) -> None:
-        """End a request that is complete; nothing to do when the leader has ended it meanwhile."""
+        """End a request that is complete; no effect when the leader has ended it already."""
         if (entry := self._open.get(rid)) is not None:
             entry.stopped_early = True
             self._send(Cancel(rid, stopped=True))
 
     def cancel_matching(self, rid: str) -> list[str]:
-        """Cancel the request of this id: all its samples, and every prompt of the call whose single rid it was."""
+        """Cancel the request with this id, all its samples, and every prompt of a call that has this id as a whole."""
         matching = [
             entry.rid for entry in self._open.values() if rid in (entry.rid, entry.submitted_as, entry.inbox.group)
         ]
@@ -289,28 +290,28 @@ class LeaderClient:
         return rids
 
     def cancel_all_of(self, inbox: Inbox) -> None:
-        """Its caller has gone. What was stopped early has been cancelled before."""
+        """The caller has left. Requests that were stopped early are cancelled already."""
         self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. Raises UnavailableError unless the leader serves."""
+        """Drop cached prefixes. Raises UnavailableError unless the leader serves."""
         self.check_available()
         self._send(FlushCache())
 
     def request_stop(self, drain_s: float) -> bool:
-        """From now on new work is refused; the leader finishes or fails what runs within `drain_s` and exits.
+        """Refuse new requests from now on; the leader finishes or fails the open ones within `drain_s` and exits.
 
-        False when there is no leader to tell.
+        False when no leader is connected.
         """
         self._stopping = True
         return self._send(Stop(drain_s))
 
     def fail_all(self, reason: str) -> None:
-        """The leader has gone: end every open request with 503, now and for whoever comes later."""
+        """The leader has ended: fail every open request, and every later one, with 503."""
         if self._end_reason is None:
             self._end_reason = reason
         for rid in list(self._open):
-            self._dispatch(_gone(rid, f"leader dead: {reason}"))
+            self._dispatch(_unavailable(rid, f"leader dead: {reason}"))
         self._overdue.clear()
 
     def close(self) -> None:
@@ -320,7 +321,7 @@ class LeaderClient:
 
     def _send(self, message: ToLeader) -> bool:
         """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
-        # the descriptor tells once that something came, and to send may be to take notice of it
+        # the descriptor signals an arrival once, and a send may consume the signal
         asyncio.get_running_loop().call_soon(self._receive_all)
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -333,10 +334,10 @@ class LeaderClient:
             self._send(Cancel(rid))
 
     def _receive_all(self) -> None:
-        """Take what is there, and leave the loop to others now and then.
+        """Receive all pending batches; yield to the event loop after every BATCHES_PER_TURN.
 
-        A front that has fallen behind finds several batches: then the tokens of a request leave together, in one event,
-        which is how it catches up.
+        A frontend that has fallen behind finds several batches. It merges the tokens of a request into one event and
+        so catches up.
         """
         if self._socket.closed:
             return
@@ -372,7 +373,7 @@ class LeaderClient:
                     self._set_startup_error(message.message)
 
     def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
-        """The leader ends a request at its deadline; while it hangs, nobody but this process can."""
+        """The leader ends a request at its deadline. While the leader hangs, the frontend has to."""
         if not isinstance(self._config, DecodeConfig):
             return None
         server_s = self._config.request_timeout_s
@@ -389,7 +390,7 @@ class LeaderClient:
     def _end_overdue(self, rid: str, reason: str) -> None:
         if rid in self._open:
             self._dispatch(
-                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the engine does not answer")
+                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the engine does not respond")
             )
             self._overdue.add(rid)
             self._send(Cancel(rid))
@@ -399,7 +400,7 @@ class LeaderClient:
         if entry is None:
             if isinstance(message, Finished | Failed):
                 self._overdue.discard(message.rid)
-            log.debug("event of an unknown or ended request: %s", message)
+            log.debug("event for an unknown or ended request: %s", message)
             return
         now = time.monotonic()
         match message:
@@ -426,12 +427,12 @@ class LeaderClient:
     def _set_startup_error(self, message: str) -> None:
         self._started.set_exception(StartupError(message))
         with contextlib.suppress(StartupError):
-            self._started.exception()  # marked as seen: the error is also reported when nobody waits any more
+            self._started.exception()  # retrieved, so that asyncio does not warn when no task waits for it
 
 
 def _rids(message: Submit) -> tuple[str, ...]:
     return (message.rid, *message.more_rids)
 
 
-def _gone(rid: str, message: str) -> Failed:
+def _unavailable(rid: str, message: str) -> Failed:
     return Failed(rid=rid, status=503, code="unavailable", message=message, retry_after_s=RETRY_AFTER_S)

@@ -1,7 +1,7 @@
 """The leader engine process: started with its configuration on stdin, watched, and stopped within a bound.
 
-The leader dies with its front in every case: its stdin is a pipe that only the front holds, and end of file on it means
-that the front has gone, however it went.
+The leader always ends with its frontend: its stdin is a pipe that only the frontend holds. End of file on it means that
+the frontend has ended, for whatever reason.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from collections.abc import Mapping, Sequence
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
-# -P keeps the working directory out of sys.path: in a checkout it holds folders named like other people's packages.
+# -P keeps the working directory out of sys.path: in a checkout its folders have the names of other packages.
 LEADER_COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.engine.leader")
 SPIN_COUNTS = {"x86_64": "1000", "aarch64": "40000"}
-"""How often idle OpenMP threads look for work before they sleep (GOMP_SPINCOUNT): for about 40 us, longer than the host
-takes between two operations of a step. A look takes 0.85 ns on a Neoverse N1 and 45 ns (the instruction `pause`) on
-recent Intel CPUs. Threads that spin for a millisecond are a tenth faster on an idle machine and several times slower on
-a busy one: they use up their share of the cores before the thread that they wait for gets one."""
+"""How often idle OpenMP threads poll before they sleep (GOMP_SPINCOUNT): for about 40 us, longer than the host takes
+between two operations of a step. A poll takes 0.85 ns on a Neoverse N1 and 45 ns (the instruction `pause`) on recent
+Intel CPUs. Spinning for a millisecond is 10% faster on an idle machine and several times slower on a busy one, where
+spinning threads take the cores from the thread that they wait for."""
 TERM_GRACE_S = 3.0
 KILL_GRACE_S = 3.0
 
 
 class LeaderProcess:
-    """Owns the process and the write end of its stdin. Created on the event loop it reports to."""
+    """Owns the process and the write end of its stdin. Create it on the event loop that it reports to."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LeaderProcess:
         command: Sequence[str] = LEADER_COMMAND,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        # A process group of its own: Ctrl-C in a terminal reaches the front alone, which then drains the leader.
+        # Its own process group: Ctrl-C in a terminal reaches only the frontend, which then drains the leader.
         spin_count = SPIN_COUNTS.get(platform.machine(), SPIN_COUNTS["x86_64"])
         environment = {"GOMP_SPINCOUNT": spin_count, **(os.environ if env is None else env)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
@@ -51,7 +51,7 @@ class LeaderProcess:
         threading.Thread(target=self._watch, args=(loop,), name="leader-watch", daemon=True).start()
         introduction = json.dumps({"config": revealed_dict(config), "front": frontend_address})
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has exited already: the watcher reports that
+        with contextlib.suppress(BrokenPipeError):  # it has exited already; the watcher reports the exit
             self._process.stdin.write(introduction.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -61,7 +61,7 @@ class LeaderProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """As in subprocess: negative for the signal that ended it, None while it runs."""
+        """As in subprocess: negative for a signal, None while the process runs."""
         return self._process.returncode if self._exited.is_set() else None
 
     def describe_exit(self) -> str:
@@ -77,15 +77,15 @@ class LeaderProcess:
         return f"process {self.pid} was ended by {name}"
 
     async def wait(self) -> int:
-        """The exit status, once there is one."""
+        """Wait for the exit status."""
         await self._exited.wait()
         return self._process.returncode
 
     async def stop(self, patience_s: float) -> int | None:
-        """End it: wait `patience_s` for it to go by itself, then SIGTERM, then SIGKILL.
+        """Wait `patience_s` for the process to exit by itself, then send SIGTERM, then SIGKILL.
 
-        Returns None when even that was not enough: a process with much pinned memory can stay in the kernel for
-        minutes after SIGKILL, and the front does not wait for it.
+        Returns None when it has not ended even then: a process with much pinned memory can stay in the kernel for
+        minutes after SIGKILL, and the frontend does not wait for it.
         """
         for deadline_s, ask in ((patience_s, None), (TERM_GRACE_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)):
             if ask is not None and not self._exited.is_set():
@@ -98,12 +98,12 @@ class LeaderProcess:
         return None
 
     def kill(self) -> None:
-        """End it now, without waiting."""
+        """Send SIGKILL without waiting."""
         if not self._exited.is_set():
             self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of its stdin, which ends a leader that still runs."""
+        """Close its stdin, which ends a leader that still runs."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -114,5 +114,5 @@ class LeaderProcess:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits for the status
             loop.call_soon_threadsafe(self._exited.set)

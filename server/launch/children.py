@@ -1,7 +1,7 @@
-"""Processes that `pdserve up` starts: their logs under one roof, their death noticed, their end bounded.
+"""The processes that `pdserve up` starts: merges their logs, notices their exit, ends them in bounded time.
 
-Each child has its own session, so Ctrl-C reaches only us and we end them in order; `end_with_parent` covers the case
-that we are killed before we can.
+Each child has its own session, so Ctrl-C reaches only the parent, which ends the children in order. `end_with_parent`
+covers a parent that is killed before it can.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class ChildEndedError(PdserveError):
-    """A child ended although nobody asked it to; the message says which, how, and its last words.
+    """A child ended unexpectedly; the message has its name, its exit status and its last log line.
 
-    `exit_code` is what the command that started it should end with: 2 after a mistake in the settings, otherwise 1.
+    `exit_code` is that of the parent: 2 after a mistake in the settings, otherwise 1.
     """
 
     def __init__(self, message: str, child_code: int) -> None:
@@ -46,7 +46,7 @@ class Child:
         self.started_at = time.monotonic()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Signal the child and everything it started; nothing when all of it has gone."""
+        """Signal the child and its descendants; no effect when all of them have ended."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -89,7 +89,7 @@ class Children:
             code = child.process.poll()
             if code is None:
                 continue
-            child.reader.join(timeout=1.0)  # its last words may still be in the pipe
+            child.reader.join(timeout=1.0)  # its last lines may still be in the pipe
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             last = next((line for line in reversed(self._last_lines[child.name]) if line.strip()), None)
             words = f"; its last line: {last.strip()}" if last is not None else ""
@@ -98,7 +98,7 @@ class Children:
 
     @contextmanager
     def logs_held(self) -> Iterator[None]:
-        """Keep the children's lines back while something else owns the terminal, then print them."""
+        """Hold back the children's log lines while the block uses the terminal, then print them."""
         with self._lock:
             self._held = []
         try:
@@ -110,13 +110,13 @@ class Children:
                     self._console.print(line, soft_wrap=True)
 
     def stop(self, grace_s: float, *, hurry: threading.Event | None = None) -> None:
-        """End the children one by one, the last started first: it may need the earlier ones to finish its work.
+        """End the children one by one, last started first: it may need the earlier ones to finish its work.
 
-        Each gets SIGTERM and `grace_s`; what is then left of it, or when `hurry` is set, SIGKILL.
+        Each gets SIGTERM; after `grace_s`, or when `hurry` is set, its process group gets SIGKILL.
         """
         while self._children:
             child = self._children.pop()
-            # only the child itself: it ends its own processes in its own order
+            # only the child itself: it ends its descendants in order
             child.process.terminate()
             deadline = time.monotonic() + grace_s
             while child.process.poll() is None and time.monotonic() < deadline:
@@ -124,10 +124,10 @@ class Children:
                     break
                 time.sleep(0.05)
             if child.process.poll() is None:
-                self._say(Text(f"{child.name} did not stop in time: killing it", style="red"))
+                self._print(Text(f"{child.name} did not stop in time: killing it", style="red"))
             child.signal_group(signal.SIGKILL)
             child.process.wait()
-            child.reader.join(timeout=3.0)  # ends when the last process that holds the pipe has gone
+            child.reader.join(timeout=3.0)  # ends with the last process that holds the pipe
 
     def _relay(self, name: str, style: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -135,9 +135,9 @@ class Children:
             for line in process.stdout:
                 text = line.rstrip("\r\n")
                 self._last_lines[name].append(text)
-                self._say(Text.assemble((f"[{name}]".ljust(10), style), without_role(text, name)))
+                self._print(Text.assemble((f"[{name}]".ljust(10), style), without_role(text, name)))
 
-    def _say(self, line: Text) -> None:
+    def _print(self, line: Text) -> None:
         with self._lock:
             if self._held is not None:
                 self._held.append(line)
@@ -146,12 +146,12 @@ class Children:
 
 
 def without_role(line: str, role: str) -> str:
-    """A line of a server's log without its role, which stands before the line already."""
+    """A log line of a server without its role, which the prefix of the line shows already."""
     return re.sub(rf"^(\S+ \S+ [A-Z]) {re.escape(role)}(?:: | (?=rank |node ))", r"\1 ", line)
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for a SIGTERM when our parent's starting thread ends; leave at once if it already has (Linux)."""
+    """Have the kernel send SIGTERM when the thread that started this process ends; exit if it has already (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:

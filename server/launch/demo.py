@@ -1,4 +1,4 @@
-"""`pdserve demo`: start the pair, ask it one question, stream the answer, show where the time went."""
+"""`pdserve demo`: start the pair, ask it one question, stream the answer, show the time of each stage."""
 
 import json
 import shlex
@@ -36,21 +36,21 @@ STAGES = {
 
 
 class Answer(NamedTuple):
-    """What the stream ended with. `first_text_s` and `total_s` are the client's own clock."""
+    """The end of the stream. `first_text_s` and `total_s` are measured by the client."""
 
-    meta_info: Mapping[str, Any]  # Any: JSON of the server
+    meta_info: Mapping[str, Any]  # Any: JSON from the server
     first_text_s: float
     total_s: float
 
 
 class DemoError(Exception):
-    """The pair came up but did not answer; the message is the server's."""
+    """The pair has started but did not generate; the message is the server's."""
 
     exit_code = 1
 
 
 def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bool) -> int:
-    """Exit code 0 when the question was answered. With `keep` the pair then stays up until Ctrl-C."""
+    """Exit code 0 when the pair has answered the question. With `keep` the pair then runs until Ctrl-C."""
     answered = False
     try:
         with running_pair(config, Console(stderr=True, highlight=False)) as pair:
@@ -78,14 +78,14 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
 
 
 def up_command(config: PairConfig) -> str:
-    """How to start the same pair to stay, as this command was typed: `make demo` has it in .venv, not on the path."""
+    """The command that starts the same pair, spelt as this command was: `make demo` runs it from .venv."""
     program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
     flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
     return shlex.join([program, "up", *flags])
 
 
 def chat_prompt(model: str, question: str) -> str:
-    """The question as the model was trained to see it, or as it is where the model has no chat template."""
+    """The question in the model's chat template, or unchanged for a model without one."""
     tokenizer = load_tokenizer(locate_model(model))
     if not tokenizer.has_chat_template:
         return question
@@ -93,7 +93,7 @@ def chat_prompt(model: str, question: str) -> str:
 
 
 def ask(pair: RunningPair, prompt: str, max_new_tokens: int) -> Answer:
-    """Stream one greedy answer to stdout. Raises DemoError with the server's words when it fails."""
+    """Stream one greedy answer to stdout. Raises DemoError with the server's message when it fails."""
     body = {
         "text": prompt,
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0},
@@ -109,7 +109,7 @@ def ask(pair: RunningPair, prompt: str, max_new_tokens: int) -> Answer:
             client.stream("POST", "/generate", json=body) as response,
         ):
             if response.status_code != httpx.codes.OK:
-                raise DemoError(f"/generate answered {response.status_code}: {response.read().decode()}")
+                raise DemoError(f"/generate returned {response.status_code}: {response.read().decode()}")
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if data == line or data == "[DONE]":
@@ -129,7 +129,7 @@ def ask(pair: RunningPair, prompt: str, max_new_tokens: int) -> Answer:
 
 
 def timeline_table(answer: Answer) -> Table:
-    """Where the time went, stage by stage, as the server accounts for it."""
+    """The time of each stage, as the server measured it."""
     timeline: Mapping[str, float] = answer.meta_info["timeline"]
     prompt_tokens, tokens = answer.meta_info["prompt_tokens"], answer.meta_info["completion_tokens"]
     total_s = sum(timeline.values())

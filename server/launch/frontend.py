@@ -1,12 +1,12 @@
-"""The HTTP front process: binds the port, starts the leader, serves until a signal or the leader's end.
+"""The frontend, the HTTP process: binds the port, starts the leader, serves until a signal or the leader's end.
 
     bind -> tokenizer -> leader process -> HTTP (503 "starting") -> leader Ready -> serving
-    first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 when it had to be
+    first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 when it was
                             killed)
-    second signal        -> everything ends now
-    leader dies          -> every open request 503 -> HTTP closes -> exit 1; 2 when it said that it cannot start
+    second signal        -> everything is killed
+    leader dies          -> every open request 503 -> HTTP closes -> exit 1; 2 when it reported that it cannot start
 
-No torch in this process: it starts in a fraction of a second and stays small.
+This process does not import torch, so it starts in a fraction of a second and stays small.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from .http_protocol import PatientHttpProtocol
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .startup_checks import check_startup
 
-log = logging.getLogger("pdserve.front")
+log = logging.getLogger("pdserve.frontend")
 
 EXIT_OK = 0
 EXIT_UNCLEAN = 1
@@ -46,15 +46,15 @@ MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
 STARTUP_EXIT_S = 2.0
-"""Between the two when the leader cannot start: its saying so, and its end."""
+"""How long a leader that has reported a startup error may take to exit."""
 
 
 def run_frontend(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError for what the user can mend."""
+    """Serve until a signal or the leader's end; returns the exit code. Raises StartupError for mistakes of the user."""
     configure_logging(config.log_level, config.role)
     raise_open_files_limit()
     if isinstance(config, PrefillConfig):
-        # the leader binds it, minutes from now; that of the server before may just be ending
+        # the leader binds it, minutes from now; the leader of the previous server may still be ending
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
         source = locate_model(config.model, config.load_format)
@@ -66,7 +66,7 @@ def run_frontend(config: AnyServerConfig, leader_command: Sequence[str] = LEADER
 
 
 def raise_open_files_limit() -> None:
-    """Every client takes a file descriptor, and the usual soft limit is 1024; the hard one is ours to use."""
+    """Every client needs a file descriptor and the usual soft limit is 1024: raise it towards the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -74,7 +74,7 @@ def raise_open_files_limit() -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: signals belong to the Front."""
+    """uvicorn without its signal handling: the Frontend handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -82,7 +82,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Frontend:
-    """One run of a server: the leader process, its client and the HTTP server, started and ended in order."""
+    """Starts and ends, in order, the leader process, its client and the HTTP server."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Frontend:
             return await self._supervise(client, process)
         except StartupError:
             if process is not None:
-                await process.stop(STARTUP_EXIT_S)  # it is about to exit, and may have more to say on stderr
+                await process.stop(STARTUP_EXIT_S)  # it is about to exit, and may still write to stderr
             raise
         finally:
             if process is not None:
@@ -155,9 +155,9 @@ class Frontend:
         try:
             await asyncio.wait({died, signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
-                await asyncio.wait({starting}, timeout=STARTUP_EXIT_S)  # why it cannot start may be on its way
+                await asyncio.wait({starting}, timeout=STARTUP_EXIT_S)  # the reason may still be in the socket
             if starting.done():
-                ready = starting.result()  # raises StartupError when the leader said so
+                ready = starting.result()  # raises StartupError when the leader reported one
                 keep_for_good()
                 log.info("ready: %s at http://%s:%d", ready.model.name, self._config.host, self._config.port)
                 await asyncio.wait({died, signalled}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,12 +175,12 @@ class Frontend:
             await asyncio.gather(died, signalled, starting, return_exceptions=True)
 
     async def _take_last_messages(self, client: LeaderClient, process: LeaderProcess) -> None:
-        """What the leader sent before it ended may still be on its way through the socket; then the rest fails."""
+        """Receive what is still in the socket of a leader that has ended, then fail the other requests."""
         await asyncio.sleep(LAST_MESSAGES_S)
         client.fail_all(process.describe_exit())
 
     def _open_work(self, client: LeaderClient) -> str:
-        """How much is to be drained: of prefill it is what decode servers have asked for, not what clients have."""
+        """The work to drain: requests of clients on decode, transfers to decode servers on prefill."""
         if isinstance(self._config, DecodeConfig):
             count, what = len(client.open_rids), "request"
         else:
@@ -188,11 +188,11 @@ class Frontend:
         return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
     async def _drain(self, client: LeaderClient, process: LeaderProcess, first: signal.Signals) -> int:
-        """Let the leader finish its requests and exit. Bounded; a second signal ends it at once."""
+        """Let the leader finish its requests and exit, within a bound. A second signal kills it."""
         drain_s = self._config.shutdown_timeout_s
         log.info("%s: draining %s for up to %g s", first.name, self._open_work(client), drain_s)
         ready = client.ready
-        patience_s = 0.0  # while it starts there is nothing to drain, and it may not listen for minutes
+        patience_s = 0.0  # a starting leader has nothing to drain and reads no messages for minutes
         if client.request_stop(drain_s) and ready is not None:
             patience_s = drain_s + exit_s(ready.model.device)
         stopping = asyncio.create_task(process.stop(patience_s))

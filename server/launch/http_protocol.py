@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with limits on what a client may leave undone: a request begun, an answer unread.
+"""uvicorn's HTTP protocol with timeouts for incomplete requests and unread responses.
 
-Two of its defects are mended: the body of a request that offers HTTP/2, as Java's client does, was lost, and clients of
-HTTP/1.0, which know no chunks, got chunks.
+It fixes two defects: uvicorn loses the body of a request that offers HTTP/2, as Java's client does, and sends chunks to
+HTTP/1.0 clients, which cannot read them.
 """
 
 import array
@@ -20,21 +20,21 @@ from ..api.common.errors import error_object
 log = logging.getLogger("pdserve.http")
 
 HEADER_LINE_BYTES = 4
-"""What a header line has beside name and value: a colon, a space and the end of the line."""
+"""Bytes of a header line beside name and value: colon, space and line end."""
 
 HANG_UP_S = 1.0
-"""How long a client that was refused may go on sending before its connection is closed."""
+"""How long a refused client may continue to send before its connection is closed."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HeadersTooLargeError(Exception):
-    """A request was answered with 431 while its headers were parsed."""
+    """The response 431 was sent while the headers were parsed."""
 
 
 class UnframedSend:
-    """`send` for a client of HTTP/1.0: a body whose length is not known beforehand ends with the connection, which
-    uvicorn closes after every answer to such a client.
+    """`send` for an HTTP/1.0 client: a body of unknown length ends with the connection, which uvicorn closes after
+    every response to such a client.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -42,7 +42,7 @@ class UnframedSend:
         self._send = cycle.send
         self._unframed = False
 
-    async def __call__(self, message: Any) -> None:  # Any: ASGI's messages have different types in each library
+    async def __call__(self, message: Any) -> None:  # Any: each library types ASGI messages differently
         if message["type"] == "http.response.start":
             self._unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
             if self._unframed:
@@ -53,15 +53,15 @@ class UnframedSend:
 
 
 class PatientHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose client does nothing for too long, or sends headers without end.
+    """Closes a connection whose client is idle for too long or sends too many headers.
 
-    - An answer of which nothing is taken for `patience_s`: the client would hold its request, its KV pages and a send
-      buffer for as long as it likes. The application hears of it as of any other disconnect. A slow client is left
-      alone as long as it takes something.
-    - A request whose headers are not there `header_timeout_s` after the connection or the request has begun, or that
-      have more than `max_header_bytes`. Bodies have limits of their own (server/api/generation.py).
+    - A response of which the client reads nothing for `patience_s`: otherwise the client would hold its request, its KV
+      pages and a send buffer forever. The application sees a disconnect. A slow client stays connected as long as it
+      reads something.
+    - A request whose headers are incomplete `header_timeout_s` after the connection or the request began, or larger
+      than `max_header_bytes`. Bodies have their own limits (server/api/generation.py).
 
-    An offer to change to another protocol is ignored, as any server may.
+    An offer of another protocol (`Upgrade`) is ignored, which HTTP allows.
     """
 
     patience_s: ClassVar[float] = 30.0
@@ -97,7 +97,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + HEADER_LINE_BYTES for name, value in self.headers)
         if size > self.max_header_bytes:
             self._refuse_headers()
-            raise HeadersTooLargeError  # so that the parser reads no further
+            raise HeadersTooLargeError  # stops the parser
         self._in_body = True
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -145,12 +145,12 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self._refuse(b"431 Request Header Fields Too Large", 431, "too_large", message)
 
     def _refuse(self, status_line: bytes, status: int, code: str, message: str) -> None:
-        """Answer what never became a request, in the shape of all other errors, and hang up."""
+        """Send an error response to an incomplete request and close the connection."""
         body = msgspec.json.encode({"error": error_object(status, code, message)})
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status_line, len(body)) + body)
         self.transport.write_eof()
-        # what the client still sends is read, and ignored: a closed socket would reset the connection before it reads
+        # ignore what the client still sends: closing now would reset the connection before it reads the response
         self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
         self._stop_expecting_headers()
 
@@ -167,7 +167,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _unread_bytes(self) -> int:
-        """What waits in our buffer and in the kernel's, which a slow client empties for long before ours moves."""
+        """Bytes in our buffer and in the kernel's. A slow client empties the kernel's long before ours changes."""
         in_kernel = array.array("i", [0])
         fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
         return self.transport.get_write_buffer_size() + in_kernel[0]
@@ -181,8 +181,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
 def without_upgrade(data: bytes) -> bytes:
     """The beginning of a request with its `Upgrade` header renamed.
 
-    With that header the parser takes the body for another protocol, and uvicorn then hands on an empty one. A header
-    whose name comes in two pieces is missed; clients write their headers at once.
+    With that header the parser treats the body as another protocol, and uvicorn passes on an empty body. A header name
+    that arrives in two pieces is not found; clients write their headers at once.
     """
     end = data.find(b"\r\n\r\n")
     head = data if end < 0 else data[:end]

@@ -1,6 +1,7 @@
-"""A machine that only computes: `--node-rank` above 0. Starts the ranks of this machine and ends with them.
+"""A machine with `--node-rank` above 0: starts the ranks of this machine and ends with them.
 
-HTTP, decisions and the control protocol are those of machine 0. When it goes, or any rank here fails, all of this ends.
+Machine 0 has the HTTP server, the scheduler and the control protocol. When it ends, or any rank here fails, everything
+here ends.
 """
 
 import logging
@@ -20,8 +21,8 @@ END_S = 10.0
 
 
 def run_node(config: AnyServerConfig) -> int:
-    """Until the leader ends its ranks (0), or one of them fails or this process gets a signal (1). Raises StartupError
-    for what the user can mend.
+    """Returns 0 when the leader ends its ranks, 1 when a rank fails or this process gets a signal. Raises StartupError
+    for mistakes of the user.
     """
     configure_logging(config.log_level, f"{config.role} node {config.node_rank}")
     check_startup(config, locate_model(config.model, config.load_format))
@@ -41,7 +42,7 @@ def run_node(config: AnyServerConfig) -> int:
     for watcher in watchers:
         watcher.start()
     ended.wait()
-    by_leader = bool(statuses) and not any(statuses.values())  # then they all end at about the same time
+    by_leader = bool(statuses) and not any(statuses.values())  # they all end at about the same time
     for watcher in watchers:
         watcher.join(END_S if by_leader else 1.0)
     for rank in ranks:

@@ -1,8 +1,8 @@
 """The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
 
-A setting goes to the servers that have it. Only `port` exists twice: it is decode's, the one that clients use, and
-prefill's is `prefill_port`. Both talk over loopback, so `host` is decode's alone. Unless the environment has a cluster
-key, the pair gets a random one: other users of this machine reach loopback, too.
+A setting applies to the servers that have it. `port` is decode's, which clients use; prefill's is `prefill_port`.
+`host` is decode's only, because the pair talks over loopback. Without a cluster key in the environment the pair gets a
+random one: other users of this machine can connect to loopback, too.
 """
 
 import secrets
@@ -37,7 +37,7 @@ def _pair_fields() -> dict[str, FieldInfo]:
 
 
 PAIR_FIELDS: Mapping[str, FieldInfo] = _pair_fields()
-"""What `pdserve up` lets one set, as flags and in its file."""
+"""The settings of `pdserve up`, as flags and in its file."""
 
 
 def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]) -> PairConfig:
@@ -85,6 +85,6 @@ def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:
 
 
 def _decode_part(layer: Mapping[str, object]) -> dict[str, object]:
-    """All but prefill's own settings: a name that nobody knows is refused here."""
+    """All but the settings that only prefill has. Refuses unknown names."""
     own = PrefillConfig.model_fields.keys() - DecodeConfig.model_fields.keys()
     return {name: value for name, value in layer.items() if name not in own and name != "prefill_port"}

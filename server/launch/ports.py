@@ -1,4 +1,4 @@
-"""Ports that a server is about to take: a mistake is one line with the flag to change, before anything is loaded."""
+"""Binds or checks the ports of a server before anything is loaded; errors name the flag to change."""
 
 import errno
 import socket
@@ -7,19 +7,19 @@ import time
 from ...configs.errors import StartupError
 
 PREDECESSOR_S = 4.0
-"""A leader whose front was killed may have its port for so long (ORPHAN_GRACE_S in scheduler/engine/leader.py), and
-some.
+"""A leader whose frontend was killed holds its port for up to ORPHAN_GRACE_S (scheduler/engine/leader.py); a margin is
+added.
 """
 
 
 def listen_on(host: str, port: int, flag: str) -> socket.socket:
-    """A listening TCP socket; raises StartupError, which names `flag`. The caller closes it."""
+    """A listening TCP socket; raises a StartupError that names `flag`. The caller closes it."""
     return _bind(host, port, flag, listen=True)
 
 
 def check_port(host: str, port: int, flag: str, *, patience_s: float = 0.0) -> None:
-    """Raise StartupError when another process could not bind this port now; one that is in use may become free within
-    `patience_s`. Clients see nothing of it.
+    """Raise StartupError when this port cannot be bound. Waits up to `patience_s` for a port in use to become free.
+    Does not listen.
     """
     _bind(host, port, flag, listen=False, patience_s=patience_s).close()
 

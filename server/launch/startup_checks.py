@@ -1,7 +1,7 @@
-"""What can be refused before anything starts: settings that do not fit the model, the machine or each other.
+"""Refuses settings that do not fit the model, the machine or each other, before anything starts.
 
-The model's config.json or GGUF header is enough for that: no process, no torch, no weights. Ranks come to the same
-conclusions by the same functions, but minutes later.
+This needs only the model's config.json or GGUF header: no process, no torch, no weights. Ranks use the same functions,
+but minutes later.
 """
 
 import importlib.util
@@ -21,11 +21,11 @@ GIB = 1 << 30
 MIB = 1 << 20
 MAX_RANKS = 64
 RING_ROUND_BYTES = 4096
-"""Rings are made a little larger than asked for (memory/ring_memory.py)."""
+"""Rings are rounded up (memory/ring_memory.py)."""
 
 
 def check_startup(config: AnyServerConfig, source: ModelSource) -> None:
-    """Raises StartupError with a line for each problem. Of a model, only its configuration is looked at."""
+    """Raises StartupError with a line for each problem. Reads only the model's configuration."""
     checks = (_tensor_parallel, _pipeline, _hisparse, _kv_memory, _transport, _mooncake)
     problems = [problem for check in checks for problem in check(config, source)]
     if problems:
@@ -76,7 +76,7 @@ def _kv_memory(config: ServerConfig, source: ModelSource) -> Iterator[str]:
 
 
 def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
-    """KV of one token on the rank that has least of it, in the smallest dtype it may get; 0 where that is not known."""
+    """Bytes of KV of one token on the rank with the fewest heads and layers, in the smallest dtype; 0 if unknown."""
     shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
     if model.dsa is not None or any(_problem_of(attempt) is not None for attempt in attempts):

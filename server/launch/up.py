@@ -26,23 +26,23 @@ from .pair import PairConfig, check_ports
 from .startup_checks import check_startup
 
 READY_TIMEOUT_S = 600.0
-"""A large model on a cold disk takes minutes; a pair that needs longer than this is broken."""
+"""A large model on a cold disk takes minutes to load; a pair that takes longer than this is broken."""
 
 POLL_S = 0.2
 PROGRESS_LINE_S = 5.0
 RETRIED_STATUSES = frozenset({429, 503, 504})
 KILL_MARGIN_S = 15.0
-"""Beyond its own shutdown_timeout_s, how long a server may take to end before it is killed."""
+"""Grace period after shutdown_timeout_s before a server is killed."""
 
 
 class NotReadyError(PdserveError):
-    """The pair did not come up; the message says what was missing."""
+    """The pair did not become ready; the message names what was missing."""
 
     exit_code = 1
 
 
 class RunningPair:
-    """Both servers, running. Made by `running_pair`, which also ends them."""
+    """Both running servers. `running_pair` starts and ends them."""
 
     def __init__(self, config: PairConfig, children: Children, console: Console) -> None:
         self.config = config
@@ -51,13 +51,13 @@ class RunningPair:
         self.url = base_url(config.decode)
 
     def client(self, timeout_s: float | None) -> httpx.Client:
-        """An HTTP client of the decode server; proxies of the environment are not for loopback."""
+        """An HTTP client of the decode server. It ignores the proxies in the environment: the server is on loopback."""
         key = self.config.decode.api_key
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key is not None else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when both are healthy and a token has gone through both.
+        """Return when both are healthy and have generated a token.
 
         Raises ChildEndedError when one of them ends, NotReadyError when it takes longer than `timeout_s`.
         """
@@ -95,7 +95,7 @@ class RunningPair:
 
 
 class _Progress:
-    """What is being waited for: a live line on a terminal, a line now and then elsewhere."""
+    """Shows what the command waits for: a live line on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console, status: Status | None) -> None:
         self._console = console
@@ -113,9 +113,9 @@ class _Progress:
 
 @contextmanager
 def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
-    """Start both servers and, however the block ends, end them in bounded time.
+    """Start both servers and end them in bounded time when the block ends.
 
-    SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one stops waiting and kills. Main thread only.
+    SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
     check_ports(config)
     for server in config:
@@ -161,7 +161,7 @@ def run_up(config: PairConfig) -> int:
 
 
 def banner(config: PairConfig) -> Sequence[str]:
-    """What a newcomer needs next."""
+    """URLs and an example command."""
     url = base_url(config.decode)
     return (
         "",
@@ -177,26 +177,26 @@ def banner(config: PairConfig) -> Sequence[str]:
 
 
 def curl_command(config: PairConfig, text: str) -> str:
-    """A command line that generates; the API key stays in the environment."""
+    """A curl command that generates; it takes the API key from the environment."""
     key = "" if config.decode.api_key is None else '-H "Authorization: Bearer $PDSERVE_API_KEY" '
     body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}, ensure_ascii=False)
     return f"curl {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
 
 
 def base_url(config: AnyServerConfig) -> str:
-    """Where this machine reaches the server's HTTP port: a wildcard address is not one to connect to."""
+    """The URL of the server from this machine: a wildcard address becomes loopback."""
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
 
 
 def server_command(config: AnyServerConfig) -> list[str]:
-    # -P: a working directory that happens to hold `kernels/` or `models/` must not shadow installed packages
+    # -P: `kernels/` or `models/` in the working directory must not shadow installed packages
     server = [sys.executable, "-P", "-m", "pdserve.server", config.role]
     return [*server, f"--parent-pid={os.getpid()}", *to_flags(config)]
 
 
 def server_environ(config: AnyServerConfig) -> dict[str, str]:
-    """Our environment plus the secrets, which must not show up in the process list."""
+    """Our environment plus the secrets, which must not appear in the process list."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for field, variable in SECRET_VARIABLES.items():
         secret = getattr(config, field)
@@ -206,7 +206,7 @@ def server_environ(config: AnyServerConfig) -> dict[str, str]:
 
 
 def probe(client: httpx.Client, url: str) -> str | None:
-    """None when `url` answers 200, else what it does instead, in a few words."""
+    """None when `url` returns 200, otherwise a short reason."""
     try:
         response = client.get(url)
     except httpx.ConnectError:
@@ -216,12 +216,12 @@ def probe(client: httpx.Client, url: str) -> str | None:
     if response.status_code == httpx.codes.OK:
         return None
     if response.status_code not in RETRIED_STATUSES:
-        raise NotReadyError(f"{url} answered {response.status_code}: {response.text[:200]}")
+        raise NotReadyError(f"{url} returned {response.status_code}: {response.text[:200]}")
     return _reason(response)
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's own words: the first of its `reasons`, else its `status`."""
+    """The first of the server's `reasons`, or its `status`."""
     try:
         body = response.json()
         reasons = body.get("reasons") or [body["status"]]

@@ -1,6 +1,6 @@
-"""Prometheus metrics of one server: what the front measures itself, and what the leader reports in its Status.
+"""Prometheus metrics of one server: measured by the frontend, or reported by the leader in its Status.
 
-What the leader calls `kv_pages_free` is exported as `pdserve_kv_pages_free`; counters end in `_total`.
+`kv_pages_free` of the leader is exported as `pdserve_kv_pages_free`; counters end in `_total`.
 """
 
 import re
@@ -24,7 +24,7 @@ INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.0
 
 
 class Metrics:
-    """Owns the registry. `status` and `loop_age_s` are asked at every scrape once `watch_leader` was called."""
+    """Owns the registry. After `watch_leader`, every scrape reads `status` and `loop_age_s`."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped there; *_created doubles the series
@@ -34,7 +34,7 @@ class Metrics:
         )
         self._refused = Counter(
             "pdserve_requests_refused",
-            "HTTP requests answered with an error before the engine saw them, by error code.",
+            "HTTP requests refused before they reached the engine, by error code.",
             ["code"],
             registry=self.registry,
         )
@@ -61,7 +61,7 @@ class Metrics:
         self.registry.register(_LeaderCollector(status, loop_age_s, frozenset(self._own_names())))
 
     def tokens_arrived(self, count: int, opened_at: float, last_token_at: float | None, now: float) -> None:
-        """`count` output tokens came at once; their latency is shared evenly."""
+        """Count `count` output tokens that arrived together; they share the latency evenly."""
         if last_token_at is not None:
             self._tokens.add(count, now - last_token_at)
         elif count:
@@ -70,7 +70,7 @@ class Metrics:
             self._tokens.add(count - 1, 0.0)
 
     def request_ended(self, end: Finished | Failed, elapsed_s: float, *, first_sample: bool) -> None:
-        """Further samples of a prompt share it: its tokens count once."""
+        """The samples of a prompt share it: its tokens count once."""
         if isinstance(end, Failed):
             self._requests.labels(end.code).inc()
             return
@@ -83,7 +83,7 @@ class Metrics:
         self._refused.labels(code).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type, in the format the scraper prefers."""
+        """The metrics and their content type, in the format that the scraper accepts."""
         encoder, content_type = choose_encoder(accept)
         return encoder(_WithSamples(self.registry)), content_type
 
@@ -93,8 +93,8 @@ class Metrics:
 
 
 class _WithSamples(CollectorRegistry):
-    """The families of another registry that have samples. sglang-router adds up the metrics of all servers, and fails
-    altogether when a family has labels on one of them and, because it is empty, none on another.
+    """The metric families of another registry that have samples. sglang-router sums the metrics of all servers, and
+    fails when a family has labels on one server and, because it is empty, no labels on another.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -106,20 +106,20 @@ class _WithSamples(CollectorRegistry):
 
 
 class _TokenCollector(Collector):
-    """What is counted with every output token. prometheus_client's own counters take a lock each time, and their
-    histograms look at every bucket: as much time as all the rest that the front does with a token.
+    """Counts every output token. prometheus_client's counters take a lock each time and its histograms visit every
+    bucket, which would double the frontend's time per token.
 
-    For one thread: tokens come, and scrapers are answered, on the event loop.
+    For one thread: tokens arrive and scrapes are served on the event loop.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._latencies = [0] * (len(INTER_TOKEN_BUCKETS_S) + 1)
-        """How many were up to each bound, and how many over the last."""
+        """Tokens with a latency up to each bound, and above the last bound."""
         self._latency_sum_s = 0.0
 
     def add(self, count: int, after_s: float | None = None) -> None:
-        """So many tokens came together, so long after the one before; None if there was none before."""
+        """Count tokens that arrived together, and the time since the previous token; None for the first ones."""
         self._count += count
         if after_s is not None and count:
             self._latencies[bisect_left(INTER_TOKEN_BUCKETS_S, after_s / count)] += count
@@ -137,7 +137,7 @@ class _TokenCollector(Collector):
 
 
 class _LeaderCollector(Collector):
-    """Turns the leader's Status into metric families at scrape time. Names the front uses itself are left out."""
+    """Turns the leader's Status into metric families at scrape time. Names that the frontend uses are left out."""
 
     def __init__(
         self, status: Callable[[], Status | None], loop_age_s: Callable[[], float], taken: frozenset[str]
@@ -166,7 +166,7 @@ class _LeaderCollector(Collector):
         for state, count in status.states.items():
             states.add_metric([state], count)
         yield states
-        labels = ["endpoint", "instance_id"]  # prefill sees the address only, which several decode servers may share
+        labels = ["endpoint", "instance_id"]  # prefill knows only the address, which several decode servers may share
         paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=labels)
         round_trip = GaugeMetricFamily(
             "pdserve_peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=labels

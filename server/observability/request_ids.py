@@ -1,6 +1,6 @@
-"""`X-Request-Id`: the name a client gives to a request. The answer carries it, and so do the log lines of the request.
+"""`X-Request-Id`: the id that a client gives to a request. The response and the log lines of the request have it.
 
-It is not the `rid`: proxies repeat a request under the same name, and a `rid` is used once at a time.
+It is not the `rid`: proxies retry a request with the same X-Request-Id, and a `rid` must be unique among open requests.
 """
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,7 +10,7 @@ LONGEST = 256
 
 
 def client_request_id(scope: Scope) -> str | None:
-    """The name that the client gave; None without one, or with one that does not fit a line of the log."""
+    """The client's id; None without one, or when it cannot be part of a log line."""
     for name, value in scope["headers"]:
         if name == HEADER:
             text = str(value, "latin-1")
@@ -19,7 +19,7 @@ def client_request_id(scope: Scope) -> str | None:
 
 
 class KeepsRequestIds:
-    """The application with the client's `X-Request-Id` in all its answers."""
+    """Wraps the application: its responses have the client's `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

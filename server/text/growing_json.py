@@ -1,7 +1,7 @@
-"""JSON values that only grow, encoded once: a stream of cumulative events copies bytes instead of encoding them again.
+"""JSON values that only grow. Each part is encoded once; every cumulative stream event copies the encoded bytes.
 
-The n-th event of a stream repeats what the n - 1 before it said, because clients of that API expect it. The bytes are
-the contract; encoding every token of the output again for every new token need not be.
+In SGLang's API each event of a stream repeats the whole output so far. Encoding all of it for every new token would
+take quadratic time.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""The text of one output as it grows: whole characters only, no stop tokens, nothing of a stop string."""
+"""The text of one output as it grows: whole characters, without stop tokens and stop strings."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What of an output is shown, and which text ends it.
+    """Which text ends an output, and which part of the output is shown.
 
     A stop string counts only when it is completed by token number `min_new_tokens` or a later one. With `show_stop` it
     stays in the text.
@@ -30,7 +30,7 @@ class OutputText:
         self._rules = rules
         self._tokens = 0
         self.decoded_characters = 0
-        """How much text the tokens make so far, shown or held back."""
+        """Characters of all tokens so far, shown or held back."""
 
     @property
     def stop_string(self) -> str | None:
@@ -38,12 +38,12 @@ class OutputText:
         return self._stops.matched
 
     def push(self, token: int) -> str:
-        """The text that can be shown after this token. Call no more once there is a `stop_string`."""
+        """The text that can be shown after this token. Do not call it after `stop_string` is set."""
         self._tokens += 1
         return self._take("" if token in self._rules.hidden_token_ids else self._stream.push([token]))
 
     def finish(self) -> str:
-        """What was held back, unless it ends in a stop string even now."""
+        """The text that was held back, up to a stop string that it completes."""
         if self.stop_string is not None:
             return ""
         shown = self._take(self._stream.finish())

@@ -1,14 +1,14 @@
-"""Finding stop strings in a text that arrives in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Ends a text at the first stop string, wherever the pieces are cut, and never shows a part of one.
+    """Ends a text at the first stop string, also across pieces, and never shows a part of one.
 
     The stop string that is complete first counts; of several that end with the same character, the longest. Work per
-    character is proportional to the number of stop strings and does not depend on their lengths: each one is followed
-    with the automaton of Knuth, Morris and Pratt, whose state is the length of its beginning that the text ends with.
+    character is proportional to the number of stop strings, not to their lengths: each one has a Knuth-Morris-Pratt
+    automaton, whose state is the length of its longest prefix that the text ends with.
     """
 
     def __init__(self, stops: Sequence[str], show_stop: bool = False) -> None:
@@ -19,9 +19,8 @@ class StopStrings:
         self._show_stop = show_stop
 
     def push(self, text: str, armed: bool = True) -> str:
-        """The text that can be shown after this piece. Stop strings that end in a piece that is not `armed` are text.
-
-        After a match nothing follows.
+        """The text that can be shown after this piece; none after a match. A stop string that ends in a piece that is
+        not `armed` is ordinary text.
         """
         assert self.matched is None, "text after a stop string"
         if not self._stops:
@@ -38,7 +37,7 @@ class StopStrings:
         return pending[:shown]
 
     def finish(self) -> str:
-        """The text held back, when none follows that could complete a stop string."""
+        """The text held back, when no more text follows."""
         held_back, self._held_back = self._held_back, ""
         return held_back
 

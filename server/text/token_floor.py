@@ -1,12 +1,12 @@
-"""How many tokens a long text has at least, found without tokenizing all of it.
+"""A lower bound of the number of tokens of a long text, without tokenizing all of it.
 
-To tokenize a megabyte takes about a second and 200 MB. A text that is too long for the model must not cost that much.
-Two questions come first, the cheaper one before the other:
+Tokenizing a megabyte takes about a second and 200 MB. A text that is too long for the model must not cost that much.
+Two bounds are tried, the cheaper one first:
 
-1. Has it more bytes than so many of the longest tokens? Then it has more tokens. This needs a tokenizer in which every
-   byte of the text is in some token: byte-level BPE, or BPE that falls back to bytes, with rules that drop nothing.
-2. How many tokens have its first slices, tokenized one by one? A cut may split a word and add a few tokens, which are
-   not counted.
+1. The number of bytes divided by the length of the longest token. This needs a tokenizer that puts every byte of the
+   text into some token: byte-level BPE, or BPE with byte fallback, with rules that drop nothing.
+2. The number of tokens of the first slices, tokenized one by one. A cut may split a word and add a few tokens, which
+   are not counted.
 """
 
 import json
@@ -21,10 +21,10 @@ import tokenizers
 from .byte_level import BYTE_LEVEL
 
 SMALL_BYTES_PER_TOKEN = 8
-"""Text of fewer bytes per token that fits is not looked at here. Ordinary text has about four."""
+"""Shorter text, in bytes per token of the limit, is not checked here. Ordinary text has about four bytes per token."""
 SLICE_CHARACTERS = 32 << 10
 CUT_TOKENS = 16
-"""More than a cut between two slices adds."""
+"""More tokens than a cut between two slices can add."""
 
 _KEEPING_NORMALIZERS = frozenset({"NFC", "Prepend"})
 _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace"})
@@ -33,14 +33,14 @@ _SPACE_AS_BLOCK = {"pattern": {"String": " "}, "content": "\N{LOWER ONE EIGHTH B
 
 
 class TokenFloor:
-    """Lower bounds of the number of tokens of a text. `token_bytes` gives the text that a token stands for."""
+    """Lower bounds of the number of tokens of a text. `token_bytes` returns the bytes of a token."""
 
     def __init__(self, backend: tokenizers.Tokenizer, token_bytes: Callable[[int], bytes]) -> None:
         self._backend = backend
         self._token_bytes = token_bytes
 
     def above(self, text: str, limit: int) -> int | None:
-        """A number of tokens above `limit` that `text` has at least; None when it may have fewer, or is short."""
+        """A lower bound of the tokens of `text`, if it is above `limit`; None otherwise, and for short text."""
         if len(text.encode(errors="replace")) <= SMALL_BYTES_PER_TOKEN * limit:
             return None
         by_bytes = self._by_bytes(text)
@@ -48,7 +48,7 @@ class TokenFloor:
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """The most bytes of text that one token stands for; None where there is no such bound."""
+        """The most bytes of text in one token; None when there is no bound."""
         if not _keeps_every_byte(self._backend):
             return None
         return max(len(self._token_bytes(token)) for token in self._backend.get_vocab(with_added_tokens=True).values())
@@ -56,13 +56,13 @@ class TokenFloor:
     def _by_bytes(self, text: str) -> int:
         if self.longest_token_bytes is None:
             return 0
-        composed = unicodedata.normalize("NFC", text)  # what a tokenizer may do first; it makes some text shorter
+        composed = unicodedata.normalize("NFC", text)  # a normalizer may run first, and makes some text shorter
         known = composed.encode(errors="replace").translate(None, self._unknown_bytes)
         return math.ceil(len(known) / self.longest_token_bytes)
 
     @cached_property
     def _unknown_bytes(self) -> bytes:
-        """Bytes that are in no token of a byte-level vocabulary, such as control characters: they are left out."""
+        """Bytes that no token of a byte-level vocabulary has, such as control characters: the tokenizer drops them."""
         if not _is_byte_level(self._backend):
             return b""
         vocabulary = self._backend.get_vocab(with_added_tokens=False)
@@ -80,7 +80,7 @@ class TokenFloor:
 
 
 def _keeps_every_byte(backend: tokenizers.Tokenizer) -> bool:
-    """Whether no rule of the tokenizer drops text that the model knows, or puts any amount of it into one token."""
+    """Whether the tokenizer keeps all text and puts a bounded amount of it into each token."""
     return (
         all(_keeps(step, _KEEPING_NORMALIZERS) for step in _steps(backend.normalizer))
         and all(_keeps(step, _KEEPING_PRE_TOKENIZERS) for step in _steps(backend.pre_tokenizer))
@@ -97,9 +97,7 @@ def _keeps(step: dict[str, Any], keeping: frozenset[str]) -> bool:
 
 
 def _is_made_of_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Whether characters that are no tokens are made of tokens that are bytes. Others would run together into one token
-    for all that is unknown.
-    """
+    """Whether unknown characters become byte tokens. Otherwise any number of them could become one unknown token."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False
@@ -114,7 +112,7 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer or pre-tokenizer; only its pickled state, which is JSON, names them."""
+    """The steps of a normalizer or pre-tokenizer. Only its pickled state, which is JSON, lists them."""
     if component is not None:
         yield from _flattened(json.loads(component.__getstate__()))
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back, chat templates, and text that streams. No torch, no transformers.
+"""Text to token ids and back, chat templates, and streamed text. No torch, no transformers.
 
-Hugging Face directories bring a tokenizer.json, which is used as it is. For GGUF files the same pipeline is built from
+Hugging Face directories have a tokenizer.json, which is used unchanged. For GGUF files the same pipeline is built from
 their metadata (models/formats/gguf_tokenizer.py).
 """
 
@@ -30,7 +30,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
-# Message content is whatever the client sent: text, or the parts of a multimodal message, as its template expects.
+# Message content is what the client sent: text, or the parts of a multimodal message, as its template expects.
 ChatMessage = Mapping[str, Any]
 
 
@@ -64,9 +64,9 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
 
 
 class Tokenizer:
-    """Safe to share between threads: after construction it only remembers what it has found out, at most once per id.
+    """Thread-safe: after construction it only fills caches, at most once per id.
 
-    `eos_token_ids` joins what the model's configuration names and the tokenizer's own end token.
+    `eos_token_ids` are those of the model's configuration and the tokenizer's own end token.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the BOS its post-processor adds. Rendered chats bring their own: pass False.
+        """Token ids of `text`, with the BOS that the post-processor adds. A rendered chat has one: pass False.
 
-        A batch of one, because only the batch call lets other threads run meanwhile.
+        Encodes a batch of one, because only the batch call releases the GIL.
         """
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -108,20 +108,20 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` leaves this id out, whatever stands next to it: outside the vocabulary, or skipped."""
+        """Whether `decode` always leaves this id out: it is outside the vocabulary, or skipped."""
         return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
 
     def length_alone(self, token_id: int) -> int:
-        """Characters of a token that is decoded on its own. Remembered: it is asked for after every token."""
+        """Characters of a token that is decoded alone. Cached: it is used after every token."""
         length = self._lengths_alone.get(token_id)
         if length is None:
             length = self._lengths_alone[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
         return length
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text, also where they are a part of a character; none for an unknown id.
+        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id.
 
-        Remembered: with log-probabilities it is asked for several times with every token.
+        Cached: log-probabilities use it several times for every token.
         """
         data = self._bytes.get(token_id)
         if data is None:
@@ -138,9 +138,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt the model's template makes of `messages`; raises ClientError where the template refuses them.
+        """`messages` rendered with the model's template; raises ClientError when the template refuses them.
 
-        `variables` are the template's own (Qwen3 has `enable_thinking`); they may not be named as what is given here.
+        `variables` are the template's own (Qwen3 has `enable_thinking`), without the names that are set here.
         """
         if self._template is None:
             raise ClientError("messages: this model has no chat template; send a text prompt instead")
@@ -149,14 +149,16 @@ class Tokenizer:
                 {
                     **self.special_tokens,
                     **(variables or {}),
-                    # as transformers has it: templates ask `tools is not none`, which holds for a name never given
+                    # as in transformers: templates test `tools is not none`, which is true for an undefined name
                     "tools": None,
                     "documents": None,
                     "messages": [dict(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except Exception as error:  # foreign code over the client's values: it can fail in any way
+        except (
+            Exception
+        ) as error:  # the template is foreign code and runs on the client's values: it can raise anything
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
 
     def _find_bytes(self, token_id: int) -> bytes:
@@ -178,7 +180,7 @@ class TextStream:
     """Turns tokens into text deltas whose concatenation is the decoded whole.
 
     Text that later tokens may still change is held back: a character whose bytes have not all arrived. A push decodes
-    a bounded number of tokens, whatever the model produces.
+    a bounded number of tokens for any output.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -186,7 +188,7 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # [context) is emitted, kept because a decoder treats the first token differently
         self._context = 0
-        self._emitted = 0  # characters of the window's text that are out
+        self._emitted = 0  # characters of the window's text that were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly none."""
@@ -208,15 +210,15 @@ class TextStream:
         return delta
 
     def finish(self) -> str:
-        """What was held back, as it stands."""
+        """The text that was held back, with replacement characters."""
         delta = self._decode(self._window)[self._emitted :]
         self._emitted += len(delta)
         return delta
 
     def _shorten_window(self, text: str) -> None:
-        """Forget the older half of a window in which no character has become whole: a run of broken bytes.
+        """Drop the older half of a window in which no character is complete: a run of invalid bytes.
 
-        Cut where both parts decode to what they are together, which is never inside of what decodes as one.
+        The cut is where the two parts decode to the same text as the whole.
         """
         for cut in range(len(self._window) // 2, 0, -1):
             before = self._decode(self._window[:cut])
@@ -231,7 +233,7 @@ class TextStream:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; when serving it is just its body."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; serving renders only its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a plain set
 
@@ -244,7 +246,7 @@ _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    """The types of the decoder's steps; only its pickled state, which is JSON, names them."""
+    """The types of the decoder's steps. Only its pickled state, which is JSON, lists them."""
     if backend.decoder is None:
         return frozenset()
     state = json.loads(backend.decoder.__getstate__())
@@ -252,7 +254,7 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
 
 
 def _compile_template(text: str) -> jinja2.Template:
-    """The environment Hugging Face templates are written for; sandboxed, as they come with the weights."""
+    """The environment that Hugging Face templates expect; sandboxed, because they come with the weights."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
@@ -296,7 +298,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _hf_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja goes first; in tokenizer_config.json it is one template, or a list with one named default."""
+    """chat_template.jinja takes precedence; tokenizer_config.json has one template, or a list with a default."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:

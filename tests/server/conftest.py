@@ -1,4 +1,4 @@
-"""What most tests of the HTTP side ask for: a server of either kind, whose leader the test plays."""
+"""Fixtures of the HTTP tests: a decode and a prefill server whose leader the test scripts."""
 
 from collections.abc import AsyncIterator
 

@@ -80,7 +80,7 @@ class RunningServer:
     port: int
 
     async def report(self, status: Status | None = None) -> None:
-        """The leader says how it is. Returns when the front has heard that, and all that was said before."""
+        """Send a Status. Returns when the frontend has received it and all earlier messages."""
         before = self.client.status
         await self.leader.send(status or make_status())
         async with asyncio.timeout(10):
@@ -96,7 +96,7 @@ async def running_server(
     ready: bool = True,
     default_sampling: SamplingParams = NEUTRAL_SAMPLING,
 ) -> AsyncIterator[RunningServer]:
-    """Everything but the leader process. On leaving, no request may be left open and no task may have failed."""
+    """Everything but the leader process. When the block ends, all requests must have ended and no task failed."""
     config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
     client = LeaderClient(metrics, config)
@@ -125,7 +125,7 @@ async def running_server(
 
 
 async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
-    """The leader says that it is ready and how it is; returns when the front has heard both."""
+    """Send Ready and a Status; returns when the frontend has received both."""
     await leader.send(make_ready(), make_status())
     async with asyncio.timeout(10):
         await client.wait_ready()
@@ -134,7 +134,7 @@ async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
 
 
 async def start_http(app: ASGIApp, listener: socket.socket) -> HttpServer:
-    """uvicorn without its main loop, whose ticks would cost every test 0.2 s."""
+    """uvicorn without its main loop, whose ticks would add 0.2 s to every test."""
     config = uvicorn.Config(app, http=PatientHttpProtocol, ws="none", lifespan="off", log_config=None)
     config.load()
     server = HttpServer(config)

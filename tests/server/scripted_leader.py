@@ -1,7 +1,7 @@
 """A leader without an engine: the real start-up line, the real PAIR protocol, and a script instead of a model.
 
-In a test it is an object on the test's own event loop (`ScriptedLeader`). As a program it stands in for
-`pdserve.scheduler.engine.leader`; its first argument says how it behaves.
+In a test it is an object on the test's own event loop (`ScriptedLeader`). As a program it replaces
+`pdserve.scheduler.engine.leader`; its first argument selects its behaviour.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ def make_finished(rid: str, completion_tokens: int, reason: FinishReason | None 
 
 
 class ScriptedLeader:
-    """The leader's end of the socket, driven line by line from a test."""
+    """The leader's end of the socket, driven by a test."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -97,7 +97,7 @@ class ScriptedLeader:
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
 
     async def send(self, *messages: ToFrontend) -> None:
-        """At once, as a leader sends what one turn of its loop has brought."""
+        """In one batch, as a leader sends the messages of one turn of its loop."""
         await self.send_raw(msgspec.msgpack.encode(messages))
 
     async def send_raw(self, payload: bytes) -> None:
@@ -111,7 +111,7 @@ class ScriptedLeader:
         return message
 
     async def expect_nothing(self, for_s: float = 0.2) -> None:
-        assert not await self._socket.poll(int(for_s * 1000)), "the front sent something"
+        assert not await self._socket.poll(int(for_s * 1000)), "the frontend sent something"
 
     def close(self) -> None:
         self._socket.close()
@@ -123,7 +123,7 @@ def main(behaviour: str) -> None:
     `deaf` to stopping.
     """
     introduction = json.loads(sys.stdin.readline())
-    assert introduction["config"]["api_key"] in (None, "front-secret"), "secrets must arrive in the clear"
+    assert introduction["config"]["api_key"] in (None, "frontend-secret"), "secrets must arrive in the clear"
     threading.Thread(target=_exit_with_front, daemon=True).start()
     if behaviour == "crash-at-start":
         os.kill(os.getpid(), signal.SIGSEGV)

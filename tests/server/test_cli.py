@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their exit codes and what they print."""
+"""The command line as real processes: exit codes and output."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def pdserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_without_arguments_it_prints_help() -> None:
+def test_help_is_printed_without_arguments() -> None:
     result = pdserve()
     assert result.returncode == 0
     for command in ("prefill", "decode", "up", "demo", "version"):
@@ -32,7 +32,7 @@ def test_without_arguments_it_prints_help() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["version", "--version"])
-def test_version_names_the_parts(spelling: str) -> None:
+def test_version_prints_all_versions(spelling: str) -> None:
     result = pdserve(spelling)
     assert result.returncode == 0
     assert re.fullmatch(
@@ -61,7 +61,7 @@ def test_version_names_the_parts(spelling: str) -> None:
         (["up", "--port=8100"], "--port and --prefill-port are both 8100: choose different ports"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_mistake_is_reported_in_one_line_with_exit_code_2(arguments: list[str], message: str) -> None:
     result = pdserve(*arguments)
     assert result.returncode == 2
     assert result.stdout == ""
@@ -70,7 +70,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert message in line
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     unknown = pdserve("decode", "--page-sise", "8", "--qqq=1").stderr.splitlines()
     assert [line.split()[4].rstrip(":") for line in unknown] == ["--page-sise", "--qqq"]
     wrong = pdserve("decode", "--tp=0", "--port=x", "--prefill=a").stderr.splitlines()
@@ -90,7 +90,7 @@ def test_the_command_line_does_not_import_torch() -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_up_gives_each_server_its_settings() -> None:
+def test_up_passes_each_server_its_settings() -> None:
     flags: dict[str, str | bool] = {
         "port": "1200",
         "prefill_port": "1100",
@@ -110,8 +110,8 @@ def test_up_gives_each_server_its_settings() -> None:
     assert prefill.api_key == decode.api_key is not None
 
 
-def test_up_makes_a_cluster_key_for_its_pair() -> None:
-    """Without one, whoever has an account on the machine could talk to the control port."""
+def test_up_generates_a_cluster_key() -> None:
+    """Without one, every user of the machine could connect to the control port."""
     prefill, decode = load_pair_config(None, {}, {})
     assert prefill.cluster_key is not None
     assert prefill.cluster_key == decode.cluster_key
@@ -122,7 +122,7 @@ def test_up_makes_a_cluster_key_for_its_pair() -> None:
     assert prefill.cluster_key == decode.cluster_key == SecretStr(given)
 
 
-def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:
+def test_up_passes_only_one_pool_size_setting(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     file.write_text("kv_tokens: 4096\nprefill_port: 1100\nmax_running_requests: 2\nsend_window: 4\n", encoding="utf-8")
     prefill, decode = load_pair_config(file, {}, {})
@@ -130,7 +130,7 @@ def test_up_sizes_the_pool_one_way_only(tmp_path: Path) -> None:
     assert (prefill.port, prefill.send_window, decode.max_running_requests) == (1100, 4, 2)
 
 
-def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path) -> None:
+def test_up_refuses_settings_that_it_sets_itself_and_unknown_ones(tmp_path: Path) -> None:
     file = tmp_path / "up.yaml"
     for setting in ("prefill: 10.0.0.1:8998", "nnodes: 2", "cluster_key: of-sixteen-letters"):
         name = setting.partition(":")[0]
@@ -142,14 +142,14 @@ def test_up_refuses_what_it_decides_itself_and_what_nobody_knows(tmp_path: Path)
         load_pair_config(file, {}, {})
 
 
-def test_up_reports_what_does_not_fit_the_model_before_it_starts_anything() -> None:
+def test_up_reports_settings_that_do_not_fit_the_model_before_starting() -> None:
     ports = [f"--{name}={free_port()}" for name in ("port", "prefill-port", "bootstrap-port")]
     result = pdserve("up", "--tp=2", *ports)
     assert result.returncode == 2
     assert result.stderr == "pdserve: error: tp = 2 does not divide num_attention_heads = 9: --tp may be 1 or 3\n"
 
 
-def test_up_reports_a_taken_port_before_it_starts_anything() -> None:
+def test_up_reports_a_port_in_use_before_starting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = pdserve("up", f"--bootstrap-port={port}")

@@ -1,17 +1,31 @@
-"""Errors as HTTP clients see them: one JSON shape for every route, with Retry-After where waiting helps."""
+"""Error responses: one JSON shape for every route, with Retry-After where a retry may succeed."""
 
 import math
 
 from starlette.responses import JSONResponse
+from typing_extensions import TypedDict
 
 from ....configs.errors import RequestError
 from ....scheduler.messages.frontend import Failed
 
 RETRY_STATUSES = (429, 503)
 HOPELESS_STATUSES = (409, 504)
-"""OpenAI's clients repeat these by themselves: the same rid again, or work that has used up its time already."""
+"""OpenAI's clients retry these by default, which cannot succeed: a rid in use, or a deadline that has passed."""
 
 DEFAULT_RETRY_S = 1.0
+
+
+class ErrorObject(TypedDict):
+    """The value of `error` in a JSON response or in the last event of a stream."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+
+
+class ErrorReply(TypedDict):
+    error: ErrorObject
 
 
 class EngineError(RequestError):
@@ -24,8 +38,7 @@ class EngineError(RequestError):
         self.code = failed.code
 
 
-def error_object(status: int, code: str, message: str, param: str | None = None) -> dict[str, object]:
-    """The value of `error` in a JSON answer or in the last event of a stream."""
+def error_object(status: int, code: str, message: str, param: str | None = None) -> ErrorObject:
     if status == 429:
         kind = "rate_limit_error"
     elif status == 401:
@@ -57,9 +70,9 @@ def response_for(error: RequestError) -> JSONResponse:
 
 
 def request_id_header(rid: str) -> dict[str, str]:
-    """The id under which the log speaks of a request; clients may choose one that no header can hold."""
+    """The id of the request in the log. A `rid` that is not ASCII cannot be a header."""
     return {"X-Request-Id": rid} if rid.isascii() else {}
 
 
-def failure_object(failed: Failed) -> dict[str, object]:
+def failure_object(failed: Failed) -> ErrorObject:
     return error_object(failed.status, failed.code, failed.message)

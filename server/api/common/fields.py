@@ -1,12 +1,39 @@
-"""Reading one JSON object of a request, field by field, with errors that name the field, the limit and the value."""
+"""Request bodies as pydantic models: their field types, and the one translation of validation errors to HTTP errors.
 
-import math
+An error names the field, the limit and the value. An explicit null means the same as an absent field. Clients of other
+servers send many fields that this server does not have. An unknown field is ignored unless it is similar to a known one
+or would change the response.
+"""
+
+import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ....configs.errors import ClientError
-from ....configs.words import shown
+from ....configs.words import shortened, shown
+
+NEAR = 0.8
+"""Two names with at least this difflib ratio are spellings of one name."""
+MOST_COMPARED = 32
+"""Unknown names of one object that are compared with the known ones."""
 
 
 class FieldError(ClientError):
@@ -19,6 +46,66 @@ class FieldError(ClientError):
 
 class BodyError(ClientError):
     """The body as a whole is not what the route takes."""
+
+
+def problem(text: str, field: str | None = None) -> PydanticCustomError:
+    """What a validator raises; `field` is set when the validated value is the object that holds the wrong field."""
+    return PydanticCustomError("problem", "{text}", {"text": text, "field": field})
+
+
+class Body(BaseModel):
+    """A JSON object of a request."""
+
+    model_config = ConfigDict(frozen=True)
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields of other servers, with the values that change nothing. Any other value is refused."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Fields that belong to another object or route, with the error text that names it."""
+    unknown_fields: ClassVar[Literal["ignored", "refused if similar", "refused"]] = "ignored"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, value: object) -> object:
+        """Before the fields are checked: a misspelt field explains why another one is missing."""
+        if isinstance(value, dict) and (others := [name for name in value if name not in cls.__pydantic_fields__]):
+            cls._refuse({name: value[name] for name in others if value[name] is not None})
+        return value
+
+    @classmethod
+    def _refuse(cls, others: Mapping[str, object]) -> None:
+        unknown = []
+        for name, value in others.items():
+            harmless = cls.unsupported.get(name)
+            if harmless is None:
+                unknown.append(name)
+            elif value not in harmless:
+                accepted = " or ".join(msgspec.json.encode(choice).decode() for choice in harmless)
+                allowed = f"; only {accepted} is accepted" if harmless else ""
+                raise problem(f"is not supported by this server (got {shown(value)}){allowed}", name)
+        if cls.unknown_fields == "ignored":
+            return
+        for name in unknown[:MOST_COMPARED]:
+            if name in cls.elsewhere:
+                raise problem(cls.elsewhere[name], name)
+            if near := _similar_name(cls, shortened(name)):
+                raise PydanticCustomError("misspelt", "misspelt", {"field": shortened(name), "near": near})
+            if cls.unknown_fields == "refused":
+                raise problem("is not known to this server", shortened(name))
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+@lru_cache(maxsize=1024)
+def _similar_name(body: type[Body], name: str) -> str | None:
+    known = sorted(body.model_fields.keys() | body.unsupported.keys())
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)
+
+
+def parse_body(model: type[BodyT], body: bytes, vocab_size: int = 0) -> BodyT:
+    """The checked fields of a JSON body; raises BodyError or FieldError."""
+    return validate(model, decode_object(body), vocab_size)
 
 
 def decode_object(body: bytes) -> dict[str, object]:
@@ -38,140 +125,173 @@ def decode_object(body: bytes) -> dict[str, object]:
     return value
 
 
-class Fields:
-    """Typed access to the fields of one object. An absent field and an explicit null both read as None.
+def validate(model: type[BodyT], value: Mapping[str, object], vocab_size: int = 0) -> BodyT:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _field_error(error, vocab_size) from None
 
-    It remembers which fields were asked for: those are the ones this server knows (server/api/common/field_names.py).
-    """
 
-    def __init__(self, values: Mapping[str, object], path: str = "") -> None:
-        self._values = values
-        self._path = path
-        self.read: set[str] = set()
+_EXPECTED = {
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+}
 
-    def name(self, field: str) -> str:
-        """The field as the client would write it: `sampling_params.top_p`."""
-        return f"{self._path}.{field}" if self._path else field
 
-    def raw(self, field: str) -> object:
-        self.read.add(field)
-        return self._values.get(field)
+def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
+    """The first of pydantic's errors, in our words."""
+    first = error.errors(include_url=False)[0]
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    path = _path(first["loc"])
+    prefix = f"{path}." if path else ""
+    name = path if context.get("field") is None else prefix + context["field"]
+    if kind == "problem":
+        return FieldError(name, context["text"])
+    if kind == "misspelt":
+        return FieldError(name, f"is not a field of this request: did you mean {prefix}{context['near']}?")
+    if kind == "missing" or (value is None and kind in ("string_type", "list_type") and not path.endswith("]")):
+        return FieldError(name, "is required")
+    if kind == "too_short":
+        return FieldError(name, "is required and must not be empty")
+    if kind == "too_long":
+        return FieldError(name, f"holds {len(value)} items; at most {context['max_length']} are allowed")
+    if kind == "literal_error":
+        expected = context["expected"].replace("'", '"')
+        return FieldError(name, f"must be {expected}, got {shown(value)}")
+    if kind == "int_type":  # only of token ids: `Integer` raises an error of its own
+        return FieldError(name, _token_id_problem(value, vocab_size))
+    if kind == "float_type" and type(value) is int:
+        kind = "finite_number"  # too large for a float
+    return FieldError(name, f"{_EXPECTED[kind]}, got {shown(value)}")
 
-    def spelling(self, *names: str) -> str:
-        """Which of several names of one field was given, the first that was; the last one where none was."""
-        given = [name for name in names if self.raw(name) is not None]
-        return given[0] if given else names[-1]
 
-    @property
-    def unread(self) -> list[str]:
-        """Fields that were given and that nobody has asked for."""
-        return [name for name, value in self._values.items() if value is not None and name not in self.read]
+def _path(location: tuple[int | str, ...]) -> str:
+    """`sampling_params[1].top_p`, without the tags of unions."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in (ONE, EACH):
+            path += f".{shortened(part)}" if path else shortened(part)
+    return path
 
-    def error(self, field: str, problem: str) -> FieldError:
-        return FieldError(self.name(field), problem)
 
-    def boolean(self, field: str, default: bool) -> bool:
-        value = self.raw(field)
-        return default if value is None else check_boolean(value, self.name(field))
+@dataclass(frozen=True)
+class Within:
+    """The range of a number; with `above`, `minimum` itself is too small."""
 
-    def integer(self, field: str, minimum: int, maximum: int | None = None) -> int | None:
-        value = self.raw(field)
-        return None if value is None else check_integer(value, self.name(field), minimum, maximum)
+    minimum: int
+    maximum: int | None = None
+    above: bool = False
+    note: str = ""
 
-    def number(self, field: str) -> float | None:
-        """Any finite number."""
-        value = self.raw(field)
-        return None if value is None else check_number(value, self.name(field))
-
-    def number_within(
-        self, field: str, minimum: float, maximum: float, *, default: float, above: bool = False
-    ) -> float:
-        """A number from `minimum` to `maximum`; with `above`, `minimum` itself is too small."""
-        value = self.raw(field)
-        return default if value is None else check_within(value, self.name(field), minimum, maximum, above)
-
-    def string(self, field: str, longest: int) -> str | None:
-        value = self.raw(field)
-        return None if value is None else check_string(value, self.name(field), longest)
-
-    def array(self, field: str, longest: int) -> list[object] | None:
-        value = self.raw(field)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise self.error(field, f"must be an array, got {shown(value)}")
-        if len(value) > longest:
-            raise self.error(field, f"holds {len(value)} items; at most {longest} are allowed")
+    def _check(self, value: Any) -> Any:
+        low, high = self.minimum, self.maximum
+        if value < low or (high is not None and value > high) or (self.above and value == low):
+            raise problem(self.refusal(value))
         return value
 
-    def object(self, field: str) -> "Fields":
-        """The nested object, empty when absent."""
-        return as_fields(self.raw(field), self.name(field))
+    def refusal(self, value: float) -> str:
+        if self.maximum is None:
+            limits = f"at least {self.minimum}{self.note}"
+        elif self.above:
+            limits = f"above {self.minimum} and at most {self.maximum}"
+        else:
+            limits = f"between {self.minimum} and {self.maximum}"
+        return f"must be {limits}, got {shown(value)}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        maximum = {} if self.maximum is None else {"maximum": self.maximum}
+        return handler(core) | {"exclusiveMinimum" if self.above else "minimum": self.minimum} | maximum
 
 
-def as_fields(value: object, path: str) -> Fields:
-    if value is None:
-        return Fields({}, path)
-    if not isinstance(value, dict):
-        raise FieldError(path, f"must be an object, got {shown(value)}")
-    return Fields(value, path)
-
-
-def check_boolean(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise FieldError(name, f"must be true or false, got {shown(value)}")
+def check_within(value: int, name: str, minimum: int, maximum: int) -> int:
+    """For a range that is known only when the request is: raises FieldError."""
+    if not minimum <= value <= maximum:
+        raise FieldError(name, Within(minimum, maximum).refusal(value))
     return value
 
 
-def check_number(value: object, name: str) -> float:
-    """Any finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FieldError(name, f"must be a number, got {shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise FieldError(name, f"must be a finite number, got {shown(value)}") from None
-    if not math.isfinite(number):
-        raise FieldError(name, f"must be a finite number, got {shown(value)}")
-    return number
+@dataclass(frozen=True)
+class Characters:
+    """The length of a string: at least one character."""
+
+    longest: int
+
+    def _check(self, value: str) -> str:
+        if not 0 < len(value) <= self.longest:
+            raise problem(f"must have 1 to {self.longest} characters, got {len(value)}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(core) | {"minLength": 1, "maxLength": self.longest}
 
 
-def check_within(value: object, name: str, minimum: float, maximum: float, above: bool = False) -> float:
-    number = check_number(value, name)
-    if number < minimum or number > maximum or (above and number == minimum):
-        limits = f"above {minimum:g} and at most {maximum:g}" if above else f"between {minimum:g} and {maximum:g}"
-        raise FieldError(name, f"must be {limits}, got {shown(number)}")
-    return number
+class FirstError:
+    """A list stops at its first wrong item. pydantic's own FailFast cannot be hashed, as members of unions must be."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return dict(handler(source), fail_fast=True)
 
 
-def check_integer(value: object, name: str, minimum: int, maximum: int | None = None) -> int:
-    """An integer, which may be written as 1.0: some languages have no other numbers."""
+def _integral(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise FieldError(name, f"must be an integer, got {shown(value)}")
-    if value < minimum or (maximum is not None and value > maximum):
-        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise FieldError(name, f"must be {limit}, got {shown(value)}")
+        return int(value)
+    if type(value) is not int:
+        raise problem(f"must be an integer, got {shown(value)}")
     return value
 
 
-def check_string(value: object, name: str, longest: int) -> str:
-    if not isinstance(value, str):
-        raise FieldError(name, f"must be a string, got {shown(value)}")
-    if not 0 < len(value) <= longest:
-        raise FieldError(name, f"must have 1 to {longest} characters, got {len(value)}")
+def _array_of_ids(value: object) -> object:
+    if not isinstance(value, list):
+        raise problem(f"must be an array of token ids, got {shown(value)}")
     return value
 
 
-def check_token_ids(values: object, name: str, vocab_size: int) -> tuple[int, ...]:
+ValueT = TypeVar("ValueT")
+
+Boolean = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+Integer = Annotated[int, BeforeValidator(_integral)]
+"""An integer, which may be written as 1.0: some languages have no other numbers."""
+TokenIds = Annotated[list[Annotated[int, Strict()]], FirstError(), BeforeValidator(_array_of_ids)]
+"""Integers; `check_token_ids` compares them with the vocabulary."""
+
+ONE, EACH = "<one>", "<each>"
+"""Tags of unions, which `_path` leaves out."""
+OneOrEach = Annotated[
+    Annotated[ValueT, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)],
+    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
+]
+"""A value for all prompts of a call, or a list with one for each."""
+
+
+@cache
+def _ids_within(vocab_size: int) -> Any:
+    return tuple[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)], ...]
+
+
+def check_token_ids(values: list[int], name: str, vocab_size: int) -> tuple[int, ...]:
     """Token ids of the served vocabulary; the first wrong one is named by its index."""
-    if not isinstance(values, list):
-        raise FieldError(name, f"must be an array of token ids, got {shown(values)}")
-    for index, value in enumerate(values):
-        # `type(...) is int` also turns away bool, and is the cheap test for prompts of a million ids
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise FieldError(
-                f"{name}[{index}]", f"must be a token id (an integer from 0 to {vocab_size - 1}), got {shown(value)}"
-            )
-    return tuple(values)
+    try:
+        ids: tuple[int, ...] = msgspec.convert(values, _ids_within(vocab_size))
+    except msgspec.ValidationError:
+        index = next(index for index, value in enumerate(values) if not 0 <= value < vocab_size)
+        raise FieldError(f"{name}[{index}]", _token_id_problem(values[index], vocab_size)) from None
+    return ids
+
+
+def _token_id_problem(value: object, vocab_size: int) -> str:
+    return f"must be a token id (an integer from 0 to {vocab_size - 1}), got {shown(value)}"

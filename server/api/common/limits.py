@@ -1,6 +1,4 @@
-"""What a request may ask of this server: the configured limits, what the model and its KV pool can hold, and what holds
-where the request does not say.
-"""
+"""The limits of requests, from the configuration, the model and the KV pool, and the sampling defaults."""
 
 from dataclasses import dataclass
 
@@ -14,9 +12,10 @@ _MAXIMUM = "this model's maximum context length is"
 
 
 class ContextLengthError(FieldError):
-    """A prompt, or a prompt and what is to follow it, that is longer than this server takes.
+    """The prompt, or prompt and output together, are longer than this server takes.
 
-    The code and the words of `Limits.describe_total` are OpenAI's: clients know by them that a shorter prompt would do.
+    The code and the wording of `Limits.describe_total` are OpenAI's: clients use them to detect that a shorter prompt
+    would fit.
     """
 
     code = "context_length_exceeded"
@@ -24,7 +23,7 @@ class ContextLengthError(FieldError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds that requests are checked against."""
+    """The limits of one server."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -34,14 +33,14 @@ class Limits:
     max_new_tokens: int
     max_batch_items: int
     bootstrap_hosts: AllowedHosts
-    """Hosts a request may name as its prefill server. A prefill server connects to none of them, and allows all."""
+    """Hosts that a request may name as its prefill server. A prefill server allows all: it does not connect to them."""
     default_sampling: SamplingParams = NEUTRAL_SAMPLING
-    """What holds where a request does not say."""
+    """Used for fields that a request does not set."""
 
     @classmethod
     def of(cls, config: AnyServerConfig, ready: Ready, default_sampling: SamplingParams) -> "Limits":
         total, new_tokens = ready.model.context_length, None
-        if isinstance(config, DecodeConfig):  # prompt and output share its KV pool; prefill holds prompts, one by one
+        if isinstance(config, DecodeConfig):  # its KV pool holds prompt and output; prefill holds prompts only
             total, new_tokens = min(total, ready.max_total_tokens), config.max_new_tokens_limit
         return cls(
             vocab_size=ready.model.vocab_size,
@@ -56,13 +55,13 @@ class Limits:
         )
 
     def describe_total(self) -> str:
-        """What bounds prompt and output together, for error messages."""
+        """The limit of prompt and output together, for error messages."""
         if self.max_total_tokens < self.context_length:
             return f"{_MAXIMUM} {self.max_total_tokens} tokens here, as many as fit the KV pool"
         return f"{_MAXIMUM} {self.context_length} tokens"
 
     def describe_prompt(self) -> str:
-        """What bounds a prompt by itself."""
+        """The limit of the prompt, for error messages."""
         if self.max_prompt_tokens < self.max_total_tokens:
             return f"{_MAXIMUM} {self.max_prompt_tokens} tokens for a prompt here (max_prompt_tokens)"
         return self.describe_total()

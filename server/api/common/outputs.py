@@ -1,4 +1,4 @@
-"""What one request has produced so far: token ids, text that is safe to show, log-probabilities and its end."""
+"""The output of one request so far: token ids, text that can be sent, log-probabilities and its end."""
 
 import time
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from ...text.output_text import OutputText
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added: text, and the tokens from `first_token` on."""
+    """The new part of an output: text, and the tokens from `first_token` on."""
 
     text: str
     first_token: int
 
 
 class Output:
-    """One request's output; nothing in it is ever taken back.
+    """The output of one request. It only grows.
 
-    Token ids keep the stop token that ended the request, which text does not show. At a stop string the output is
-    complete (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
+    Token ids include the stop token that ended the request; the text does not. A stop string completes the output
+    (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Output:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.text_offsets: list[int] = []
-        """With log-probabilities: where in the text each token begins."""
+        """With log-probabilities: the position in the text where each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
         self.cached_tokens = 0
         self.stop_string: str | None = None
@@ -64,7 +64,7 @@ class Output:
 
     @property
     def failed(self) -> Failed | None:
-        """The failure that ended it. One that comes after the output was complete takes nothing away from it."""
+        """The failure that ended it. A failure of an output that was complete does not count."""
         return self.terminal if isinstance(self.terminal, Failed) and not self.complete else None
 
     @property
@@ -84,8 +84,8 @@ class Output:
         return (self._ended_at or time.monotonic()) - self._started_at
 
     def advance(self, progress: Progress) -> Delta:
-        """Take in new events. Nothing may follow a terminal one."""
-        assert self.terminal is None, f"request {self.rid} went on after its end"
+        """Add new events. No event may follow a terminal one."""
+        assert self.terminal is None, f"request {self.rid} has an event after its terminal event"
         first_token = len(self.token_ids)
         if progress.prefilled is not None:
             self.input_logprobs = progress.prefilled.input_logprobs
@@ -105,7 +105,7 @@ class Output:
     def _take_tokens(self, progress: Progress) -> str:
         with_logprobs = self.wanted_logprobs is not None
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
-        shown = ""
+        visible = ""
         for index, token in enumerate(progress.token_ids):
             if self.stop_string is not None:
                 break
@@ -113,6 +113,6 @@ class Output:
             if with_logprobs:
                 self.logprobs.append(progress.logprobs[index])
                 self.text_offsets.append(self._text.decoded_characters)
-            shown += self._text.push(token)
+            visible += self._text.push(token)
             self.stop_string = self._text.stop_string
-        return shown
+        return visible

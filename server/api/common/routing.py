@@ -1,4 +1,4 @@
-"""Which requests a call becomes: their ids, how urgent they are, and which prefill server takes them.
+"""Routing fields of a call: the ids of its requests, their priority and deadline, and the prefill server.
 
 With a list of prompts, `rid` and `bootstrap_*` may be lists of the same length; one value stands for all, except that a
 single `rid` becomes `rid_0, rid_1, ...` and a single `bootstrap_room` counts up, as in SGLang. Further samples of a
@@ -6,13 +6,16 @@ prompt (`n`) are the requests `rid_1, rid_2, ...` after its own `rid`; they shar
 send a room for every sample: the first of a prompt's rooms is used.
 """
 
+import re
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from ....configs.allowed_hosts import AllowedHosts
+from pydantic import AfterValidator, Field
+
 from ....configs.words import counted, shown
-from .fields import FieldError, Fields, check_integer, check_string
+from .fields import Body, Characters, FieldError, Integer, Number, OneOrEach, Text, Within, check_within, problem
 from .limits import Limits
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -21,6 +24,25 @@ MAX_HOST_CHARACTERS = 255
 MAX_ROOM = (1 << 63) - 1
 MAX_PRIORITY = 100
 MAX_TIMEOUT_S = 86_400
+
+ValueT = TypeVar("ValueT")
+
+
+def _check_printable(rid: str) -> str:
+    if not rid.isprintable():
+        raise problem("must not contain control characters")
+    return rid
+
+
+def _check_host(host: str) -> str:
+    if re.search(r"[\s:/]", host):
+        raise problem(f"must be a host name or an IPv4 address, got {shown(host)}")
+    return host
+
+
+Rid = Annotated[Text, Characters(MAX_RID_CHARACTERS), AfterValidator(_check_printable)]
+Host = Annotated[Text, Characters(MAX_HOST_CHARACTERS), AfterValidator(_check_host)]
+TimeoutS = Annotated[Number, Within(0, MAX_TIMEOUT_S, above=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,57 +61,104 @@ class Route:
         return (self.rid, *self.more_rids)
 
 
-def read_routes(
-    fields: Fields, prompts: int, batched: bool, samples: int, limits: Limits
-) -> tuple[Sequence[Route], str | None]:
-    """A route for each prompt, and the one id of the whole call where it has one."""
-    rids, group = _read_rids(fields, prompts, batched)
-    rooms = _read_rooms(fields, prompts, batched, samples)
-    endpoints = _read_endpoints(fields, prompts, batched, samples, limits.bootstrap_hosts)
-    priority = fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
-    timeout_s = _read_timeout_s(fields)
-    routes = [
-        Route(
-            rid=rids[index],
-            more_rids=tuple(f"{rids[index]}_{sample}" for sample in range(1, samples)),
-            endpoint=endpoints[index],
-            room=rooms[index],
-            priority=priority,
-            timeout_s=timeout_s,
-        )
-        for index in range(prompts)
-    ]
-    return routes, group
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How many prompts a call holds, whether they came as a list, and how many samples each prompt has."""
+
+    prompts: int
+    batched: bool
+    samples: int
+
+    def spread(self, value: ValueT | list[ValueT], name: str, *, per_sample: bool = False) -> list[ValueT]:
+        """A value for each prompt, of a field that is one value or a list."""
+        return self.listed(value, name, per_sample=per_sample) if isinstance(value, list) else [value] * self.prompts
+
+    def listed(self, value: list[ValueT], name: str, *, per_sample: bool = False) -> list[ValueT]:
+        """The values of a list, one for each prompt. With `per_sample` it may also have one for each sample: then the
+        first of each prompt counts.
+        """
+        if per_sample and self.samples > 1 and len(value) == self.prompts * self.samples:
+            return value[:: self.samples]
+        if not self.batched or len(value) != self.prompts:
+            held = counted(self.prompts, "prompt") if self.batched else "a single prompt"
+            raise FieldError(name, f"is an array of {len(value)} but the call holds {held}")
+        return value
 
 
-def _read_rids(fields: Fields, prompts: int, batched: bool) -> tuple[tuple[str, ...], str | None]:
-    given = per_prompt(fields, "rid", prompts, batched)
-    if given is not None:
-        rids = tuple(new_rid() if rid is None else _check_rid(rid, f"rid[{index}]") for index, rid in enumerate(given))
-        return rids, None
-    rid = new_rid() if fields.raw("rid") is None else _check_rid(fields.raw("rid"), "rid")
-    if not batched:
-        return (rid,), None
-    return tuple(f"{rid}_{index}" for index in range(prompts)), rid
-
-
-def _read_rooms(fields: Fields, prompts: int, batched: bool, samples: int = 1) -> tuple[int | None, ...]:
-    given = per_prompt(fields, "bootstrap_room", prompts, batched, samples)
-    if given is None:
-        first = fields.integer("bootstrap_room", 0, MAX_ROOM - prompts + 1)
-        return tuple(None if first is None else first + index for index in range(prompts))
-    rooms = tuple(
-        None if room is None else check_integer(room, f"bootstrap_room[{index}]", 0, MAX_ROOM)
-        for index, room in enumerate(given)
+class RoutingFields(Body):
+    rid: OneOrEach[Rid | None] = Field(
+        None,
+        description="Id of the request, for /abort_request. For a list of prompts: one for each, or a prefix of them. "
+        "Default: random.",
     )
-    named = [room for room in rooms if room is not None]
-    if len(set(named)) < len(named):
-        raise fields.error("bootstrap_room", "names a room twice; every prompt needs a room of its own")
-    return rooms
+    priority: Annotated[Integer, Within(-MAX_PRIORITY, MAX_PRIORITY)] | None = Field(
+        None, description="Higher first, on decode and on prefill. Default 0."
+    )
+    timeout_s: TimeoutS | None = Field(
+        None, description="Seconds until the request fails with 504. The server's request_timeout_s applies as well."
+    )
+    timeout: TimeoutS | None = Field(None, description="Another name of `timeout_s`.")
+    bootstrap_host: OneOrEach[Host | None] = Field(None, description="The prefill server that a router has chosen.")
+    bootstrap_port: OneOrEach[Annotated[Integer, Within(1, 65535)] | None] = Field(
+        None, description=f"Its control port. Default {DEFAULT_BOOTSTRAP_PORT}."
+    )
+    bootstrap_room: OneOrEach[Annotated[Integer, Within(0, MAX_ROOM)] | None] = Field(
+        None, description="The router's id of the request, the same on prefill and decode."
+    )
+
+    def routes(self, shape: CallShape, limits: Limits) -> tuple[Sequence[Route], str | None]:
+        """A route for each prompt, and the one id of the whole call where it has one."""
+        rids, group = self._rids(shape)
+        routes = [
+            Route(
+                rid=rid,
+                more_rids=tuple(f"{rid}_{sample}" for sample in range(1, shape.samples)),
+                endpoint=endpoint,
+                room=room,
+                priority=self.priority or 0,
+                timeout_s=self.timeout if self.timeout_s is None else self.timeout_s,
+            )
+            for rid, endpoint, room in zip(rids, self._endpoints(shape, limits), self._rooms(shape), strict=True)
+        ]
+        return routes, group
+
+    def _rids(self, shape: CallShape) -> tuple[Sequence[str], str | None]:
+        if isinstance(self.rid, list):
+            return [rid or new_rid() for rid in shape.listed(self.rid, "rid")], None
+        rid = self.rid or new_rid()
+        return ([f"{rid}_{index}" for index in range(shape.prompts)], rid) if shape.batched else ([rid], None)
+
+    def _rooms(self, shape: CallShape) -> Sequence[int | None]:
+        first = self.bootstrap_room
+        if first is None:
+            return [None] * shape.prompts
+        if isinstance(first, int):
+            check_within(first, "bootstrap_room", 0, MAX_ROOM - shape.prompts + 1)
+            return range(first, first + shape.prompts)
+        rooms = shape.listed(first, "bootstrap_room", per_sample=True)
+        named = [room for room in rooms if room is not None]
+        if len(set(named)) < len(named):
+            raise FieldError("bootstrap_room", "names a room twice; every prompt needs a room of its own")
+        return rooms
+
+    def _endpoints(self, shape: CallShape, limits: Limits) -> Sequence[str | None]:
+        """HOST:PORT of the prefill server a router chose for each prompt."""
+        hosts = shape.spread(self.bootstrap_host, "bootstrap_host", per_sample=True)
+        ports = shape.spread(self.bootstrap_port, "bootstrap_port", per_sample=True)
+        for host in hosts:
+            if host is not None and limits.bootstrap_hosts.allows(host) is False:
+                raise FieldError(
+                    "bootstrap_host",
+                    f"{host} is not a host this server may connect to: name it, or its network, in --bootstrap-allow",
+                )
+        return [
+            None if host is None else f"{host}:{port or DEFAULT_BOOTSTRAP_PORT}"
+            for host, port in zip(hosts, ports, strict=True)
+        ]
 
 
 def check_rooms(routes: Iterable[Route]) -> None:
-    """On a prefill server: every prompt is one that a decode server was sent, too."""
+    """On a prefill server: a decode server was sent every prompt, too."""
     if any(route.room is None for route in routes):
         raise FieldError(
             "bootstrap_room",
@@ -98,61 +167,5 @@ def check_rooms(routes: Iterable[Route]) -> None:
         )
 
 
-def per_prompt(fields: Fields, field: str, prompts: int, batched: bool, samples: int = 1) -> list[object] | None:
-    """The list form of a field that may be one value or one per prompt; None when it is one value.
-
-    With `samples` the list may also have one value per sample, all samples of a prompt together.
-    """
-    value = fields.raw(field)
-    if not isinstance(value, list):
-        return None
-    if samples > 1 and len(value) == prompts * samples:
-        return value[::samples]
-    if not batched:
-        raise fields.error(field, f"is an array of {len(value)} but the call holds a single prompt")
-    if len(value) != prompts:
-        raise fields.error(field, f"is an array of {len(value)} but the call holds {counted(prompts, 'prompt')}")
-    return value
-
-
 def new_rid() -> str:
     return uuid.uuid4().hex
-
-
-def _check_rid(value: object, name: str) -> str:
-    rid = check_string(value, name, MAX_RID_CHARACTERS)
-    if not rid.isprintable():
-        raise FieldError(name, "must not contain control characters")
-    return rid
-
-
-def _read_endpoints(
-    fields: Fields, prompts: int, batched: bool, samples: int, allowed_hosts: AllowedHosts
-) -> tuple[str | None, ...]:
-    """HOST:PORT of the prefill server a router chose for each prompt."""
-    hosts = per_prompt(fields, "bootstrap_host", prompts, batched, samples) or [fields.raw("bootstrap_host")] * prompts
-    ports = per_prompt(fields, "bootstrap_port", prompts, batched, samples) or [fields.raw("bootstrap_port")] * prompts
-    endpoints: list[str | None] = []
-    for host, port in zip(hosts, ports, strict=True):
-        if host is None:
-            endpoints.append(None)
-            continue
-        name = check_string(host, "bootstrap_host", MAX_HOST_CHARACTERS)
-        if any(character.isspace() or character in ":/" for character in name):
-            raise FieldError("bootstrap_host", f"must be a host name or an IPv4 address, got {shown(host)}")
-        if allowed_hosts.allows(name) is False:
-            raise FieldError(
-                "bootstrap_host",
-                f"{name} is not a host this server may connect to: name it, or its network, in --bootstrap-allow",
-            )
-        number = DEFAULT_BOOTSTRAP_PORT if port is None else check_integer(port, "bootstrap_port", 1, 65535)
-        endpoints.append(f"{name}:{number}")
-    return tuple(endpoints)
-
-
-def _read_timeout_s(fields: Fields) -> float | None:
-    """`timeout_s`, or `timeout`; the server's own request_timeout_s holds as well."""
-    name = fields.spelling("timeout_s", "timeout")
-    if fields.raw(name) is None:
-        return None
-    return fields.number_within(name, 0, MAX_TIMEOUT_S, default=MAX_TIMEOUT_S, above=True)

@@ -1,20 +1,32 @@
-"""How a request wants its tokens chosen and its text ended: the fields that `/generate` has in `sampling_params` and
-OpenAI's routes have at the top level.
+"""Sampling and stop fields: in `sampling_params` of `/generate`, at the top level of OpenAI's routes.
 
-`n` asks for several samples of a prompt: sample i is drawn with seed + i. Without a `seed` (or `sampling_seed`, as
-SGLang calls it) a random one is drawn once per prompt, so samples differ in either case.
+`n` asks for several samples of a prompt: sample i is drawn with seed + i. Without a `seed` (or SGLang's name,
+`sampling_seed`) a random one is drawn once per prompt, so samples differ in either case.
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 import msgspec
+from annotated_types import MaxLen
+from pydantic import Field, PlainValidator
 
 from ....configs.sampling import SamplingParams
 from ....configs.words import counted, shown
 from ...text.output_text import TextRules
-from .fields import FieldError, Fields, check_string, check_token_ids, check_within
+from .fields import (
+    Body,
+    Boolean,
+    FieldError,
+    Integer,
+    Number,
+    TokenIds,
+    Within,
+    check_token_ids,
+    check_within,
+    problem,
+)
 from .limits import ContextLengthError, Limits
 
 MAX_SAMPLES = 16
@@ -24,182 +36,185 @@ MAX_STOP_CHARACTERS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_SEED = (1 << 63) - 1
 
-# Known to other servers, not to this one: harmless at these values, refused at any other.
-NEUTRAL_SAMPLING_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "stop_regex": ([],),
-    "custom_params": ({},),
-    "spaces_between_special_tokens": (True, False),  # only tokenizers that we do not use know the difference
-}
+
+def _stop_strings(value: object) -> list[str] | None:
+    """A string or a list of them, in which null is skipped."""
+    strings = [value] if isinstance(value, str) else value
+    if strings is None:
+        return None
+    if not isinstance(strings, list):
+        raise problem(f"must be an array, got {shown(strings)}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise problem(f"holds {len(strings)} items; at most {MAX_STOP_STRINGS} are allowed")
+    checked = [text for text in strings if text is not None]
+    for text in checked:
+        if not isinstance(text, str):
+            raise problem(f"must be a string, got {shown(text)}")
+        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+            raise problem(f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(text)}")
+    return checked
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What a route calls the fields whose names differ, and how much it generates when nobody says."""
+class DistributionFields(Body):
+    """The distribution that tokens are drawn from. A checkpoint may recommend these five (default_sampling.py)."""
 
-    max_new_tokens: str
-    min_new_tokens: str
-    default_new_tokens: int
+    temperature: Annotated[Number, Within(0, note=" (0 is greedy)")] | None = Field(
+        None, description="0 is greedy. Default: the model's recommendation, or 1."
+    )
+    top_p: Annotated[Number, Within(0, 1, above=True)] | None = Field(
+        None, description="Default: the model's recommendation, or 1."
+    )
+    top_k: Annotated[Integer, Within(-1)] | None = Field(
+        None, description="-1 or 0: the whole vocabulary. Default: the model's recommendation, or the whole vocabulary."
+    )
+    min_p: Annotated[Number, Within(0, 1)] | None = Field(
+        None, description="Default: the model's recommendation, or 0."
+    )
+    repetition_penalty: Annotated[Number, Within(0, 2, above=True)] | None = Field(
+        None, description="Counts prompt and output. Default: the model's recommendation, or 1."
+    )
+
+    def distribution(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
+        """`default`, changed by the fields that are set."""
+        names = self.model_fields_set & DistributionFields.model_fields.keys()
+        changed = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "top_k" in changed and not 1 <= changed["top_k"] < vocab_size:
+            changed["top_k"] = None
+        return msgspec.structs.replace(default, **changed) if changed else default
 
 
-def refuse_unsupported(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    for field, harmless in neutral.items():
-        value = fields.raw(field)
-        if value is not None and value not in harmless:
-            accepted = " or ".join(msgspec.json.encode(choice).decode() for choice in harmless)
-            allowed = f"; only {accepted} is accepted" if harmless else ""
-            raise fields.error(field, f"is not supported by this server (got {shown(value)}){allowed}")
+class SamplingFields(DistributionFields):
+    """What both dialects share; `max_new_tokens` and `min_new_tokens` have other names in OpenAI's."""
+
+    unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        "json_schema": (),
+        "regex": (),
+        "ebnf": (),
+        "structural_tag": (),
+        "stop_regex": ([],),
+        "custom_params": ({},),
+        "spaces_between_special_tokens": (True, False),  # our tokenizers make no difference
+    }
+    default_new_tokens: ClassVar[int] = 128
+
+    n: Annotated[Integer, Within(1, MAX_SAMPLES)] | None = Field(
+        None, description="Samples of each prompt. They share its prefill; sample i has seed + i. Default 1."
+    )
+    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = Field(
+        None, description="The same seed gives the same tokens, in any batch. Default: random."
+    )
+    sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = Field(None, description="SGLang's name of `seed`.")
+    stop: Annotated[list[str] | None, PlainValidator(_stop_strings, json_schema_input_type=str | list[str] | None)] = (
+        Field(None, description=f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
+    )
+    stop_token_ids: Annotated[TokenIds, MaxLen(MAX_STOP_TOKEN_IDS)] | None = Field(
+        None, description="Token ids that end the output."
+    )
+    ignore_eos: Boolean | None = Field(None, description="Continue after the model's end token. Default false.")
+    no_stop_trim: Boolean | None = Field(
+        None, description="Keep the stop string or stop token in the text. Default false."
+    )
+    include_stop_str_in_output: Boolean | None = Field(None, description="vLLM's name of `no_stop_trim`.")
+    skip_special_tokens: Boolean | None = Field(None, description="Leave special tokens out of the text. Default true.")
+    presence_penalty: Annotated[Number, Within(-2, 2)] | None = Field(None, description="Counts output. Default 0.")
+    frequency_penalty: Annotated[Number, Within(-2, 2)] | None = Field(None, description="Counts output. Default 0.")
+    logit_bias: dict[str, Annotated[Number, Within(-100, 100)]] | None = Field(
+        None, description=f"A bias for each token id, up to {MAX_LOGIT_BIASES}."
+    )
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    def new_tokens(self) -> tuple[str, int | None, str, int | None]:
+        """The names and values of the most and of the fewest tokens to generate."""
+        raise NotImplementedError
+
+    def sampling(self, limits: Limits, prompt_tokens: int, path: str = "") -> SamplingParams:
+        """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""
+        most_name, most, fewest_name, fewest = self.new_tokens()
+        max_new_tokens = self._max_new_tokens(path + most_name, most, limits, prompt_tokens)
+        return msgspec.structs.replace(
+            self.distribution(limits.default_sampling, limits.vocab_size),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=()
+            if self.stop_token_ids is None
+            else check_token_ids(self.stop_token_ids, f"{path}stop_token_ids", limits.vocab_size),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self._seed(path),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self._biases(f"{path}logit_bias", limits.vocab_size),
+            min_new_tokens=check_within(fewest or 0, path + fewest_name, 0, max_new_tokens),
+        )
+
+    def text_rules(self, sampling: SamplingParams, limits: Limits) -> TextRules:
+        """Which text ends the output, and what of the output is shown."""
+        keep_stop = bool(
+            self.no_stop_trim if self.include_stop_str_in_output is None else self.include_stop_str_in_output
+        )
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
+        return TextRules(
+            stop_strings=tuple(self.stop or ()),
+            show_stop=keep_stop,
+            hidden_token_ids=frozenset() if keep_stop else frozenset(ends),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            min_new_tokens=sampling.min_new_tokens,
+        )
+
+    def _max_new_tokens(self, name: str, asked: int | None, limits: Limits, prompt_tokens: int) -> int:
+        room = limits.max_total_tokens - prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                name, f"has no room after {prompt_tokens} prompt tokens: {limits.describe_total()}"
+            )
+        if asked is None:
+            return min(self.default_new_tokens, limits.max_new_tokens, room)
+        check_within(asked, name, 1, limits.max_new_tokens)
+        if asked > room:
+            raise ContextLengthError(
+                name,
+                f"is too large: {prompt_tokens} prompt tokens + {asked} new tokens = {prompt_tokens + asked}; "
+                f"at most {room} new tokens fit: {limits.describe_total()}",
+            )
+        return asked
+
+    def _seed(self, path: str) -> int:
+        """The seed of the first sample, such that the last sample's is in range too."""
+        name, seed = ("sampling_seed", self.sampling_seed) if self.seed is None else ("seed", self.seed)
+        if seed is None:
+            return random.getrandbits(62)
+        return check_within(seed, path + name, 0, MAX_SEED - self.samples + 1)
+
+    def _biases(self, name: str, vocab_size: int) -> tuple[tuple[int, float], ...]:
+        """Token ids and biases, in order of ids."""
+        if not self.logit_bias:
+            return ()
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise FieldError(name, f"holds {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
+        longest = len(str(vocab_size))  # also keeps int() from numbers of a million digits
+        biases: dict[int, float] = {}
+        for key, bias in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= longest and int(key) < vocab_size):
+                raise FieldError(name, f"must name token ids from 0 to {vocab_size - 1}, got {shown(key)}")
+            if int(key) in biases:
+                raise FieldError(name, f"names token {int(key)} twice")
+            biases[int(key)] = bias
+        return tuple(sorted(biases.items()))
 
 
-def read_samples(prompts: Sequence[Fields], limits: Limits) -> int:
-    """`n`, which all prompts of a call share."""
-    samples = [fields.integer("n", 1, MAX_SAMPLES) or 1 for fields in prompts]
-    for fields, count in zip(prompts, samples, strict=True):
-        if count != samples[0]:
-            raise fields.error("n", f"must be the same for all prompts of a call, got {samples[0]} and {count}")
-    total = len(prompts) * samples[0]
+def check_samples(params: Sequence[tuple[SamplingFields, str]], limits: Limits) -> int:
+    """`n`, which all prompts of a call share; `params` has the fields of each prompt and their path."""
+    (first, first_path), total = params[0], len(params) * params[0][0].samples
+    for fields, path in params:
+        if fields.samples != first.samples:
+            raise FieldError(
+                f"{path}n", f"must be the same for all prompts of a call, got {first.samples} and {fields.samples}"
+            )
     if total > limits.max_batch_items:
-        raise prompts[0].error(
-            "n",
-            f"asks for too many results: {counted(len(prompts), 'prompt')} x {samples[0]} samples = {total}; at most "
+        raise FieldError(
+            f"{first_path}n",
+            f"asks for too many results: {counted(len(params), 'prompt')} x {first.samples} samples = {total}; at most "
             f"{limits.max_batch_items} (max_batch_items) are allowed",
         )
-    return samples[0]
-
-
-def read_sampling(
-    fields: Fields, limits: Limits, prompt_tokens: int, dialect: Dialect, samples: int = 1
-) -> SamplingParams:
-    """Sampling parameters with every default filled in."""
-    max_new_tokens = _read_max_new_tokens(fields, limits, prompt_tokens, dialect)
-    return msgspec.structs.replace(
-        read_distribution(fields, limits.vocab_size, limits.default_sampling),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=_read_stop_token_ids(fields, limits.vocab_size),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        seed=_read_seed(fields, samples),
-        presence_penalty=fields.number_within("presence_penalty", -2, 2, default=0.0),
-        frequency_penalty=fields.number_within("frequency_penalty", -2, 2, default=0.0),
-        logit_bias=_read_logit_bias(fields, limits.vocab_size),
-        min_new_tokens=fields.integer(dialect.min_new_tokens, 0, max_new_tokens) or 0,
-    )
-
-
-def read_distribution(fields: Fields, vocab_size: int, default: SamplingParams) -> SamplingParams:
-    """`default` with what `fields` say of the distribution that tokens are drawn from.
-
-    These five a checkpoint may recommend (server/api/default_sampling.py); the names and ranges are the same there.
-    """
-    return msgspec.structs.replace(
-        default,
-        temperature=_read_temperature(fields, default.temperature),
-        top_p=fields.number_within("top_p", 0, 1, default=default.top_p, above=True),
-        top_k=_read_top_k(fields, vocab_size, default.top_k),
-        min_p=fields.number_within("min_p", 0, 1, default=default.min_p),
-        repetition_penalty=fields.number_within(
-            "repetition_penalty", 0, 2, default=default.repetition_penalty, above=True
-        ),
-    )
-
-
-def read_text_rules(fields: Fields, sampling: SamplingParams, limits: Limits) -> TextRules:
-    """What of the output is shown, and which text ends it: `stop`, `skip_special_tokens` and `no_stop_trim`, which vLLM
-    calls `include_stop_str_in_output`.
-    """
-    no_stop_trim = fields.boolean(fields.spelling("include_stop_str_in_output", "no_stop_trim"), False)
-    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
-    return TextRules(
-        stop_strings=_read_stop_strings(fields),
-        show_stop=no_stop_trim,
-        hidden_token_ids=frozenset() if no_stop_trim else frozenset(ends),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        min_new_tokens=sampling.min_new_tokens,
-    )
-
-
-def _read_stop_strings(fields: Fields) -> tuple[str, ...]:
-    """One string or a list of them."""
-    value = fields.raw("stop")
-    given = [value] if isinstance(value, str) else fields.array("stop", MAX_STOP_STRINGS)
-    return tuple(
-        check_string(text, fields.name("stop"), MAX_STOP_CHARACTERS) for text in given or [] if text is not None
-    )
-
-
-def _read_max_new_tokens(fields: Fields, limits: Limits, prompt_tokens: int, dialect: Dialect) -> int:
-    name = dialect.max_new_tokens
-    room = limits.max_total_tokens - prompt_tokens
-    if room < 1:
-        raise ContextLengthError(
-            fields.name(name), f"has no room after {prompt_tokens} prompt tokens: {limits.describe_total()}"
-        )
-    asked = fields.integer(name, 1)
-    if asked is None:
-        return min(dialect.default_new_tokens, limits.max_new_tokens, room)
-    if asked > limits.max_new_tokens:
-        raise fields.error(name, f"must be between 1 and {limits.max_new_tokens}, got {shown(asked)}")
-    if asked > room:
-        raise ContextLengthError(
-            fields.name(name),
-            f"is too large: {prompt_tokens} prompt tokens + {asked} new tokens = {prompt_tokens + asked}; "
-            f"at most {room} new tokens fit: {limits.describe_total()}",
-        )
-    return asked
-
-
-def _read_temperature(fields: Fields, default: float) -> float:
-    temperature = fields.number("temperature")
-    if temperature is None:
-        return default
-    if temperature < 0:
-        raise fields.error("temperature", f"must be at least 0 (0 is greedy), got {shown(temperature)}")
-    return temperature
-
-
-def _read_top_k(fields: Fields, vocab_size: int, default: int | None) -> int | None:
-    """None keeps the whole vocabulary, which clients write as -1 (SGLang) or 0 (vLLM, transformers)."""
-    top_k = fields.integer("top_k", -1)
-    if top_k is None:
-        return default
-    return None if top_k < 1 or top_k >= vocab_size else top_k
-
-
-def _read_stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    given = fields.array("stop_token_ids", MAX_STOP_TOKEN_IDS)
-    return () if given is None else check_token_ids(given, fields.name("stop_token_ids"), vocab_size)
-
-
-def _read_seed(fields: Fields, samples: int) -> int:
-    """The seed of the first sample, such that the last one's is still a seed."""
-    name = fields.spelling("seed", "sampling_seed")
-    seed = fields.integer(name, 0, MAX_SEED - samples + 1)
-    return random.getrandbits(62) if seed is None else seed
-
-
-def _read_logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """`{"token id": bias}`, in order of ids."""
-    value = fields.raw("logit_bias")
-    if value is None:
-        return ()
-    name = fields.name("logit_bias")
-    if not isinstance(value, dict):
-        raise FieldError(name, f"must be an object of token ids and biases, got {shown(value)}")
-    if len(value) > MAX_LOGIT_BIASES:
-        raise FieldError(name, f"holds {len(value)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        token = _token_id_of(key, name, vocab_size)
-        if token in biases:
-            raise FieldError(name, f"names token {token} twice")
-        biases[token] = check_within(bias, f"{name}.{token}", -100, 100)
-    return tuple(sorted(biases.items()))
-
-
-def _token_id_of(key: str, name: str, vocab_size: int) -> int:
-    longest = len(str(vocab_size))  # also keeps int() from numbers of a million digits
-    if not (key.isascii() and key.isdigit() and len(key) <= longest and int(key) < vocab_size):
-        raise FieldError(name, f"must name token ids from 0 to {vocab_size - 1}, got {shown(key)}")
-    return int(key)
+    return first.samples

@@ -1,4 +1,4 @@
-"""The `/generate` answer: SGLang's native shape, whole or as stream events."""
+"""Replies of `/generate` in SGLang's native shape: whole, or as stream events."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ TokenText = Callable[[int], str]
 
 
 class GenerateRendering:
-    """SGLang's native answers: text, ids and log-probabilities are cumulative; in a list, events carry their `index`.
+    """Text, ids and log-probabilities are cumulative. In a list, events have an `index`.
 
     With `token_text`, log-probabilities show each token's text, otherwise null.
     """
@@ -45,7 +45,7 @@ class GenerateRendering:
 
 
 class CumulativeResult:
-    """One output in SGLang's shape; what it has rendered once is not encoded again."""
+    """One output in SGLang's shape. Each part is encoded only once."""
 
     def __init__(self, token_text: TokenText | None) -> None:
         self._token_text = token_text
@@ -55,7 +55,7 @@ class CumulativeResult:
         self._input_logprobs: LogprobColumns | None = None
 
     def add(self, output: Output, delta: Delta) -> bool:
-        """Take in what one step added; False when that is nothing."""
+        """Add the new part of the output; False when there is none."""
         self._text.append(delta.text)
         for token in output.token_ids[delta.first_token :]:
             self._token_ids.append(token)

@@ -1,7 +1,7 @@
-"""OpenAI's answers to `/v1/completions` and `/v1/chat/completions`, whole or as stream chunks.
+"""Replies of `/v1/completions` and `/v1/chat/completions` in OpenAI's shape: whole, or as stream chunks.
 
-Choices come prompt by prompt and sample by sample. Log-probabilities cover every token that `usage` counts, also the
-stop token; in a stream they come with the text that their tokens made certain.
+Choices are ordered by prompt, then by sample. Log-probabilities cover every token that `usage` counts, also the stop
+token. In a stream they are sent with the text that their tokens complete.
 """
 
 import time
@@ -28,15 +28,15 @@ class OpenAiRendering(ABC):
         self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
         self._include_usage = call.include_usage
         self._tokenizer = tokenizer
-        self._told: dict[int, int] = {}
+        self._sent_tokens: dict[int, int] = {}
 
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
         if output.failed is not None:
             return [{"error": failure_object(output.failed), "index": index}]
-        first = self._told.get(index, 0)
+        first = self._sent_tokens.get(index, 0)
         choices = self._chunk_choices(index, output, delta.text, first)
         if delta.text or output.ended:
-            self._told[index] = len(output.token_ids)
+            self._sent_tokens[index] = len(output.token_ids)
         return [self._chunk(choice) for choice in choices]
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
@@ -51,19 +51,19 @@ class OpenAiRendering(ABC):
     def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
         chunk: dict[str, object] = {**self._envelope, "object": self.chunk_object, "choices": [choice]}
         if self._include_usage:
-            chunk["usage"] = None  # as OpenAI does: null in every chunk but the last
+            chunk["usage"] = None  # as in OpenAI's API: null in every chunk but the last
         return chunk
 
     @abstractmethod
     def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
-        """The choices that new text makes; tokens from `first` on have not been told yet."""
+        """The choices for new text; tokens from `first` on have not been sent yet."""
 
     @abstractmethod
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
-        """The choice of a complete answer."""
+        """The choice of a response that is not streamed."""
 
     def _token(self, token_id: int) -> str:
-        """A token's text. One that is a part of a character is written as OpenAI does: `bytes:\\xf0\\x9f`."""
+        """The text of a token. A part of a character is written as in OpenAI's API: `bytes:\\xf0\\x9f`."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -99,7 +99,7 @@ class CompletionRendering(OpenAiRendering):
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens by their text, and the chosen one in any case; none where nothing precedes it."""
+        """Log-probabilities of the most likely tokens and the chosen one, by text; None for a prompt's first token."""
         if entry.logprob is None:
             return None
         top = {self._token(token): logprob for token, logprob in entry.top}
@@ -137,12 +137,12 @@ class ChatRendering(OpenAiRendering):
 
     def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
-        self._introduced: set[int] = set()
+        self._started: set[int] = set()
 
     def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
         choices = []
-        if index not in self._introduced:
-            self._introduced.add(index)
+        if index not in self._started:
+            self._started.add(index)
             choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
         if text or (output.ended and output.logprobs[first:]):
             choices.append(_delta_choice(index, {"content": text}, self._logprobs(output, first)))

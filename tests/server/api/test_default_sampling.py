@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for sampling: read from its generation_config.json, and below what a request says."""
+"""Sampling defaults from a checkpoint's generation_config.json; fields of a request override them."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def recommended(directory: Path, generation_config: object) -> SamplingParams:
     return read_default_sampling(locate_model(str(directory)))
 
 
-def test_a_checkpoint_recommends_its_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_defaults_are_read_from_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert recommended(tmp_path, QWEN3) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert "temperature 0.6, top_p 0.95, top_k 20" in caplog.text
@@ -45,12 +45,12 @@ def test_a_checkpoint_recommends_its_sampling(tmp_path: Path, caplog: pytest.Log
     assert recommended(tmp_path, {"eos_token_id": 5}) == NEUTRAL_SAMPLING
 
 
-def test_a_checkpoint_without_a_recommendation(tmp_path: Path) -> None:
+def test_sampling_defaults_are_neutral_without_a_recommendation(tmp_path: Path) -> None:
     assert read_default_sampling(locate_model(str(write_byte_model(tmp_path)))) == NEUTRAL_SAMPLING
     assert read_default_sampling(locate_model("smollm2")) == NEUTRAL_SAMPLING
 
 
-def test_a_recommendation_that_no_request_could_have(tmp_path: Path) -> None:
+def test_invalid_recommendation_is_a_startup_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"generation_config\.json: top_p must be above 0.*--sampling-defaults"):
         recommended(tmp_path, {"top_p": 0})
 
@@ -64,7 +64,9 @@ def test_a_recommendation_that_no_request_could_have(tmp_path: Path) -> None:
         ({"top_k": 5, "repetition_penalty": 1}, {"top_k": 5, "repetition_penalty": 1.0}),
     ],
 )
-async def test_requests_win(tokenizer: Tokenizer, given: dict[str, float], expected: dict[str, float | None]) -> None:
+async def test_request_fields_override_the_recommendation(
+    tokenizer: Tokenizer, given: dict[str, float], expected: dict[str, float | None]
+) -> None:
     default = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
     bodies = {
         "/generate": {"text": "a", "sampling_params": given},
@@ -79,7 +81,7 @@ async def test_requests_win(tokenizer: Tokenizer, given: dict[str, float], expec
 
 
 async def submitted(server: RunningServer, path: str, body: object) -> Submit:
-    """What the leader is asked for; it answers with an empty text."""
+    """The Submit that the leader gets; the leader finishes it without tokens."""
     posting = asyncio.create_task(server.http.post(path, json=body))
     submit = await server.leader.expect(Submit)
     await server.leader.send(make_finished(submit.rid, 0))

@@ -1,4 +1,4 @@
-"""/generate end to end over a real socket: answers, streams, lists of prompts, failures and clients that leave."""
+"""/generate end to end over a real socket: responses, streams, lists of prompts, failures and disconnects."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ async def wait_until_closed(server: RunningServer) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_one_prompt(decode: RunningServer) -> None:
+async def test_single_prompt_returns_one_result(decode: RunningServer) -> None:
     asking = post(decode, {"text": "hello", "rid": "r1"})
     submit = await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("r1", (104,)), Tokens("r1", tuple("é!".encode())), make_finished("r1", 4))
@@ -46,7 +46,7 @@ async def test_one_prompt(decode: RunningServer) -> None:
     }
 
 
-async def test_cached_tokens_are_known_from_the_first_event_on(decode: RunningServer) -> None:
+async def test_every_stream_event_has_cached_tokens(decode: RunningServer) -> None:
     asking = post(decode, {"text": "a", "rid": "r1", "stream": True})
     await decode.leader.expect(Submit)
     await decode.leader.send(Prefilled("r1", cached_tokens=3), Tokens("r1", (104,)))
@@ -58,7 +58,7 @@ async def test_cached_tokens_are_known_from_the_first_event_on(decode: RunningSe
     assert [event["meta_info"]["cached_tokens"] for event in events] == [3, 3]
 
 
-async def test_the_stop_token_is_in_the_ids_and_not_in_the_text(decode: RunningServer) -> None:
+async def test_stop_token_is_in_the_ids_but_not_in_the_text(decode: RunningServer) -> None:
     asking = post(decode, {"text": "a", "rid": "r1", "sampling_params": {"stop_token_ids": [33]}})
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("r1", (104, 33)), make_finished("r1", 2, FinishReason("stop", matched=33)))
@@ -95,7 +95,7 @@ async def test_no_stop_trim_keeps_stop_strings_and_stop_tokens(decode: RunningSe
     assert [result["text"] for result in (await asking).json()] == ["one END", "h!"]
 
 
-async def test_a_stop_string_split_over_tokens_is_never_streamed(decode: RunningServer) -> None:
+async def test_stop_string_split_over_tokens_is_not_streamed(decode: RunningServer) -> None:
     asking = post(decode, {"text": "a", "rid": "r1", "stream": True, "sampling_params": {"stop": ["\n\n", "é!"]}})
     await decode.leader.expect(Submit)
     for token in "one\ntwo é!".encode():
@@ -109,7 +109,7 @@ async def test_a_stop_string_split_over_tokens_is_never_streamed(decode: Running
     assert all("one\ntwo ".startswith(event["text"]) for event in events)
     assert {event["text"] for event in events if event["meta_info"]["completion_tokens"] == 4} <= {"one"}
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": "é!"}
-    assert "error" not in events[-1], "the answer was complete when the request failed"
+    assert "error" not in events[-1], "the output was complete when the request failed"
 
 
 async def test_stream_is_cumulative_and_ends_with_done(decode: RunningServer) -> None:
@@ -119,7 +119,7 @@ async def test_stream_is_cumulative_and_ends_with_done(decode: RunningServer) ->
         await decode.leader.expect(Submit)
         await decode.leader.send(Tokens("r1", (104,)))
         await decode.report()
-        await decode.leader.send(Tokens("r1", (195,)))  # half of é: ids move, text waits
+        await decode.leader.send(Tokens("r1", (195,)))  # half of é: the ids grow, the text does not
         await decode.report()
         await decode.leader.send(Tokens("r1", (169, EOS)), make_finished("r1", 4, FinishReason("stop", matched=EOS)))
         response = await asking
@@ -137,7 +137,7 @@ async def test_stream_is_cumulative_and_ends_with_done(decode: RunningServer) ->
     assert "index" not in events[0]
 
 
-async def test_list_of_prompts_gives_a_list_in_order(decode: RunningServer) -> None:
+async def test_list_of_prompts_returns_results_in_order(decode: RunningServer) -> None:
     body = {"text": ["a", "b"], "rid": "call", "bootstrap_room": 40, "bootstrap_host": ["p1", None]}
     asking = post(decode, body | {"bootstrap_port": 9000, "sampling_params": [{"seed": 1}, {"seed": 2}]})
     first, second = await decode.leader.expect(Submit), await decode.leader.expect(Submit)
@@ -151,14 +151,14 @@ async def test_list_of_prompts_gives_a_list_in_order(decode: RunningServer) -> N
     assert [(result["text"], result["meta_info"]["id"]) for result in results] == [("A", "call_0"), ("B", "call_1")]
 
 
-async def test_list_of_one_prompt_gives_a_list(decode: RunningServer) -> None:
+async def test_list_of_one_prompt_returns_a_list(decode: RunningServer) -> None:
     asking = post(decode, {"input_ids": [[1]]})
     submit = await decode.leader.expect(Submit)
     await decode.leader.send(make_finished(submit.rid, 0))
     assert isinstance((await asking).json(), list)
 
 
-async def test_stream_of_a_list_interleaves_with_index(decode: RunningServer) -> None:
+async def test_stream_events_of_a_list_have_an_index(decode: RunningServer) -> None:
     asking = post(decode, {"text": ["a", "b"], "rid": ["x", "y"], "stream": True})
     await decode.leader.expect(Submit)
     await decode.leader.expect(Submit)
@@ -219,7 +219,7 @@ async def test_failure_mid_stream_is_the_last_event(decode: RunningServer) -> No
     assert events[-2]["text"] == "A"
 
 
-async def test_one_failure_in_an_answer_that_is_not_streamed_ends_the_call(decode: RunningServer) -> None:
+async def test_one_failed_prompt_fails_a_call_that_is_not_streamed(decode: RunningServer) -> None:
     asking = post(decode, {"text": ["a", "b"], "rid": ["x", "y"]})
     await decode.leader.expect(Submit)
     await decode.leader.expect(Submit)
@@ -258,14 +258,14 @@ async def test_disconnect_cancels_within_a_second(decode: RunningServer, stream:
             assert b"200 OK" in await reader.read(200)
     writer.close()
     assert (await decode.leader.expect(Cancel, within_s=1.0)).rid == "gone"
-    assert decode.client.open_rids == ("gone",), "the id stays taken until the leader confirms"
+    assert decode.client.open_rids == ("gone",), "the id stays in use until the leader confirms"
     busy = await decode.http.post("/generate", json={"text": "a", "rid": "gone"})
     assert busy.status_code == 409
     await decode.leader.send(Failed("gone", 499, "aborted", "client has gone"))
     await wait_until_closed(decode)
 
 
-async def test_half_a_body_and_gone_is_harmless(decode: RunningServer) -> None:
+async def test_disconnect_before_the_body_is_complete_is_harmless(decode: RunningServer) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     writer.write(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"text"')
     await writer.drain()
@@ -274,7 +274,7 @@ async def test_half_a_body_and_gone_is_harmless(decode: RunningServer) -> None:
     assert (await decode.http.get("/health")).status_code == 200
 
 
-async def test_abort_request(decode: RunningServer) -> None:
+async def test_abort_request_cancels_all_prompts_of_a_call(decode: RunningServer) -> None:
     asking = post(decode, {"text": ["a", "b"], "rid": "call"})
     await decode.leader.expect(Submit)
     await decode.leader.expect(Submit)
@@ -288,7 +288,7 @@ async def test_abort_request(decode: RunningServer) -> None:
     assert (await asking).status_code == 499
 
 
-async def test_leader_death_ends_open_requests_at_once_and_refuses_new_ones(decode: RunningServer) -> None:
+async def test_leader_death_fails_open_requests_and_refuses_new_ones(decode: RunningServer) -> None:
     whole = post(decode, {"text": "a"})
     streamed = post(decode, {"text": "a", "stream": True, "rid": "s"})
     await decode.leader.expect(Submit)
@@ -303,12 +303,12 @@ async def test_leader_death_ends_open_requests_at_once_and_refuses_new_ones(deco
     assert events[-2]["error"]["code"] == "unavailable"
     refused = await decode.http.post("/generate", json={"text": "a"})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
-    await decode.leader.send(make_finished("s", 1))  # a late word from the grave changes nothing
+    await decode.leader.send(make_finished("s", 1))  # a late message of the dead leader changes nothing
     assert (await decode.http.get("/health")).status_code == 503
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_body_over_the_limit(tokenizer: Tokenizer, chunked: bool) -> None:
+async def test_body_over_the_limit_is_refused(tokenizer: Tokenizer, chunked: bool) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(40):
             yield b"x" * 1000
@@ -331,7 +331,7 @@ async def test_body_over_the_limit(tokenizer: Tokenizer, chunked: bool) -> None:
         ("/tokenize", "messages"),
     ],
 )
-async def test_hopeless_text_is_not_tokenized(
+async def test_text_that_cannot_fit_is_not_tokenized(
     decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
     def encode(_tokenizer: Tokenizer, text: str, **_options: bool) -> list[int]:
@@ -345,8 +345,8 @@ async def test_hopeless_text_is_not_tokenized(
     assert "has at least 400000 tokens" in error["message"] or "has at least 400004 tokens" in error["message"]
 
 
-async def test_a_long_body_does_not_block_the_loop(decode: RunningServer) -> None:
-    """A body near the limit is tokenized in a thread: the loop keeps turning meanwhile."""
+async def test_long_body_does_not_block_the_event_loop(decode: RunningServer) -> None:
+    """A body near the limit is tokenized in a thread while the event loop continues."""
     longest_gap = 0.0
 
     async def watch() -> None:

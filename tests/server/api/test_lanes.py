@@ -1,4 +1,4 @@
-"""Long bodies wait for each other, never others for them."""
+"""Long bodies delay only other long bodies."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ SHORT, MEDIUM, LONG = b"x" * INLINE_BYTES, b"x" * LONG_BYTES, b"x" * (LONG_BYTES
 
 
 class Client:
-    """Somebody who has sent a body, and may leave."""
+    """A client that has sent a body, and may disconnect."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -34,7 +34,7 @@ class Client:
 
 
 class Held:
-    """A `parse` that takes until it is let go, and who came."""
+    """A `parse` that blocks until it is released, and records its bodies."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -67,7 +67,7 @@ def start(
     return asyncio.create_task(lanes.run(Client().request, body, parse, is_prompt=is_prompt))
 
 
-async def test_only_long_bodies_wait_for_long_ones(held: Held) -> None:
+async def test_long_bodies_delay_only_long_bodies(held: Held) -> None:
     lanes = Lanes()
     long = [start(lanes, LONG, held) for _ in range(8)]
     await begun(held)
@@ -79,7 +79,7 @@ async def test_only_long_bodies_wait_for_long_ones(held: Held) -> None:
     assert await asyncio.gather(*long) == [LONG_BYTES + 1] * 8
 
 
-async def test_a_full_lane_refuses(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_lane_refuses_a_body(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "MOST_WAITING", 3)
     lanes = Lanes()
     waiting = [start(lanes, LONG, held) for _ in range(3)]
@@ -91,7 +91,7 @@ async def test_a_full_lane_refuses(held: Held, monkeypatch: pytest.MonkeyPatch) 
     assert await start(lanes, LONG, len) == LONG_BYTES + 1
 
 
-async def test_the_body_of_a_client_that_has_left_is_not_parsed(held: Held) -> None:
+async def test_body_is_not_parsed_after_a_disconnect(held: Held) -> None:
     lanes, client = Lanes(), Client()
     first = start(lanes, LONG, held)
     await begun(held)
@@ -106,7 +106,7 @@ async def test_the_body_of_a_client_that_has_left_is_not_parsed(held: Held) -> N
     assert held.parsed == [LONG_BYTES + 1]
 
 
-async def test_memory_of_long_bodies_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_long_bodies_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[bool] = []
     monkeypatch.setattr(lanes_module, "_trim", lambda: trims.append(True))
     lanes = Lanes()

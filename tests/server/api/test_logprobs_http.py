@@ -24,7 +24,7 @@ def scored(rid: str, data: bytes | list[int], top: int = 0) -> Tokens:
     return Tokens(rid, tuple(data), tuple(TokenLogprob(token, -token / 100, alternatives) for token in data))
 
 
-async def test_output_only(decode: RunningServer) -> None:
+async def test_generate_returns_logprobs_of_the_output(decode: RunningServer) -> None:
     asking = post(decode, "/generate", text="ab", rid="r", return_logprob=True)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams()
     await decode.leader.send(scored("r", b"A"), scored("r", b"B"), make_finished("r", 2))
@@ -34,7 +34,7 @@ async def test_output_only(decode: RunningServer) -> None:
     assert "output_top_logprobs" not in meta
 
 
-async def test_prompt_and_alternatives_with_their_text(decode: RunningServer) -> None:
+async def test_generate_returns_logprobs_of_prompt_and_alternatives_with_text(decode: RunningServer) -> None:
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_text_in_logprobs": True}
     asking = post(decode, "/generate", text="a ", rid="r", **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
@@ -48,7 +48,7 @@ async def test_prompt_and_alternatives_with_their_text(decode: RunningServer) ->
     assert meta["output_top_logprobs"] == [[[-1.0, 65, "A"], [-2.0, 66, "B"]]]
 
 
-async def test_cumulative_in_a_stream_and_cut_at_a_stop_string(decode: RunningServer) -> None:
+async def test_streamed_logprobs_are_cumulative_and_end_at_a_stop_string(decode: RunningServer) -> None:
     params = {"stop": "!", "n": 2}
     asking = post(
         decode,
@@ -92,7 +92,7 @@ async def test_completion(decode: RunningServer) -> None:
     assert choice["logprobs"]["top_logprobs"][1] == {"A": -1.0, "B": -2.0, "bytes:\\xf0": -2.4}
 
 
-async def test_completion_stream_adds_up_to_the_whole(decode: RunningServer) -> None:
+async def test_completion_stream_concatenates_to_the_whole(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=0, stream=True)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams()
     for data in (b"A", CRAB[:3], CRAB[3:], b"B"):
@@ -141,7 +141,7 @@ async def test_chat(decode: RunningServer, stream: bool) -> None:
     assert len(content) == 5
 
 
-async def test_without_logprobs_the_field_is_null(decode: RunningServer) -> None:
+async def test_logprobs_are_null_unless_requested(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=False)
     assert (await decode.leader.expect(Submit)).logprobs is None
     await decode.leader.send(Tokens("c", (65,)), make_finished("c", 1))

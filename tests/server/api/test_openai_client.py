@@ -1,4 +1,4 @@
-"""OpenAI's own client against the real application: what it parses, raises, repeats and gives up."""
+"""OpenAI's client against the real application: responses, streams, errors, retries and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -64,15 +64,19 @@ async def test_chat(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     assert (submit.sampling.max_new_tokens, submit.sampling.seed) == (5, 7)
     finished = make_finished(submit.rid, 3, FinishReason("stop", matched=EOS))
     await decode.leader.send(Tokens(submit.rid, (*b"Hi", EOS)), finished)
-    answer = await asking
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hi", "stop")
-    assert (answer.model, answer.id, answer._request_id) == ("bytes", f"chatcmpl-{submit.rid}", submit.rid)
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 3, 8)
+    completion = await asking
+    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("Hi", "stop")
+    assert (completion.model, completion.id, completion._request_id) == ("bytes", f"chatcmpl-{submit.rid}", submit.rid)
+    assert completion.usage is not None
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.usage.total_tokens) == (
+        5,
+        3,
+        8,
+    )
 
 
-async def test_its_stream_helper_puts_chunks_together(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
-    """The helper refuses chunks that do not fit each other: roles, indices, log-probabilities, ends, usage."""
+async def test_stream_helper_assembles_chunks(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+    """The helper checks that chunks are consistent: roles, indices, log-probabilities, ends, usage."""
 
     async def ask() -> openai.types.chat.ParsedChatCompletion[None]:
         async with client.chat.completions.stream(
@@ -94,19 +98,19 @@ async def test_its_stream_helper_puts_chunks_together(decode: RunningServer, cli
         await decode.report()
     for rid in rids:
         await decode.leader.send(make_finished(rid, 3, FinishReason("stop", matched=EOS)))
-    answer = await asking
-    for choice in answer.choices:
+    completion = await asking
+    for choice in completion.choices:
         assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Aé", "stop")
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
         assert [bytes(entry.bytes or ()) for entry in choice.logprobs.content] == [b"A", b"\xc3", b"\xa9"]
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 6
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 6
 
 
-async def test_echo_scores_a_text(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
-    """As lm-evaluation-harness asks: the prompt comes back with its log-probabilities, and one token after it."""
+async def test_echo_returns_logprobs_of_the_prompt(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+    """As lm-evaluation-harness does: the response has the prompt's log-probabilities and one more token."""
     asking = asyncio.create_task(
         client.completions.create(model="any", prompt="ab", max_tokens=1, temperature=0, logprobs=1, echo=True)
     )
@@ -121,7 +125,7 @@ async def test_echo_scores_a_text(decode: RunningServer, client: openai.AsyncOpe
     assert choice.logprobs.top_logprobs == [None, {"b": -0.98}, {"!": -0.33}]
 
 
-async def test_a_closed_stream_aborts_its_request(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+async def test_closing_a_stream_aborts_its_request(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     stream_options: openai.types.chat.ChatCompletionStreamOptionsParam = {"include_usage": True}
     asking = asyncio.create_task(
         client.completions.create(model="any", prompt="a", stream=True, stream_options=stream_options)
@@ -134,7 +138,7 @@ async def test_a_closed_stream_aborts_its_request(decode: RunningServer, client:
     assert await decode.leader.expect(Cancel) == Cancel(submit.rid)
 
 
-async def test_a_timeout_of_the_client_aborts_its_request(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+async def test_client_timeout_aborts_its_request(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(model="any", prompt="a", timeout=openai.Timeout(10, read=0.2))
     submit = await decode.leader.expect(Submit)
@@ -149,7 +153,7 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-async def test_routes_that_are_not_here(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+async def test_unknown_routes_raise_not_found_with_a_hint(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.embeddings.create(model="bytes", input="a")
     assert caught.value.code == "not_found"
@@ -162,7 +166,7 @@ async def test_routes_that_are_not_here(decode: RunningServer, client: openai.As
         assert response.json()["error"]["message"].endswith(f"did you mean {path.rstrip('/')}?")
 
 
-async def test_refusals_name_the_field(client: openai.AsyncOpenAI) -> None:
+async def test_bad_request_error_names_the_field(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature must be at least 0") as caught:
         await client.completions.create(model="any", prompt="a", temperature=-1)
     assert (caught.value.param, caught.value.code, caught.value.type) == (
@@ -172,21 +176,21 @@ async def test_refusals_name_the_field(client: openai.AsyncOpenAI) -> None:
     )
 
 
-async def test_what_does_not_fit_is_known_by_its_code(client: openai.AsyncOpenAI) -> None:
-    """Clients that shorten their history look for the code, or for OpenAI's words."""
+async def test_too_long_prompt_raises_context_length_exceeded(client: openai.AsyncOpenAI) -> None:
+    """Clients that shorten their history look for the code, or for OpenAI's wording."""
     with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 400 tokens") as caught:
         await client.completions.create(model="any", prompt="a" * 401)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
-async def test_wrong_key(decode: RunningServer) -> None:
+async def test_wrong_key_raises_authentication_error(decode: RunningServer) -> None:
     async with client_of(decode, api_key="wrong") as stranger:
         with pytest.raises(openai.AuthenticationError) as caught:
             await stranger.models.list()
     assert caught.value.code == "unauthorized"
 
 
-async def test_overload_is_a_rate_limit(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+async def test_overload_raises_rate_limit_error(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     asking = asyncio.create_task(client.completions.create(model="any", prompt="a"))
     submit = await decode.leader.expect(Submit)
     await decode.leader.send(Failed(submit.rid, 429, "overloaded", "prompts are queued already", retry_after_s=2.0))
@@ -196,8 +200,8 @@ async def test_overload_is_a_rate_limit(decode: RunningServer, client: openai.As
     assert caught.value.response.headers["retry-after"] == "2"
 
 
-async def test_a_deadline_is_not_tried_again(decode: RunningServer) -> None:
-    """By itself the client repeats whatever ends with 5xx; work that took too long would take as long again."""
+async def test_client_does_not_retry_after_a_deadline(decode: RunningServer) -> None:
+    """By default the client retries every 5xx, but a request that took too long would take too long again."""
     async with client_of(decode, max_retries=2) as patient:
         asking = asyncio.create_task(patient.completions.create(model="any", prompt="a"))
         submit = await decode.leader.expect(Submit)
@@ -208,7 +212,7 @@ async def test_a_deadline_is_not_tried_again(decode: RunningServer) -> None:
         await decode.leader.expect_nothing()
 
 
-async def test_a_failure_in_a_stream_is_raised(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
+async def test_failure_in_a_stream_is_raised(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
     asking = asyncio.create_task(client.completions.create(model="any", prompt="a", stream=True))
     submit = await decode.leader.expect(Submit)
     await decode.leader.send(Tokens(submit.rid, (65,)))

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: the shapes OpenAI clients expect, from the same core as /generate."""
+"""/v1/completions and /v1/chat/completions over a real socket, in the shapes that OpenAI's clients expect."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def test_completion(decode: RunningServer) -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
 
 
-async def test_completion_stream_carries_deltas(decode: RunningServer) -> None:
+async def test_completion_stream_sends_deltas(decode: RunningServer) -> None:
     options = {"include_usage": True}
     asking = post(decode, "/v1/completions", prompt=[97, 98], rid="c", stream=True, stream_options=options)
     assert (await decode.leader.expect(Submit)).prompt_ids == (97, 98)
@@ -62,7 +62,7 @@ async def test_completion_stream_carries_deltas(decode: RunningServer) -> None:
     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
 
 
-async def test_roles_in_any_case_and_whole_numbers_with_a_point(decode: RunningServer) -> None:
+async def test_roles_in_any_case_and_integral_floats_are_accepted(decode: RunningServer) -> None:
     messages = [{"role": "Developer", "content": "Be brief."}, {"role": "tool", "content": "4"}]
     asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", max_tokens=1.0, lora_path="")
     submit = await decode.leader.expect(Submit)
@@ -108,7 +108,7 @@ async def test_chat_stream(decode: RunningServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("rid", "shown"), [("mine", "mine"), ("naïve 🦀", None)])
-async def test_the_request_id_is_in_the_headers_where_they_can_hold_it(
+async def test_response_header_has_the_rid_if_it_is_ascii(
     decode: RunningServer, rid: str, shown: str | None, stream: bool
 ) -> None:
     for failed in (False, True):
@@ -120,8 +120,8 @@ async def test_the_request_id_is_in_the_headers_where_they_can_hold_it(
 
 
 @pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
-async def test_a_stop_string_may_be_shown(decode: RunningServer, name: str) -> None:
-    """By SGLang's name and by vLLM's."""
+async def test_stop_string_is_shown_on_request(decode: RunningServer, name: str) -> None:
+    """With SGLang's and with vLLM's name of the field."""
     asking = post(decode, "/v1/completions", prompt="a", rid="c", stop="!", **{name: True})
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("c", tuple(b"Hi! more")))
@@ -249,7 +249,7 @@ async def test_refused(decode: RunningServer, path: str, body: dict[str, object]
         ({"stop_tokens_ids": [1]}, "stop_tokens_ids is not a field of this request: did you mean stop_token_ids?"),
     ],
 )
-async def test_a_refusal_says_what_would_be_accepted(
+async def test_error_message_names_the_accepted_values(
     decode: RunningServer, body: dict[str, object], message: str
 ) -> None:
     response = await decode.http.post("/v1/chat/completions", json={"messages": HELLO, **body})
@@ -264,8 +264,8 @@ async def prompt_of(server: RunningServer, **body: object) -> str:
     return bytes(submit.prompt_ids).decode()
 
 
-async def test_what_clients_of_other_servers_send_is_accepted(decode: RunningServer) -> None:
-    """Names and values as OpenAI's, SGLang's and vLLM's clients and routers fill them in; none asks for anything."""
+async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServer) -> None:
+    """Fields that OpenAI's, SGLang's and vLLM's clients and routers send, with values that change nothing."""
     body = {
         "model": "gpt-4o",
         "user": "u",
@@ -294,7 +294,7 @@ async def test_what_clients_of_other_servers_send_is_accepted(decode: RunningSer
     assert await prompt_of(decode, messages=HELLO, **body) == "user: Hello\nassistant: "
 
 
-async def test_fields_of_the_chat_template(tmp_path: Path) -> None:
+async def test_chat_template_fields_change_the_prompt(tmp_path: Path) -> None:
     thinking = write_byte_model(tmp_path)
     template = "{% if enable_thinking is defined %}thinking {{ enable_thinking }}\n{% endif %}" + CHAT_TEMPLATE
     settings = json.loads((thinking / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""One request's output as it grows: text never shrinks, never passes a stop string, and knows its tokens."""
+"""The output of one request as it grows: the text never shrinks and ends at a stop string."""
 
 from pathlib import Path
 
@@ -29,14 +29,14 @@ def tokens(data: bytes | list[int], terminal: Finished | Failed | None = None) -
     return Progress("r", list(data), terminal=terminal)
 
 
-def test_a_stop_token_ends_the_text(tokenizer: Tokenizer) -> None:
+def test_stop_token_ends_the_text(tokenizer: Tokenizer) -> None:
     output = make_output(tokenizer, TextRules(hidden_token_ids=frozenset({EOS, 33})))
     assert output.advance(tokens([104, 33])) == Delta("h", first_token=0)
     assert output.advance(tokens([], make_finished("r", 2))) == Delta("", first_token=2)
     assert (output.text, output.token_ids, output.ended) == ("h", [104, 33], True)
 
 
-def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+def test_possible_beginning_of_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     output = make_output(tokenizer, TextRules(stop_strings=("<end>",)))
     assert output.advance(tokens(b"a <e")).text == "a "
     assert output.advance(tokens(b"x<")).text == "<ex"
@@ -44,7 +44,7 @@ def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None
     assert output.text == "a <ex<"
 
 
-def test_the_first_token_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_first_token_can_complete_a_stop_string(tokenizer: Tokenizer) -> None:
     output = make_output(tokenizer, TextRules(stop_strings=("!",)))
     assert output.advance(tokens(b"!")) == Delta("", first_token=0)
     assert (output.stop_string, output.token_ids, output.ended) == ("!", [33], False)
@@ -53,14 +53,14 @@ def test_the_first_token_may_complete_a_stop_string(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(
     ("min_new_tokens", "kept"), [(0, b"a!"), (2, b"a!"), (3, b"a!b!"), (4, b"a!b!"), (5, b"a!b!c")]
 )
-def test_a_stop_string_counts_from_the_minimum_on(tokenizer: Tokenizer, min_new_tokens: int, kept: bytes) -> None:
+def test_stop_string_counts_after_min_new_tokens(tokenizer: Tokenizer, min_new_tokens: int, kept: bytes) -> None:
     output = make_output(tokenizer, TextRules(stop_strings=("!",), min_new_tokens=min_new_tokens))
     output.advance(tokens(b"a!b!c", make_finished("r", 5)))
     assert bytes(output.token_ids) == kept
     assert output.text == kept.decode().removesuffix("!")
 
 
-def test_the_stop_string_may_stay(tokenizer: Tokenizer) -> None:
+def test_stop_string_is_kept_with_show_stop(tokenizer: Tokenizer) -> None:
     output = make_output(tokenizer, TextRules(stop_strings=("END",), show_stop=True))
     assert output.advance(tokens(b"one EN")).text == "one "
     assert output.advance(tokens(b"D two")).text == "END"
@@ -74,7 +74,7 @@ def test_tokens_after_a_stop_string_are_ignored(tokenizer: Tokenizer) -> None:
     assert (output.text, bytes(output.token_ids), output.cached_tokens) == ("hi", b"hi!", 3)
 
 
-def test_a_failure_after_a_stop_string_takes_nothing_away(tokenizer: Tokenizer) -> None:
+def test_failure_after_a_stop_string_is_ignored(tokenizer: Tokenizer) -> None:
     failure = Failed("r", 504, "deadline", "too late")
     complete = make_output(tokenizer, TextRules(stop_strings=("!",)))
     complete.advance(tokens(b"hi!", failure))
@@ -85,7 +85,7 @@ def test_a_failure_after_a_stop_string_takes_nothing_away(tokenizer: Tokenizer) 
 
 
 def test_logprobs_follow_the_tokens(tokenizer: Tokenizer) -> None:
-    """They end with the token that completes the stop string, and know where in the text each token begins."""
+    """They end with the token that completes the stop string, and have the text position of each token."""
     output = make_output(tokenizer, TextRules(stop_strings=("!",)), LogprobParams(start=0))
     data = list("é!x".encode())
     entries = [TokenLogprob(token, -float(token)) for token in data]
@@ -103,10 +103,10 @@ def test_logprobs_follow_the_tokens(tokenizer: Tokenizer) -> None:
     stops=st.lists(st.text(alphabet="abé🦀", min_size=1, max_size=3), max_size=3),
     min_new_tokens=st.integers(0, 12),
 )
-def test_any_split_gives_the_same_text(
+def test_any_grouping_of_tokens_gives_the_same_text(
     tokenizer: Tokenizer, text: str, cuts: list[int], stops: list[str], min_new_tokens: int
 ) -> None:
-    """However tokens are grouped and characters are split over them: text and ids end at the first stop string."""
+    """For any grouping of tokens and any split of characters, text and ids end at the first stop string."""
     ids = list(text.encode())
     output = make_output(tokenizer, TextRules(stop_strings=tuple(stops), min_new_tokens=min_new_tokens))
     ends = sorted({min(cut, len(ids)) for cut in cuts} | {len(ids)})

@@ -1,4 +1,4 @@
-"""Prefill's leg of a routed request: a router sends the same body to a prefill and to a decode server."""
+"""The response of a prefill server to a routed request: a router sends the same body to prefill and decode."""
 
 from typing import Any
 
@@ -35,18 +35,18 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WRONG)
-async def test_both_servers_refuse_a_body_alike(
+async def test_prefill_and_decode_refuse_a_body_alike(
     decode: RunningServer, prefill: RunningServer, path: str, body: dict[str, Any]
 ) -> None:
     decoded, prefilled = [await server.http.post(path, json=ROOM | body) for server in (decode, prefill)]
     assert decoded.status_code == prefilled.status_code == 400
-    # the two differ where the limit is that of a pool: decode's holds prompt and output, prefill's prompts
+    # the two differ when the pool is the limit: decode's holds prompt and output, prefill's only prompts
     assert decoded.json()["error"] | {"message": ""} == prefilled.json()["error"] | {"message": ""}
 
 
 @pytest.mark.parametrize("path", GOOD)
-async def test_a_right_body_is_answered_at_once_without_the_engine(prefill: RunningServer, path: str) -> None:
-    """Whoever asks for the room, and whether anybody does: decode answers the client."""
+async def test_prefill_responds_at_once_without_the_engine(prefill: RunningServer, path: str) -> None:
+    """Whether or not a decode server requests the room: the decode server responds to the client."""
     response = await prefill.http.post(path, json=ROOM | GOOD[path])
     assert response.status_code == 200
     answer = response.json()
@@ -56,7 +56,7 @@ async def test_a_right_body_is_answered_at_once_without_the_engine(prefill: Runn
 
 
 @pytest.mark.parametrize("path", GOOD)
-async def test_a_streamed_leg_is_a_stream(prefill: RunningServer, path: str) -> None:
+async def test_prefill_responds_to_a_streamed_body_with_a_stream(prefill: RunningServer, path: str) -> None:
     response = await prefill.http.post(path, json=ROOM | GOOD[path] | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done = sse_events(response.text)
@@ -64,7 +64,7 @@ async def test_a_streamed_leg_is_a_stream(prefill: RunningServer, path: str) -> 
     assert done == "[DONE]"
 
 
-async def test_a_list_of_rooms(prefill: RunningServer) -> None:
+async def test_list_of_prompts_takes_a_list_of_rooms(prefill: RunningServer) -> None:
     body = {"text": ["a", "b"], "bootstrap_room": [7, 9], "stream": True}
     events: list[Any] = sse_events((await prefill.http.post("/generate", json=body)).text)
     assert events.pop() == "[DONE]"
@@ -77,19 +77,21 @@ async def test_prefill_needs_a_room(prefill: RunningServer, path: str) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "bootstrap_room")
 
 
-async def test_the_leg_has_the_fields_that_routers_merge(prefill: RunningServer) -> None:
+async def test_prefill_response_has_the_fields_that_routers_merge(prefill: RunningServer) -> None:
     body = ROOM | {"text": "abc", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
     answer = (await prefill.http.post("/generate", json=body)).json()
     assert (answer["meta_info"]["input_token_logprobs"], answer["meta_info"]["input_top_logprobs"]) == ([], [])
 
 
-async def test_echo_with_log_probabilities_has_no_tokens_to_score(prefill: RunningServer) -> None:
+async def test_echo_with_logprobs_is_accepted_on_prefill(prefill: RunningServer) -> None:
     body = ROOM | {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
     assert (await prefill.http.post("/v1/completions", json=body)).status_code == 200
 
 
-async def test_output_does_not_count_against_the_pool_of_prefill(decode: RunningServer, prefill: RunningServer) -> None:
-    """Both say that 400 tokens fit, of 512 that the model has: on prefill that bounds prompts, which decode knows."""
+async def test_output_length_is_not_limited_by_the_pool_of_prefill(
+    decode: RunningServer, prefill: RunningServer
+) -> None:
+    """Both pools hold 400 tokens of the model's 512. On prefill this limits only prompts."""
     body = ROOM | {"text": "a" * 300, "sampling_params": {"max_new_tokens": 200}}
     assert (await decode.http.post("/generate", json=body)).status_code == 400
     assert (await prefill.http.post("/generate", json=body)).status_code == 200

@@ -1,4 +1,4 @@
-"""Several samples of a prompt (`n`): one message to the leader, a list in the answer, one fate for the whole call."""
+"""Several samples of a prompt (`n`): one Submit, a list in the response, and one failure fails the whole call."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def answer(server: RunningServer, **texts: str) -> None:
         await server.leader.send(Tokens(rid, tuple(text.encode())), make_finished(rid, len(text)))
 
 
-async def test_samples_of_one_prompt_are_a_list(decode: RunningServer) -> None:
+async def test_samples_of_one_prompt_return_a_list(decode: RunningServer) -> None:
     asking = post(decode, "/generate", text="a", rid="r", sampling_params={"n": 3, "seed": 5})
     submit = await decode.leader.expect(Submit)
     assert (submit.rid, submit.more_rids, submit.sampling.seed) == ("r", ("r_1", "r_2"), 5)
@@ -38,7 +38,7 @@ async def test_samples_of_one_prompt_are_a_list(decode: RunningServer) -> None:
     assert "pdserve_prompt_tokens_total 5.0" in metrics, "the samples share their prompt"
 
 
-async def test_samples_of_several_prompts_come_prompt_by_prompt(decode: RunningServer) -> None:
+async def test_samples_of_several_prompts_are_ordered_by_prompt(decode: RunningServer) -> None:
     asking = post(decode, "/generate", text=["a", "b"], rid="c", sampling_params={"n": 2}, bootstrap_room=40)
     first, second = await decode.leader.expect(Submit), await decode.leader.expect(Submit)
     assert [(s.rid, s.more_rids, s.room) for s in (first, second)] == [("c_0", ("c_0_1",), 40), ("c_1", ("c_1_1",), 41)]
@@ -47,7 +47,7 @@ async def test_samples_of_several_prompts_come_prompt_by_prompt(decode: RunningS
     assert [result["text"] for result in (await asking).json()] == ["A", "B", "C", "D"]
 
 
-async def test_stream_events_carry_the_index_of_their_sample(decode: RunningServer) -> None:
+async def test_stream_events_have_the_index_of_their_sample(decode: RunningServer) -> None:
     asking = post(decode, "/generate", text="a", rid="r", stream=True, sampling_params={"n": 2, "stop": "!"})
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("r_1", tuple(b"one!")))
@@ -78,7 +78,7 @@ async def test_overload_fails_the_whole_call(decode: RunningServer, stream: bool
 
 
 @pytest.mark.parametrize("rid", [["x", "x_1"], ["x", "x"]])
-async def test_ids_of_samples_must_be_free(decode: RunningServer, rid: list[str]) -> None:
+async def test_sample_ids_in_use_are_refused(decode: RunningServer, rid: list[str]) -> None:
     refused = await decode.http.post("/generate", json={"text": ["a", "b"], "rid": rid, "sampling_params": {"n": 2}})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "duplicate_rid")
     await decode.leader.expect_nothing(for_s=0.05)
@@ -113,7 +113,7 @@ async def test_disconnect_cancels_all_samples(decode: RunningServer) -> None:
     assert sorted(decode.client.open_rids) == ["gone", "gone_1", "gone_2"]
 
 
-async def test_openai_choices_and_usage(decode: RunningServer) -> None:
+async def test_openai_choices_and_usage_count_samples(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt=["ab", "cd"], rid="c", n=2)
     await decode.leader.expect(Submit)
     await decode.leader.expect(Submit)
@@ -124,7 +124,7 @@ async def test_openai_choices_and_usage(decode: RunningServer) -> None:
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
 
 
-async def test_openai_chat_stream_introduces_every_choice(decode: RunningServer) -> None:
+async def test_openai_chat_stream_sends_the_role_of_every_choice(decode: RunningServer) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", stream=True, n=2)
     assert (await decode.leader.expect(Submit)).more_rids == ("c_1",)
@@ -138,8 +138,8 @@ async def test_openai_chat_stream_introduces_every_choice(decode: RunningServer)
         assert choices[-1]["finish_reason"] == "length"
 
 
-async def test_a_router_may_name_a_room_for_every_sample(decode: RunningServer, prefill: RunningServer) -> None:
-    """Both legs of a routed chat with n = 2 take the first room, where the one transfer happens."""
+async def test_list_may_have_a_room_for_every_sample(decode: RunningServer, prefill: RunningServer) -> None:
+    """Prefill and decode use the first room of a routed chat with n = 2: there is one transfer."""
     routed: dict[str, object] = {"messages": [{"role": "user", "content": "Hello"}], "n": 2, "rid": "c"}
     routed |= {"bootstrap_host": ["p1", "p1"], "bootstrap_port": [9000, 9000], "bootstrap_room": [7, 8]}
     asking = post(decode, "/v1/chat/completions", **routed)
@@ -150,7 +150,7 @@ async def test_a_router_may_name_a_room_for_every_sample(decode: RunningServer, 
     assert (await post(prefill, "/v1/chat/completions", **routed)).status_code == 200
 
 
-async def test_rooms_of_another_number_are_refused(decode: RunningServer) -> None:
+async def test_wrong_number_of_rooms_is_refused(decode: RunningServer) -> None:
     body = {"text": "a", "sampling_params": {"n": 2}, "bootstrap_room": [1, 2, 3]}
     refused = await decode.http.post("/generate", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bootstrap_room")

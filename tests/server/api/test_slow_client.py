@@ -1,4 +1,4 @@
-"""Clients that leave something undone: an answer unread, a request half sent. A slow one that goes on is served."""
+"""Clients that do not read a response or do not complete a request are disconnected; slow clients are served."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def ask_without_reading(server: RunningServer, stream: bool) -> socket.socket:
 
 
 async def send_much(server: RunningServer, messages: int) -> None:
-    """About half a megabyte of JSON each, repeated in every later event of a stream: more than socket buffers hold."""
+    """About half a megabyte of JSON per event, which every later event repeats: more than socket buffers hold."""
     top = tuple((65 + rank, -1.23456789) for rank in range(20))
     tokens = Tokens("r", tuple(b"x" * 1000), tuple(TokenLogprob(120, -0.5, top) for _ in range(1000)))
     for _ in range(messages):
@@ -47,15 +47,15 @@ async def send_much(server: RunningServer, messages: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_stream_that_nobody_reads_is_cancelled(decode: RunningServer) -> None:
+async def test_unread_stream_is_cancelled(decode: RunningServer) -> None:
     with ask_without_reading(decode, stream=True):
         await decode.leader.expect(Submit)
         await send_much(decode, 8)
         assert await decode.leader.expect(Cancel, within_s=10) == Cancel("r")
 
 
-async def test_an_answer_that_nobody_reads_is_dropped(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Not streamed: the request has ended, and the connection must not keep the answer for ever."""
+async def test_unread_response_is_dropped(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Not streamed: the request has ended, and the connection must not hold the response forever."""
     with ask_without_reading(decode, stream=False) as client:
         await decode.leader.expect(Submit)
         await send_much(decode, 16)
@@ -68,8 +68,8 @@ async def test_an_answer_that_nobody_reads_is_dropped(decode: RunningServer, cap
         assert not received.endswith(b"}}"), "the answer arrived whole; it fits the socket buffers"
 
 
-async def test_a_slow_reader_is_served_to_the_end(decode: RunningServer) -> None:
-    """It takes several times `patience_s` and never pauses as long."""
+async def test_slow_reader_gets_the_whole_response(decode: RunningServer) -> None:
+    """It reads for several times `patience_s`, but never pauses that long."""
     with ask_without_reading(decode, stream=True) as client:
         await decode.leader.expect(Submit)
         await send_much(decode, 4)
@@ -81,7 +81,7 @@ async def test_a_slow_reader_is_served_to_the_end(decode: RunningServer) -> None
 
 
 async def read_to_end(client: socket.socket, pause_s: float = 0.0) -> bytes:
-    """What arrives before the connection ends or the stream does."""
+    """All data until the connection or the stream ends."""
     received = bytearray()
     while not received.endswith(END_OF_STREAM):
         try:
@@ -100,10 +100,10 @@ async def connect(server: RunningServer) -> tuple[asyncio.StreamReader, asyncio.
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-async def test_a_request_that_is_never_whole_ends(
+async def test_connection_with_an_incomplete_request_is_closed(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """On a new connection and on one that has served before; one that goes on in time is answered."""
+    """On a new connection and on a reused one. A request that continues in time gets its response."""
     monkeypatch.setattr(PatientHttpProtocol, "header_timeout_s", 0.6)
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
@@ -130,8 +130,8 @@ async def test_a_request_that_is_never_whole_ends(
 
 @pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["unfinished", "whole"])
 @pytest.mark.parametrize("path", [b"/health", b"/health?" + b"y" * 70_000], ids=["headers", "path"])
-async def test_headers_have_a_limit(tokenizer: Tokenizer, path: bytes, end: bytes) -> None:
-    """Also when they come at once, with their end: 100,000 bytes used to pass."""
+async def test_headers_over_the_limit_are_refused(tokenizer: Tokenizer, path: bytes, end: bytes) -> None:
+    """Also when they arrive complete in one piece: 100,000 bytes used to pass."""
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
         writer.write(b"GET %s HTTP/1.1\r\n" % path + b"X: %s\r\n" % (b"y" * 8192) * 9 + end)
@@ -156,7 +156,7 @@ async def test_headers_up_to_the_limit_pass_and_bodies_do_not_count(tokenizer: T
         writer.close()
 
 
-async def test_what_is_not_http_is_refused_in_the_same_shape(tokenizer: Tokenizer) -> None:
+async def test_invalid_http_gets_an_error_in_json(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
         writer.write(b"hello?\r\n\r\n")

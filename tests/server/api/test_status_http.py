@@ -1,4 +1,4 @@
-"""The routes that report: health, model and server information, metrics; and who may call what."""
+"""Information routes: health, model, server, load and metrics; and the API key."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ async def health_reasons(server: RunningServer) -> tuple[int, str]:
     return response.status_code, " ".join(response.json()["reasons"])
 
 
-async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
+async def test_health_reports_the_state_of_the_leader(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(stall_timeout_s=5), ready=False) as server:
         status, reasons = await health_reasons(server)
         assert (status, reasons.startswith("starting")) == (503, True)
@@ -73,10 +73,10 @@ async def test_health_follows_the_leader(tokenizer: Tokenizer) -> None:
         ("prefill", (), None),
     ],
 )
-async def test_health_warns_of_absent_prefill_servers(
+async def test_health_warns_when_no_prefill_server_is_paired(
     tokenizer: Tokenizer, role: Role, peers: tuple[PeerStatus, ...], warning: str | None
 ) -> None:
-    """It stays 200: to restart decode for want of a prefill server helps nobody."""
+    """The status stays 200: restarting decode does not bring back a prefill server."""
     async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
         await server.report(msgspec.structs.replace(make_status(), peers=peers))
         response = await server.http.get("/health")
@@ -85,7 +85,7 @@ async def test_health_warns_of_absent_prefill_servers(
     assert warning is None or warning in warnings[0]
 
 
-async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
+async def test_health_fails_when_the_leader_is_silent(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(stall_timeout_s=1)) as server:
         assert await health_reasons(server) == (200, "")
         async with asyncio.timeout(10):
@@ -95,11 +95,11 @@ async def test_silence_of_the_leader_is_a_stall(tokenizer: Tokenizer) -> None:
         assert (status, "loop stalled" in reasons) == (503, True)
 
 
-async def test_health_generate_takes_one_token(decode: RunningServer) -> None:
+async def test_health_generate_generates_one_token(decode: RunningServer) -> None:
     asking = asyncio.create_task(decode.http.get("/health_generate"))
     submit = await decode.leader.expect(Submit)
     assert (submit.sampling.max_new_tokens, submit.sampling.temperature) == (1, 0.0)
-    assert submit.priority == 100, "a long queue does not make a server ill"
+    assert submit.priority == 100, "a long queue does not make a server unhealthy"
     await decode.leader.send(Tokens(submit.rid, (1,)), make_finished(submit.rid, 1))
     response = await asking
     assert (response.status_code, response.json()["generated"]) == (200, True)
@@ -121,12 +121,12 @@ async def test_health_generate_has_a_deadline(decode: RunningServer, monkeypatch
     assert (await decode.leader.expect(Cancel)).rid == submit.rid
 
 
-async def test_information_routes(tokenizer: Tokenizer) -> None:
+async def test_information_routes_show_no_secrets(tokenizer: Tokenizer) -> None:
     config = PrefillConfig(
-        api_key=SecretStr("front-secret"), cluster_key=SecretStr("cluster-secret-of-16"), served_model_name="tiny"
+        api_key=SecretStr("frontend-secret"), cluster_key=SecretStr("cluster-secret-of-16"), served_model_name="tiny"
     )
     async with running_server(tokenizer, config) as server:
-        server.http.headers["Authorization"] = "Bearer front-secret"
+        server.http.headers["Authorization"] = "Bearer frontend-secret"
         for path in ("/model_info", "/get_model_info"):
             model = (await server.http.get(path)).json()
             assert (model["model_path"], model["served_model_name"]) == ("/models/bytes", "tiny")
@@ -157,10 +157,10 @@ async def test_information_routes(tokenizer: Tokenizer) -> None:
         ("prefill", {TransferState.WAITING.value: 2, TransferState.SENDING.value: 1}, {"kv_pages_held": 4.0}),
     ],
 )
-async def test_load_as_routers_ask_for_it(
+async def test_get_load_counts_requests_and_tokens(
     tokenizer: Tokenizer, role: Role, states: dict[str, int], gauges: dict[str, float]
 ) -> None:
-    """Tokens in memory and, on prefill, those that wait to be computed."""
+    """Tokens in the KV pool and, on prefill, tokens that wait to be computed."""
     waiting = {"waiting_tokens": 16.0} if role == "prefill" else {}
     async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
         await server.report(msgspec.structs.replace(make_status(), states=states, gauges=gauges | waiting))
@@ -168,7 +168,7 @@ async def test_load_as_routers_ask_for_it(
         assert (await server.http.get("/get_load")).json() == [load]
 
 
-async def test_api_key(tokenizer: Tokenizer) -> None:
+async def test_routes_require_the_api_key(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr("clé"))) as server:
         for path in ("/health", "/metrics"):
             assert (await server.http.get(path)).status_code == 200
@@ -189,8 +189,8 @@ async def test_api_key(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("key", ["l\u00e0", "k\u0085", "k\u00a0", "k\u00c5"])
-async def test_an_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) -> None:
-    """Headers are latin-1, in which the last byte of these is white space or looks like it: 0xA0, 0x85."""
+async def test_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) -> None:
+    """Headers are latin-1, in which the last byte of these keys is white space for str.strip(): 0xA0, 0x85."""
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr(key))) as server:
         for padding in (b"", b" ", b"  "):
             headers = [(b"Authorization", b"Bearer " + padding + key.encode())]
@@ -201,7 +201,7 @@ async def test_an_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) ->
 
 
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()])
-async def test_flush_cache(tokenizer: Tokenizer, config: DecodeConfig | PrefillConfig) -> None:
+async def test_flush_cache_reaches_the_leader(tokenizer: Tokenizer, config: DecodeConfig | PrefillConfig) -> None:
     async with running_server(tokenizer, config) as server:
         response = await server.http.post("/flush_cache")
         assert (response.status_code, response.headers["content-type"]) == (200, "text/plain; charset=utf-8")
@@ -210,7 +210,7 @@ async def test_flush_cache(tokenizer: Tokenizer, config: DecodeConfig | PrefillC
         assert (await server.http.post("/flush_cache")).status_code == 503
 
 
-async def test_unknown_routes_answer_in_the_same_shape(decode: RunningServer) -> None:
+async def test_unknown_routes_and_methods_return_json_errors(decode: RunningServer) -> None:
     missing = await decode.http.get("/nowhere")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = await decode.http.get("/generate")
@@ -218,13 +218,13 @@ async def test_unknown_routes_answer_in_the_same_shape(decode: RunningServer) ->
     assert wrong.headers["allow"] == "POST"
 
 
-async def test_head_is_answered_without_a_body(decode: RunningServer) -> None:
+async def test_head_response_has_no_body(decode: RunningServer) -> None:
     response = await decode.http.head("/health")
     assert (response.status_code, response.content) == (200, b"")
     assert int(response.headers["content-length"]) == len((await decode.http.get("/health")).content)
 
 
-async def test_metrics(decode: RunningServer) -> None:
+async def test_metrics_count_requests_and_tokens(decode: RunningServer) -> None:
     asking = asyncio.create_task(decode.http.post("/generate", json={"text": "a", "rid": "m"}))
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("m", (65,)), Tokens("m", (66, 67)), make_finished("m", 3))
@@ -256,8 +256,8 @@ async def test_metrics(decode: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("ready", [False, True])
-async def test_no_metric_is_without_samples(tokenizer: Tokenizer, ready: bool) -> None:
-    """A labelled family that is empty has no labels for those who read it, and other labels on another server."""
+async def test_every_metric_has_samples(tokenizer: Tokenizer, ready: bool) -> None:
+    """An empty metric family with labels would have none, and differ from the same family of another server."""
     async with running_server(tokenizer, ready=ready) as server:
         text = (await server.http.get("/metrics")).text
     families = list(text_string_to_metric_families(text))
@@ -273,8 +273,8 @@ async def test_two_decode_servers_of_one_host_are_two_peers(prefill: RunningServ
         assert f'pdserve_peer_paired{{endpoint="10.0.0.5",instance_id="{instance}"}} 1.0' in text
 
 
-async def test_routers_see_an_sglang_server_or_one_that_is_not_ready(tokenizer: Tokenizer) -> None:
-    """`/version` alone would be vLLM to them, for good."""
+async def test_version_fails_until_models_is_available(tokenizer: Tokenizer) -> None:
+    """Routers take a server that has `/version` alone for vLLM, permanently."""
     async with running_server(tokenizer, ready=False) as server:
         for path in ("/v1/models", "/version"):
             assert (await server.http.get(path)).status_code == 503
@@ -283,7 +283,7 @@ async def test_routers_see_an_sglang_server_or_one_that_is_not_ready(tokenizer: 
         assert (await server.http.get("/version")).status_code == 200
 
 
-async def test_failures_of_ours_are_logged_with_their_id(
+async def test_server_errors_are_logged_with_the_request_id(
     decode: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for status, code in ((500, "internal"), (503, "unavailable"), (504, "deadline"), (400, "invalid_request")):
@@ -291,7 +291,7 @@ async def test_failures_of_ours_are_logged_with_their_id(
         await decode.leader.expect(Submit)
         await decode.leader.send(Failed(f"r{status}", status, code, "for a reason"))
         assert (await asking).status_code == status
-    assert [record.getMessage() for record in caplog.records if record.name == "pdserve.front"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "pdserve.frontend"] == [
         "request r500 failed with 500: for a reason",
         "request r504 failed with 504: for a reason",
     ]

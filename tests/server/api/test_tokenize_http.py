@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the ids that the generating routes would send to the leader, and back."""
+"""/tokenize and /detokenize: the ids that the generation routes send to the leader, and back."""
 
 import pytest
 
@@ -15,16 +15,18 @@ HELLO = [{"role": "user", "content": "Hello"}]
         ({"prompt": ""}, ""),
         ({"messages": HELLO}, "user: Hello\nassistant: "),
         ({"messages": HELLO, "add_generation_prompt": False}, "user: Hello\n"),
-        ({"prompt": "x" * 20_000}, "x" * 20_000),  # longer than may be generated from, and parsed in a thread
+        ({"prompt": "x" * 20_000}, "x" * 20_000),  # longer than a prompt may be, and parsed in a thread
     ],
 )
-async def test_tokenize(decode: RunningServer, body: dict[str, object], text: str) -> None:
-    answer = (await decode.http.post("/tokenize", json=body)).json()
+async def test_tokenize_returns_the_ids_that_generation_uses(
+    decode: RunningServer, body: dict[str, object], text: str
+) -> None:
+    reply = (await decode.http.post("/tokenize", json=body)).json()
     tokens = list(text.encode())
-    assert answer == {"tokens": tokens, "count": len(tokens), "max_model_len": MAX_TOTAL_TOKENS}
+    assert reply == {"tokens": tokens, "count": len(tokens), "max_model_len": MAX_TOTAL_TOKENS}
 
 
-async def test_detokenize(decode: RunningServer) -> None:
+async def test_detokenize_returns_text(decode: RunningServer) -> None:
     tokens = [*"h\u00e9".encode(), EOS]
     assert (await decode.http.post("/detokenize", json={"tokens": tokens})).json() == {"text": "h\u00e9"}
     shown = await decode.http.post("/detokenize", json={"tokens": tokens, "skip_special_tokens": False})
@@ -42,6 +44,6 @@ async def test_detokenize(decode: RunningServer) -> None:
         ("/detokenize", {"tokens": [1, 999]}, "tokens[1]"),
     ],
 )
-async def test_refused(decode: RunningServer, path: str, body: dict[str, object], field: str) -> None:
+async def test_wrong_field_is_refused(decode: RunningServer, path: str, body: dict[str, object], field: str) -> None:
     response = await decode.http.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)

@@ -1,4 +1,4 @@
-"""Every way a /generate body can be wrong: the status, the field and the numbers the client is told."""
+"""Wrong /generate bodies: the status, and the field, limit and value in the error."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ def sampling(**params: object) -> dict[str, object]:
     return {"text": "hello", "sampling_params": params}
 
 
-# (body, field named, words the message must contain)
+# (body, field in the error, parts of the message)
 REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     ({}, "text", ("input_ids", "neither")),
     ({"text": None, "input_ids": None}, "text", ("neither",)),
@@ -167,7 +167,9 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "field", "words"), REFUSED)
-async def test_refused(server: RunningServer, body: object, field: str | None, words: tuple[str, ...]) -> None:
+async def test_wrong_field_is_refused_with_its_name_limit_and_value(
+    server: RunningServer, body: object, field: str | None, words: tuple[str, ...]
+) -> None:
     response = await server.http.post("/generate", json=body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -196,7 +198,7 @@ LONGEST = "this model's maximum context length is"
         ),
     ],
 )
-async def test_what_does_not_fit_has_the_code_by_which_clients_know_it(
+async def test_too_long_request_has_the_code_context_length_exceeded(
     server: RunningServer, body: object, field: str, problem: str
 ) -> None:
     response = await server.http.post("/generate", json=body)
@@ -226,13 +228,13 @@ async def test_malformed_json_is_a_400(server: RunningServer, raw: bytes) -> Non
     assert response.json()["error"]["message"].startswith("the body ")
 
 
-async def test_an_empty_body_is_called_empty(server: RunningServer) -> None:
+async def test_empty_body_is_refused(server: RunningServer) -> None:
     response = await server.http.post("/generate")
     assert response.json()["error"]["message"] == "the body is empty; send a JSON object"
 
 
 async def submitted(server: RunningServer, body: dict[str, object]) -> Submit:
-    """What an accepted body asks of the leader."""
+    """The Submit of an accepted body."""
     asking = asyncio.create_task(server.http.post("/generate", json=body))
     submit = await server.leader.expect(Submit)
     await server.leader.send(*(make_finished(rid, 0) for rid in (submit.rid, *submit.more_rids)))
@@ -326,15 +328,17 @@ async def test_given_values_reach_the_leader(server: RunningServer) -> None:
         ({"return_logprob": True, "logprob_start_len": 4}, LogprobParams(start=4)),
     ],
 )
-async def test_wanted_logprobs(server: RunningServer, given: dict[str, object], wanted: LogprobParams | None) -> None:
+async def test_logprob_fields_reach_the_leader(
+    server: RunningServer, given: dict[str, object], wanted: LogprobParams | None
+) -> None:
     assert (await submitted(server, {"text": "hello", **given})).logprobs == wanted
 
 
-async def test_timeout_s_goes_before_timeout(server: RunningServer) -> None:
+async def test_timeout_s_takes_precedence_over_timeout(server: RunningServer) -> None:
     assert (await submitted(server, {"text": "a", "timeout": 9, "timeout_s": 1})).timeout_s == 1.0
 
 
-async def test_the_default_of_max_new_tokens_is_clipped_to_what_fits(server: RunningServer) -> None:
+async def test_default_max_new_tokens_is_reduced_to_what_fits(server: RunningServer) -> None:
     submit = await submitted(server, {"input_ids": [1] * 300})
     assert submit.sampling.max_new_tokens == 100  # 400 tokens fit the pool
 
@@ -345,13 +349,13 @@ async def test_top_k_of_the_whole_vocabulary_is_none(server: RunningServer, give
     assert submit.sampling.top_k == kept
 
 
-async def test_requests_without_a_seed_get_different_ones(server: RunningServer) -> None:
+async def test_requests_without_a_seed_get_different_seeds(server: RunningServer) -> None:
     seeds = {(await submitted(server, {"text": "a"})).sampling.seed for _ in range(3)}
     assert len(seeds) == 3
 
 
-async def test_numbers_that_are_whole_may_have_a_point(server: RunningServer) -> None:
-    """As JSON of languages with one kind of number has them; SGLang and OpenAI take them."""
+async def test_integral_floats_are_accepted_as_integers(server: RunningServer) -> None:
+    """Languages with one number type write them in JSON; SGLang and OpenAI accept them."""
     params = {"max_new_tokens": 3.0, "min_new_tokens": 1.0, "top_k": 5.0, "seed": 7.0, "n": 1.0}
     body = {"text": "a", "priority": 2.0, "lora_path": "", "sampling_params": params}
     asking = asyncio.create_task(server.http.post("/generate", json=body))

@@ -1,4 +1,4 @@
-"""`pdserve bench`: its arithmetic against numpy, its client and its command against the real HTTP front."""
+"""`pdserve bench`: its statistics against numpy, its client and its command against the real frontend."""
 
 import asyncio
 import dataclasses
@@ -56,7 +56,7 @@ def finished(rid: str, tokens: int) -> Finished:
 async def answering(
     tokenizer: Tokenizer, answer: Callable[[Submit, int], Sequence[Tokens | Finished | Failed]]
 ) -> AsyncIterator[RunningServer]:
-    """The real front; `answer` says what the leader sends for the n-th request, one message after the other."""
+    """The real frontend; `answer` returns the messages that the leader sends for the n-th request."""
     async with running_server(tokenizer) as server:
 
         async def lead() -> None:
@@ -84,7 +84,7 @@ def complete(submit: Submit, _index: int) -> list[Tokens | Finished | Failed]:
 # figures
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_equal_those_of_numpy() -> None:
     source = random.Random(1)
     for count in (1, 2, 3, 10, 999):
         values = [source.expovariate(1.0) for _ in range(count)]
@@ -98,8 +98,8 @@ def test_percentiles_are_numpys() -> None:
     assert percentile([1.0, 3.0], 0.5) == 2.0
 
 
-def test_token_times_of_one_request() -> None:
-    """Two tokens in the first event, three in the next: each of the three waited a third of the gap."""
+def test_tokens_of_one_event_share_its_latency() -> None:
+    """Two tokens in the first event, three in the next: each of the three has a third of the time between."""
     record = RequestRecord(0.0, 1.3, [(0.5, 2), (0.8, 5), (1.2, 6)])
     assert record.ttft_s == 0.5
     assert record.itl_s == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.4])
@@ -123,7 +123,7 @@ def random_records(count: int) -> list[RequestRecord]:
     return records
 
 
-def test_a_summary_counts_only_successes() -> None:
+def test_summary_counts_only_successful_requests() -> None:
     records = random_records(50)
     ok = [record for record in records if record.failure is None]
     summary = summarize(records, 4.0, unfinished=2, slo_ttft_s=0.5, slo_itl_s=0.05)
@@ -153,7 +153,7 @@ def test_a_summary_counts_only_successes() -> None:
     assert summary.goodput.share == pytest.approx(len(good) / 50), "failed requests are in the denominator"
 
 
-def test_a_summary_of_nothing() -> None:
+def test_summary_without_records_is_empty() -> None:
     summary = summarize([], 0.0, slo_ttft_s=1.0)
     assert (summary.ok, summary.failed, summary.requests_per_s, summary.ttft_s) == (0, 0, 0.0, None)
     assert summary.goodput is not None
@@ -166,7 +166,7 @@ def colors_of(axes: Axes) -> dict[str, str]:
     return {str(bar.get_label()): str(bar.patches[0].get_facecolor()) for bar in bars}
 
 
-def test_a_picture_has_a_color_for_every_stage_axes_from_zero_and_says_what_was_measured() -> None:
+def test_plot_has_a_color_for_every_stage_and_a_title() -> None:
     timeline = dict.fromkeys(STAGES, 0.1)
     records = [dataclasses.replace(record, timeline=timeline) for record in random_records(10)]
     options = BenchOptions(input_len=20, output_len=10, range_ratio=0.5, prefix_len=7, concurrency=3)
@@ -202,14 +202,14 @@ def test_a_picture_has_a_color_for_every_stage_axes_from_zero_and_says_what_was_
         (BenchOptions(dataset="sharegpt", dataset_path=Path("x"), output_len=7), "sharegpt prompts, 7 tokens out"),
     ],
 )
-def test_lengths_in_words(options: BenchOptions, lengths: str) -> None:
+def test_options_describe_their_lengths(options: BenchOptions, lengths: str) -> None:
     assert options.lengths == lengths
 
 
 # prompts
 
 
-def test_random_prompts() -> None:
+def test_random_prompts_have_the_requested_lengths() -> None:
     options = BenchOptions(requests=200, warmup=3, input_len=20, output_len=10, range_ratio=0.5, prefix_len=7, seed=5)
     workload = make_workload(options, LIMITS)
     assert workload == make_workload(options, LIMITS), "the same seed gives the same prompts"
@@ -224,13 +224,13 @@ def test_random_prompts() -> None:
     assert all(warmup.content[:7] != prompts[0][:7] for warmup in workload.warmup), "the prefix stays cold"
 
 
-def test_a_request_that_cannot_fit_is_refused_before_the_run() -> None:
+def test_too_long_requests_are_refused_before_the_run() -> None:
     options = BenchOptions(input_len=200, output_len=100, range_ratio=0.5)
     with pytest.raises(StartupError, match=r"up to 450 tokens a request .* holds 400"):
         make_workload(options, LIMITS)
 
 
-def test_sharegpt(tmp_path: Path) -> None:
+def test_sharegpt_prompts_are_first_human_turns(tmp_path: Path) -> None:
     def turns(*values: tuple[str, str]) -> dict[str, object]:
         return {"id": "x", "conversations": [{"from": who, "value": value} for who, value in values]}
 
@@ -256,7 +256,7 @@ def test_sharegpt(tmp_path: Path) -> None:
         read_sharegpt(path, 51)
 
 
-def test_arrivals_are_poisson() -> None:
+def test_arrivals_follow_a_poisson_process() -> None:
     times = arrival_times_s(4001, BenchOptions(concurrency=None, rate_per_s=50.0))
     gaps = np.diff(times)
     assert times[0] == 0.0
@@ -269,7 +269,7 @@ def test_arrivals_are_poisson() -> None:
 
 
 @pytest.mark.parametrize(("concurrency", "rate_per_s"), [(3, None), (None, 200.0)])
-async def test_a_run_against_the_real_front(
+async def test_run_against_the_real_frontend(
     tokenizer: Tokenizer, tmp_path: Path, concurrency: int | None, rate_per_s: float | None
 ) -> None:
     async with answering(tokenizer, complete) as server:
@@ -340,7 +340,7 @@ async def test_failures_are_counted_by_reason(tokenizer: Tokenizer) -> None:
     assert "1 failed: wrong length: 1 tokens came, 3 were asked for" in text
 
 
-def test_slow_figures_are_whole_on_a_narrow_terminal() -> None:
+def test_large_figures_fit_a_narrow_terminal() -> None:
     timeline = dict.fromkeys(STAGES, 123.4567)
     record = RequestRecord(0.0, 900.0, [(123.4567, 1), (899.4567, 2)], 10, timeline=timeline)
     options = BenchOptions()
@@ -359,7 +359,7 @@ def test_slow_figures_are_whole_on_a_narrow_terminal() -> None:
 async def raw_server(
     handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[str]:
-    """The URL of a server that is nothing but `handle`. On leaving, every connection has been served to its end."""
+    """The URL of a server that runs `handle`. The block ends when every connection has been served."""
     connections: list[asyncio.Task[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -381,8 +381,8 @@ async def raw_server(
             await asyncio.gather(*connections)
 
 
-async def test_connections_are_kept_and_broken_ones_reported() -> None:
-    """A server that answers two requests on a connection, then cuts the third answer short."""
+async def test_connections_are_reused_and_broken_ones_reported() -> None:
+    """A server that serves two requests on a connection, then cuts off the third response."""
     connections = 0
     event = b'data: {"text":"h","meta_info":{"completion_tokens":1,"finish_reason":{"type":"length"}}}\n\n'
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(event), event)
@@ -406,8 +406,8 @@ async def test_connections_are_kept_and_broken_ones_reported() -> None:
     assert (await unreachable.generate(b"{}", 0.0)).failure == "connection: ConnectionRefusedError"
 
 
-async def test_arrivals_are_stamped_as_they_come() -> None:
-    """Three events 50 ms apart; the last comes in two pieces and brings two tokens."""
+async def test_record_has_the_time_of_every_arrival() -> None:
+    """Three events 50 ms apart; the last arrives in two pieces and has two tokens."""
     template = b'data: {"meta_info":{%b"completion_tokens":%d}}\n\n'
     finish = b'"finish_reason":{"type":"stop"},'
     first, second, last = (template % values for values in ((b"", 1), (b"", 2), (finish, 4)))
@@ -417,7 +417,7 @@ async def test_arrivals_are_stamped_as_they_come() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for part in (first, second, last[:20], last[20:] + b"data: [DONE]\n\n", b""):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            for _ in range(5):  # it has been read before the 50 ms begin
+            for _ in range(5):  # the client reads it before the 50 ms begin
                 await asyncio.sleep(0)
             await asyncio.sleep(0.05)
 
@@ -432,7 +432,7 @@ async def test_arrivals_are_stamped_as_they_come() -> None:
     assert record.e2e_s < record.arrivals[-1][0] + 0.04, "the end is the last token's event, not what follows"
 
 
-async def test_a_silent_server_is_a_timeout(tokenizer: Tokenizer) -> None:
+async def test_silent_server_is_a_timeout(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer) as server:
         client = BenchClient(f"http://127.0.0.1:{server.port}", api_key=None, timeout_s=0.2)
         record = await client.generate(b'{"input_ids": [1], "stream": true}', 0.0)
@@ -476,7 +476,7 @@ async def test_the_command_exits_with_1_when_a_request_failed(tokenizer: Tokeniz
     assert (document["summary"]["ok"], document["summary"]["failed"]) == (3, 1)
 
 
-async def test_ctrl_c_prints_what_it_has(tokenizer: Tokenizer) -> None:
+async def test_ctrl_c_prints_a_partial_result(tokenizer: Tokenizer) -> None:
     stuck = asyncio.Event()
 
     def answer(submit: Submit, index: int) -> list[Tokens | Finished | Failed]:
@@ -500,7 +500,7 @@ async def test_ctrl_c_prints_what_it_has(tokenizer: Tokenizer) -> None:
     ("arguments", "message"),
     [
         (["--url=localhost:8200"], "--url must be http://HOST:PORT, got 'localhost:8200'"),
-        (["--url=http://127.0.0.1:1"], "http://127.0.0.1:1: no answer from a pdserve server there"),
+        (["--url=http://127.0.0.1:1"], "http://127.0.0.1:1: no response from a pdserve server there"),
         (["--concurrency=2", "--rate=3"], "not allowed with argument"),
         (["--requests=0"], "argument --requests: must be a whole number, at least 1, got '0'"),
         (["--dataset=sharegpt"], "--dataset sharegpt needs --dataset-path FILE"),
@@ -509,7 +509,7 @@ async def test_ctrl_c_prints_what_it_has(tokenizer: Tokenizer) -> None:
         (["--conccurrency=3"], "unknown argument --conccurrency: did you mean --concurrency?"),
     ],
 )
-async def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
+async def test_mistake_is_reported_in_one_line(arguments: list[str], message: str) -> None:
     with bench_process(*arguments) as process:
         code, out, err = await finish(process)
     assert (code, out) == (2, "")
@@ -518,7 +518,7 @@ async def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None
     assert message in line
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(StartupError, match=r"^--plot needs matplotlib: pip install matplotlib$"):
         check_plot(Path("x.png"))

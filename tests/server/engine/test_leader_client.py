@@ -1,4 +1,4 @@
-"""The front's end of the socket to its leader, and what it counts, with a scripted leader on the other end."""
+"""The frontend's end of the socket to its leader, and its metrics, with a scripted leader."""
 
 import asyncio
 import os
@@ -34,8 +34,8 @@ async def pair() -> AsyncIterator[tuple[LeaderClient, ScriptedLeader]]:
     client.close()
 
 
-async def test_what_comes_while_something_is_sent_is_not_left_lying(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
-    """ZMQ's descriptor tells of it once, and whoever sends takes that notice away."""
+async def test_message_that_arrives_during_a_send_is_received(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    """ZMQ's descriptor signals an arrival once, and a send may consume the signal."""
     client, leader = pair
     inbox = client.open([Submit("r", (1,), SamplingParams())])
     await leader.expect(Submit)
@@ -50,8 +50,8 @@ async def test_what_comes_while_something_is_sent_is_not_left_lying(pair: tuple[
     inbox.close()
 
 
-async def test_no_other_user_can_be_the_leader() -> None:
-    """All users of the machine can see the name of the socket."""
+async def test_socket_refuses_other_users() -> None:
+    """All users of the machine can see the socket's name."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     client = LeaderClient(Metrics(), DecodeConfig())
@@ -68,7 +68,7 @@ os._exit(bool(monitor.poll(500)))
     client.close()
 
 
-async def test_a_front_that_has_fallen_behind_takes_everything_in_order(
+async def test_frontend_that_has_fallen_behind_receives_everything_in_order(
     pair: tuple[LeaderClient, ScriptedLeader],
 ) -> None:
     client, leader = pair
@@ -91,7 +91,7 @@ async def test_a_front_that_has_fallen_behind_takes_everything_in_order(
 
 
 @pytest.mark.parametrize("by", ["timeout_s", "request_timeout_s"])
-async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by: str) -> None:
+async def test_request_fails_at_its_deadline_while_the_leader_hangs(tokenizer: Tokenizer, by: str) -> None:
     config = DecodeConfig(request_timeout_s=0.2 if by == "request_timeout_s" else 600.0)
     async with running_server(tokenizer, config) as server:
         body = {"text": "a", "rid": "r", **({"timeout_s": 0.2} if by == "timeout_s" else {})}
@@ -99,13 +99,13 @@ async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by:
         response = await server.http.post("/generate", json=body)
         assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
-        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not answer"
+        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not respond"
         assert response.json()["error"]["message"] == words
         await server.leader.expect(Submit)
         assert await server.leader.expect(Cancel) == Cancel("r")
         refused = await server.http.post("/generate", json=body)
         assert refused.status_code == 409, "the leader may still have it"
-        await server.leader.send(Tokens("r", (1,)), Failed("r", 499, "aborted", "late"))  # it is back
+        await server.leader.send(Tokens("r", (1,)), Failed("r", 499, "aborted", "late"))  # the leader continues
         await server.report()
         again = asyncio.create_task(server.http.post("/generate", json={"text": "a", "rid": "r"}))
         await server.leader.expect(Submit)
@@ -113,7 +113,7 @@ async def test_a_deadline_holds_while_the_leader_hangs(tokenizer: Tokenizer, by:
         assert (await again).json()["text"] == "h"
 
 
-async def test_a_stream_ends_at_its_deadline_while_the_leader_hangs(tokenizer: Tokenizer) -> None:
+async def test_stream_ends_at_its_deadline_while_the_leader_hangs(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer) as server:
         body = {"text": "a", "stream": True, "timeout_s": 0.3, "sampling_params": {"n": 2}}
         streaming = asyncio.create_task(server.http.post("/generate", json=body))
@@ -124,7 +124,7 @@ async def test_a_stream_ends_at_its_deadline_while_the_leader_hangs(tokenizer: T
         assert [event["error"]["code"] for event in (first, second)] == ["deadline"] * 2  # type: ignore[index]
 
 
-async def test_a_deadline_that_is_not_reached_leaves_nothing_behind(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+async def test_deadline_timer_is_cancelled_when_the_request_ends(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
     client, leader = pair
     with client.open([Submit("r", (1,), SamplingParams(), timeout_s=60)]) as inbox:
         (timer,) = [entry.overdue for entry in client._open.values()]
@@ -135,15 +135,15 @@ async def test_a_deadline_that_is_not_reached_leaves_nothing_behind(pair: tuple[
     assert timer.cancelled()
 
 
-async def test_the_prompts_of_a_call_say_that_they_belong_together(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
-    """So that the leader lets all of them in or none. They follow one another."""
+async def test_prompts_of_a_call_follow_the_first(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
+    """So that the leader admits all of them or none."""
     client, leader = pair
     with client.open([Submit(rid, (1,), SamplingParams()) for rid in "abc"]):
         found = [await leader.expect(Submit) for _ in range(3)]
     assert [(submit.rid, submit.follows) for submit in found] == [("a", None), ("b", "a"), ("c", "a")]
 
 
-def test_tokens_are_counted_as_prometheus_does() -> None:
+def test_token_metrics_equal_those_of_prometheus_client() -> None:
     registry = CollectorRegistry()
     first = Histogram("pdserve_time_to_first_token_seconds", "", buckets=LATENCY_BUCKETS_S, registry=registry)
     between = Histogram("pdserve_inter_token_latency_seconds", "", buckets=INTER_TOKEN_BUCKETS_S, registry=registry)
@@ -164,7 +164,7 @@ def test_tokens_are_counted_as_prometheus_does() -> None:
 
 
 def _samples(exposition: bytes) -> set[str]:
-    """Lines of values; sums to nine digits, as they depend on the order of adding."""
+    """Lines of values; sums with nine digits, because they depend on the order of addition."""
     found = set()
     for line in exposition.decode().splitlines():
         name, _, value = line.rpartition(" ")

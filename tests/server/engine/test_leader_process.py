@@ -1,4 +1,4 @@
-"""What a leader process is given to start with."""
+"""The environment of a leader process."""
 
 import sys
 
@@ -20,8 +20,8 @@ sys.exit(sorted(idle_cpu_s() for _ in range(11))[5] > 0.0004)
 """
 
 
-async def test_threads_of_the_model_sleep_soon_after_a_step() -> None:
-    """Those that spin take the cores from the thread they wait for, and from the other server, on a busy machine."""
+async def test_openmp_threads_spin_only_briefly() -> None:
+    """On a busy machine, spinning threads take the cores from the thread they wait for and from the other server."""
     leader = LeaderProcess(DecodeConfig(), "ipc://unused", [sys.executable, "-c", MEASURE_IDLE_THREADS])
     try:
         assert await leader.wait() == 0

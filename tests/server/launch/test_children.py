@@ -1,4 +1,4 @@
-"""Supervision with real processes: logs, deaths, bounded ends, and no survivors when the parent is killed."""
+"""Supervision of real processes: logs, exits, bounded shutdown, and no orphans when the parent is killed."""
 
 import io
 import os
@@ -48,7 +48,9 @@ def python(script: str) -> list[str]:
     return [sys.executable, "-P", "-c", script]
 
 
-def test_lines_carry_the_name_of_the_child_and_no_colour_off_a_terminal(children: Children, console: Console) -> None:
+def test_lines_have_the_name_of_the_child_and_no_colour_without_a_terminal(
+    children: Children, console: Console
+) -> None:
     children.start("prefill", python("import sys; print('one [b]'); print('two', file=sys.stderr); input()"), ENVIRON)
     wait_until(lambda: "EOFError" in output(console), 30, "its last word")
     assert output(console).splitlines()[:2] == ["[prefill] one [b]", "[prefill] two"]
@@ -64,11 +66,11 @@ def test_lines_carry_the_name_of_the_child_and_no_colour_off_a_terminal(children
         ("  decode: indented", "  decode: indented"),
     ],
 )
-def test_a_line_names_its_role_once(line: str, shown: str) -> None:
+def test_line_names_its_role_once(line: str, shown: str) -> None:
     assert without_role(line, "decode") == shown
 
 
-def test_a_death_is_reported_with_its_code_and_last_words(children: Children) -> None:
+def test_exit_is_reported_with_its_code_and_last_line(children: Children) -> None:
     children.start("decode", python(SLEEPS), ENVIRON)
     children.check()
     child = children.start("prefill", python("import sys; print('no such model'); sys.exit(2)"), ENVIRON)
@@ -78,7 +80,7 @@ def test_a_death_is_reported_with_its_code_and_last_words(children: Children) ->
         children.check()
 
 
-def test_a_killed_child_is_reported_with_its_signal(children: Children) -> None:
+def test_killed_child_is_reported_with_its_signal(children: Children) -> None:
     child = children.start("prefill", python(SLEEPS), ENVIRON)
     os.kill(child.process.pid, signal.SIGKILL)
     child.process.wait()
@@ -86,7 +88,7 @@ def test_a_killed_child_is_reported_with_its_signal(children: Children) -> None:
         children.check()
 
 
-def test_stop_ends_a_deaf_child_and_its_own_children_in_bounded_time(children: Children, console: Console) -> None:
+def test_stop_kills_a_child_that_ignores_sigterm_and_its_descendants(children: Children, console: Console) -> None:
     deaf = children.start("deaf", python(IGNORES_TERM), ENVIRON)
     parent = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)
     wait_until(lambda: "started" in output(console) and "[parent]" in output(console), 30, "both have started")
@@ -129,7 +131,7 @@ def test_children_end_when_their_parent_is_killed() -> None:
     wait_until(lambda: gone(pid), 10, "the child has ended")
 
 
-def test_a_child_whose_parent_has_already_gone_does_not_start() -> None:
+def test_child_does_not_start_when_its_parent_has_ended() -> None:
     script = "from pdserve.server.launch.children import end_with_parent; end_with_parent(1); print('started')"
     result = subprocess.run(python(script), env=ENVIRON, capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""The demo's client half against a scripted stream: what it prints, and that a broken answer is not taken for one."""
+"""The demo's client against a scripted stream: its output, and errors for incomplete responses."""
 
 import http.server
 import io
@@ -24,7 +24,7 @@ PARTIAL = {**META, "finish_reason": None}
 
 
 class StreamServer(http.server.ThreadingHTTPServer):
-    """Answers every POST with `events` as server-sent events, or with `status` and a JSON error."""
+    """Responds to every POST with `events` as server-sent events, or with `status` and a JSON error."""
 
     events: Sequence[object] = ()
     status = 200
@@ -97,10 +97,10 @@ def test_cumulative_text_is_printed_once(
         (200, [{"text": "Par", "meta_info": PARTIAL}], "the stream ended before the answer did"),
         (200, [{"error": {"message": "prefill was lost"}}, "[DONE]"], "prefill was lost"),
         (200, [], "the stream ended before the answer did"),
-        (503, [], "/generate answered 503"),
+        (503, [], "/generate returned 503"),
     ],
 )
-def test_a_broken_answer_is_an_error(
+def test_incomplete_response_is_an_error(
     server: StreamServer, pair: RunningPair, status: int, events: list[object], message: str
 ) -> None:
     server.status, server.events = status, events
@@ -108,7 +108,7 @@ def test_a_broken_answer_is_an_error(
         ask(pair, "Q?", 7)
 
 
-def test_the_way_to_start_it_again_is_one_that_works(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_command_starts_the_same_pair(pair: RunningPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [".venv/bin/pdserve", "demo"])
     port = pair.config.decode.port
     monkeypatch.setattr("shutil.which", lambda _: None)

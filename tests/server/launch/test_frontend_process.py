@@ -1,4 +1,4 @@
-"""The front as a process: start-up, its leader's death, signals and exit codes. The leader is a scripted program."""
+"""The frontend as a process: start-up, its leader's death, signals and exit codes. The leader is a scripted program."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N81
 
 ROOT = Path(__file__).parents[3]
 DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword arguments differ in type
-AUTHORIZED = {"Authorization": "Bearer front-secret"}
+AUTHORIZED = {"Authorization": "Bearer frontend-secret"}
 START_TIMEOUT_S = 60.0
 """Of two Python processes on a machine that is busy with other tests."""
 PROGRAM = """
@@ -41,7 +41,7 @@ from pdserve.server.cli import exit_code_of
 from pdserve.server.launch.frontend import run_frontend
 config, leader = parse_config(json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
 code = exit_code_of(lambda: run_frontend(config, leader_command=leader))
-assert "torch" not in sys.modules, "the front imported torch"
+assert "torch" not in sys.modules, "the frontend imported torch"
 sys.exit(code)
 """
 
@@ -62,7 +62,7 @@ class RunningFront:
         self.wait_state("ready")
 
     def wait_submitted(self) -> None:
-        """Until the leader has a request."""
+        """Wait until the leader has a request."""
         info = {"url": f"{self.url}/server_info", "headers": AUTHORIZED, **DIRECT}
         wait_until(lambda: httpx.get(**info).json()["states"]["RUNNING"] == SUBMITTED, 10, "submitted")
 
@@ -78,7 +78,7 @@ class RunningFront:
         raise AssertionError(f"never {state}: {self.end()}")
 
     def end(self, within_s: float = 8.0) -> tuple[int, str]:
-        """Exit code and stderr; also checks that nothing is left in the temporary folder."""
+        """Exit code and stderr; also checks that the temporary folder is empty."""
         _, stderr = self.process.communicate(timeout=within_s)
         assert list(self.temp.iterdir()) == []
         return self.process.returncode, stderr
@@ -92,7 +92,7 @@ class RunningFront:
 @contextmanager
 def frontend(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
     port = free_port()
-    settings = {"role": "decode", "model": str(model), "port": port, "api_key": "front-secret"} | config
+    settings = {"role": "decode", "model": str(model), "port": port, "api_key": "frontend-secret"} | config
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
     command = [sys.executable, "-c", PROGRAM, json.dumps(settings), LEADER_PROGRAM, behaviour]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -129,10 +129,10 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
         assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [IW] decode: ", line) for line in lines), stderr
         for words in (f"ready: bytes at http://127.0.0.1:{running.port}", "SIGTERM: draining"):
             assert words in stderr
-        assert "front-secret" not in stderr
+        assert "frontend-secret" not in stderr
 
 
-def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
+def test_request_fails_when_the_leader_is_killed(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "crash-on-submit") as running:
         running.wait_healthy()
         started = time.monotonic()
@@ -152,10 +152,10 @@ def test_leader_killed_under_a_request(model: Path, tmp_path: Path) -> None:
         ("crash-at-start", 1, "while it was starting; its log is above"),
     ],
 )
-def test_leader_that_cannot_start(
+def test_exit_code_when_the_leader_cannot_start(
     model: Path, tmp_path: Path, behaviour: str, expected_code: int, message: str
 ) -> None:
-    """2 is for what somebody has to mend first; after 1 another try may help."""
+    """2 means that the settings must be changed; after 1 a restart may help."""
     with frontend(model, tmp_path, behaviour) as running:
         code, stderr = running.end(within_s=START_TIMEOUT_S)
         assert code == expected_code, stderr
@@ -163,7 +163,7 @@ def test_leader_that_cannot_start(
         assert "Traceback" not in stderr
 
 
-def test_busy_port(model: Path, tmp_path: Path) -> None:
+def test_busy_port_is_refused(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with frontend(model, tmp_path, "serve", port=port) as running:
@@ -172,14 +172,14 @@ def test_busy_port(model: Path, tmp_path: Path) -> None:
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --port\n"
 
 
-def test_what_does_not_fit_the_model_is_found_before_a_leader_is_started(model: Path, tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_the_model_are_refused_before_the_leader_starts(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "serve", tp=4) as running:
         code, stderr = running.end(within_s=START_TIMEOUT_S)
     assert code == 2
     assert stderr == "pdserve: error: tp = 4 does not divide num_attention_heads = 2: --tp may be 1 or 2\n"
 
 
-def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+def test_busy_control_port_is_refused_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with frontend(model, tmp_path, "serve", role="prefill", bootstrap_port=port) as running:
@@ -188,15 +188,15 @@ def test_a_busy_control_port_is_found_before_the_model_is_loaded(model: Path, tm
     assert stderr == f"pdserve: error: port {port} on 127.0.0.1 is in use; choose another with --bootstrap-port\n"
 
 
-def test_a_control_port_that_becomes_free_is_waited_for() -> None:
-    """A server that is started again at once may find the leader of the one before ending."""
+def test_frontend_waits_for_a_control_port_to_become_free() -> None:
+    """When a server is restarted at once, the leader of the previous one may still be ending."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         threading.Timer(0.3, taken.close).start()
         check_port("127.0.0.1", port, "--bootstrap-port", patience_s=START_TIMEOUT_S)
 
 
-def test_second_signal_ends_a_leader_that_does_not_listen(model: Path, tmp_path: Path) -> None:
+def test_second_signal_kills_a_leader_that_does_not_respond(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "deaf", shutdown_timeout_s=60) as running:
         running.wait_healthy()
         leader = running.leader_pid()
@@ -225,7 +225,7 @@ def test_drain_is_bounded(model: Path, tmp_path: Path) -> None:
         check_gone(leader)
 
 
-def test_a_leader_that_needs_its_time_to_end_is_given_it(model: Path, tmp_path: Path) -> None:
+def test_frontend_waits_for_a_leader_that_ends_slowly(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "lingers", role="prefill", shutdown_timeout_s=0) as running:
         running.wait_healthy()
         running.process.send_signal(signal.SIGTERM)
@@ -234,7 +234,7 @@ def test_a_leader_that_needs_its_time_to_end_is_given_it(model: Path, tmp_path: 
         assert "SIGTERM: draining 1 transfer for" in stderr
 
 
-def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
+def test_signal_ends_the_server_while_the_model_loads(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "loading", shutdown_timeout_s=60) as running:
         running.wait_state("starting")
         leader = running.leader_pid()
@@ -244,7 +244,7 @@ def test_signal_while_the_model_loads(model: Path, tmp_path: Path) -> None:
         check_gone(leader)
 
 
-def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> None:
+def test_leader_ends_when_the_frontend_is_killed(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "serve") as running:
         running.wait_healthy()
         leader = running.leader_pid()
@@ -253,7 +253,7 @@ def test_leader_ends_when_the_front_is_killed(model: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_noise_on_the_port_does_not_fill_the_log(model: Path, tmp_path: Path) -> None:
+def test_invalid_requests_do_not_fill_the_log(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "serve") as running:
         running.wait_healthy()
         started = time.monotonic()
@@ -267,7 +267,7 @@ def test_noise_on_the_port_does_not_fill_the_log(model: Path, tmp_path: Path) ->
     assert 1 <= stderr.count("Invalid HTTP request received") <= 1 + seconds, stderr
 
 
-def test_clients_may_take_more_files_than_the_soft_limit(model: Path, tmp_path: Path) -> None:
+def test_open_files_limit_is_raised(model: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:

@@ -1,4 +1,4 @@
-"""Clients that offer to change to HTTP/2 or WebSocket are answered in HTTP/1.1; old ones get no chunks."""
+"""Clients that offer HTTP/2 or WebSocket get HTTP/1.1 responses; HTTP/1.0 clients get no chunks."""
 
 import asyncio
 import json
@@ -18,16 +18,16 @@ HEAD = (
 )
 
 
-async def answer_of(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """Status line and body of the next answer."""
+async def read_response(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Status line and body of the next response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     length = next(line for line in head.splitlines() if line.startswith("content-length: "))
     return head.splitlines()[0], await reader.readexactly(int(length.partition(": ")[2]))
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
-async def test_an_offer_of_http2_is_ignored(decode: RunningServer, pause_s: float) -> None:
-    """Twice on one connection, with the body in the packet of its headers and after it."""
+async def test_offer_of_http2_is_ignored(decode: RunningServer, pause_s: float) -> None:
+    """Twice on one connection, with the body in the packet of the headers and in a later one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     for text in ("ab", "cd"):
         body = json.dumps({"text": text}).encode()
@@ -37,20 +37,20 @@ async def test_an_offer_of_http2_is_ignored(decode: RunningServer, pause_s: floa
         submit = await decode.leader.expect(Submit)
         assert bytes(submit.prompt_ids).decode() == text
         await decode.leader.send(Tokens(submit.rid, (65,)), make_finished(submit.rid, 1))
-        status, answer = await answer_of(reader)
+        status, answer = await read_response(reader)
         assert (status, json.loads(answer)["text"]) == ("HTTP/1.1 200 OK", "A")
     writer.close()
 
 
-async def test_an_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None:
+async def test_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nupgrade: websocket\r\n\r\n")
-    assert (await answer_of(reader))[0] == "HTTP/1.1 200 OK"
+    assert (await read_response(reader))[0] == "HTTP/1.1 200 OK"
     writer.close()
 
 
-async def test_a_stream_to_a_client_of_http_1_0_ends_with_the_connection(decode: RunningServer) -> None:
-    """As nginx asks by default, and `ab`. Pieces leave as they come."""
+async def test_stream_to_an_http_1_0_client_ends_with_the_connection(decode: RunningServer) -> None:
+    """nginx uses HTTP/1.0 by default, and so does `ab`. Pieces are sent as they arrive."""
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     body = json.dumps({"text": "a", "stream": True}).encode()
     writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -66,10 +66,10 @@ async def test_a_stream_to_a_client_of_http_1_0_ends_with_the_connection(decode:
     writer.close()
 
 
-async def test_an_answer_to_a_client_of_http_1_0_has_its_length(decode: RunningServer) -> None:
+async def test_response_to_an_http_1_0_client_has_a_content_length(decode: RunningServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-    status, answer = await answer_of(reader)
+    status, answer = await read_response(reader)
     assert (status, json.loads(answer)["status"]) == ("HTTP/1.1 200 OK", "ok")
     assert await reader.read() == b""
     writer.close()
@@ -83,5 +83,5 @@ async def test_an_answer_to_a_client_of_http_1_0_has_its_length(decode: RunningS
         b"GET / HTTP/1.1\r\nHost: x",
     ],
 )
-def test_nothing_else_is_touched(data: bytes) -> None:
+def test_data_without_an_upgrade_header_is_unchanged(data: bytes) -> None:
     assert without_upgrade(data) is data

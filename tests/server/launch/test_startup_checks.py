@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused before anything starts, in one line that says what would."""
+"""Settings that cannot work are refused before anything starts, in one line that names working values."""
 
 import importlib.util
 from pathlib import Path
@@ -51,7 +51,9 @@ def problems(config: AnyServerConfig, source: ModelSource) -> list[str]:
          "tokens takes 3072 bytes or more"),
     ],
 )  # fmt: skip
-def test_a_setting_that_does_not_fit_is_one_line(dense: ModelSource, settings: dict[str, Any], line: str) -> None:
+def test_setting_that_does_not_fit_is_reported_in_one_line(
+    dense: ModelSource, settings: dict[str, Any], line: str
+) -> None:
     for role in (PrefillConfig, DecodeConfig):
         (problem,) = problems(role(**settings), dense)
         assert problem.startswith(line)
@@ -74,32 +76,32 @@ def test_hisparse_needs_a_sparse_model(dense: ModelSource, sparse: ModelSource) 
         (24, None),
     ],
 )  # fmt: skip
-def test_hot_rows_fit_model_and_pages(sparse: ModelSource, hot_rows: int, line: str | None) -> None:
+def test_hot_rows_must_fit_model_and_pages(sparse: ModelSource, hot_rows: int, line: str | None) -> None:
     config = DecodeConfig(enable_hisparse=True, hot_rows=hot_rows, page_size=8)
     assert problems(config, sparse) == ([line] if line is not None else [])
 
 
-def test_hot_rows_below_the_only_fitting_value(sparse: ModelSource) -> None:
+def test_hot_rows_error_names_the_only_fitting_value(sparse: ModelSource) -> None:
     (problem,) = problems(DecodeConfig(enable_hisparse=True, hot_rows=17, page_size=32), sparse)
     assert problem == "hot_rows = 17 must be a multiple of page_size = 32: give 32"
 
 
-def test_all_problems_come_at_once(sparse: ModelSource) -> None:
+def test_all_problems_are_reported_at_once(sparse: ModelSource) -> None:
     config = DecodeConfig(tp=3, pp=5, enable_hisparse=True, hot_rows=20)
     found = problems(config, sparse)
     assert [line.split(" ")[0] for line in found] == ["tp", "pp", "hot_rows"]
     assert found[0].endswith("--tp may be 1, 2 or 4")
 
 
-def test_without_a_mooncake_wheel(dense: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill would find out with its first transfer."""
+def test_missing_mooncake_wheel_is_reported(dense: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check, prefill would fail at its first transfer."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (problem,) = problems(PrefillConfig(), dense)
     assert problem.startswith("the Mooncake transfer engine is not installed: pip install 'pdserve[cpu]'")
 
 
 @pytest.mark.parametrize("whole_experts", [False, True])
-def test_ranks_come_to_the_same_conclusion(
+def test_ranks_report_the_same_problem(
     dense: ModelSource, sparse: ModelSource, tmp_path: Path, whole_experts: bool
 ) -> None:
     odd = make_checkpoint(tmp_path / "odd", num_attention_heads=12, hidden_size=96, num_key_value_heads=3)

@@ -1,7 +1,7 @@
-"""`pdserve up` around scripted servers: readiness, the banner, signals, and a server that dies.
+"""`pdserve up` with scripted servers: readiness, the banner, signals, and a server that dies.
 
-The children here are small HTTP servers in place of the real ones, which tests/cluster starts; everything else is
-the product's own code in its own process.
+The children are small HTTP servers; tests/cluster uses the real ones. Everything else is product code in its own
+process.
 """
 
 import os
@@ -21,8 +21,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[3]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
 
-# A stand-in server: `starting` the first times it is asked, then healthy; a token goes through on the second try; GET
-# /die ends it.
+# A fake server: `starting` for the first probes, then healthy; it generates on the second try; GET /die ends it.
 SERVER = """
 import collections, http.server, os, sys
 role, port, unready = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -66,11 +65,11 @@ def ports() -> list[int]:
 
 @pytest.fixture
 def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """`run_up` in its own process; the parameter is how often prefill is asked before it is healthy."""
+    """`run_up` in its own process; the parameter is the number of probes before prefill is healthy."""
     command = [sys.executable, "-P", "-c", DRIVER, SERVER, *map(str, ports), str(getattr(request, "param", 2))]
     with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         yield process
-        process.terminate()  # not kill: a test that failed halfway must not leave the stand-ins behind
+        process.terminate()  # not kill: a failed test must not leave the fake servers behind
         process.wait(timeout=20)
 
 
@@ -90,7 +89,7 @@ def listening(port: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_waits_for_both_then_serves_until_a_signal(
+def test_up_waits_for_both_servers_and_serves_until_a_signal(
     up: subprocess.Popen[str], ports: list[int], number: signal.Signals
 ) -> None:
     lines = read_until(up, "Ctrl-C stops both.")
@@ -111,7 +110,7 @@ def test_it_waits_for_both_then_serves_until_a_signal(
     assert not listening(ports[1])
 
 
-def test_when_one_server_dies_the_other_is_stopped_and_up_says_why(up: subprocess.Popen[str], ports: list[int]) -> None:
+def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: subprocess.Popen[str], ports: list[int]) -> None:
     read_until(up, "Ctrl-C stops both.")
     with pytest.raises(OSError, match="closed"):
         urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/die", timeout=5)
@@ -122,10 +121,10 @@ def test_when_one_server_dies_the_other_is_stopped_and_up_says_why(up: subproces
 
 
 @pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])
-def test_a_server_that_cannot_start_ends_up_with_its_reason(
+def test_up_ends_with_the_reason_when_a_server_cannot_start(
     up: subprocess.Popen[str], code: int, ports: list[int]
 ) -> None:
-    """And with 2, where the settings were wrong."""
+    """The exit code is 2 when the settings are wrong."""
     lines = read_until(up, "prefill ended with exit code ")
     assert lines[-1].endswith("its last line: pdserve: error: no such model")
     assert up.wait(timeout=10) == code
@@ -133,7 +132,7 @@ def test_a_server_that_cannot_start_ends_up_with_its_reason(
 
 
 @pytest.mark.parametrize("up", [1_000_000], indirect=True)
-def test_a_signal_also_ends_it_while_it_waits(up: subprocess.Popen[str], ports: list[int]) -> None:
+def test_signal_ends_up_while_it_waits(up: subprocess.Popen[str], ports: list[int]) -> None:
     read_until(up, "waiting for prefill (starting)")
     up.send_signal(signal.SIGINT)
     assert up.wait(timeout=10) == 0

@@ -1,4 +1,4 @@
-"""`X-Request-Id` of a client: in every answer, in the log, and never in the way of the `rid`."""
+"""`X-Request-Id` of a client: in every response and in the log, independent of the `rid`."""
 
 import asyncio
 import logging
@@ -24,21 +24,21 @@ async def ask(server: RunningServer, body: dict[str, object], end: str = "") -> 
 
 
 @pytest.mark.parametrize("body", [{}, {"rid": "mine"}, {"stream": True}])
-async def test_the_answer_carries_it(decode: RunningServer, body: dict[str, object]) -> None:
+async def test_response_has_the_request_id(decode: RunningServer, body: dict[str, object]) -> None:
     answer = await ask(decode, body)
     assert answer.status_code == 200
     assert answer.headers.get_list("x-request-id") == ["trace-1"]
 
 
-async def test_so_do_errors_and_other_routes(decode: RunningServer) -> None:
+async def test_errors_and_other_routes_have_the_request_id(decode: RunningServer) -> None:
     assert (await ask(decode, {}, "no prefill")).headers.get_list("x-request-id") == ["trace-1"]
     for method, path, status in (("POST", "/generate", 400), ("GET", "/nowhere", 404), ("GET", "/health", 200)):
         answer = await decode.http.request(method, path, headers=NAMED)
         assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["trace-1"])
 
 
-async def test_the_same_name_twice_at_a_time_is_no_conflict(decode: RunningServer) -> None:
-    """As when a proxy repeats a request: the `rid` is another one."""
+async def test_same_request_id_twice_at_a_time_is_no_conflict(decode: RunningServer) -> None:
+    """As when a proxy retries a request: the `rid` differs."""
     bodies = [asyncio.create_task(decode.http.post("/generate", json={"text": "a"}, headers=NAMED)) for _ in range(2)]
     submits = [await decode.leader.expect(Submit) for _ in bodies]
     for submit in submits:
@@ -49,12 +49,12 @@ async def test_the_same_name_twice_at_a_time_is_no_conflict(decode: RunningServe
 
 
 @pytest.mark.parametrize("value", [b"", b"x" * 257, b"\xe9", b"a\tb"])
-async def test_what_no_line_of_the_log_can_hold_is_not_kept(decode: RunningServer, value: bytes) -> None:
+async def test_request_id_that_cannot_be_logged_is_ignored(decode: RunningServer, value: bytes) -> None:
     answer = await decode.http.get("/health", headers=[(b"X-Request-Id", value)])
     assert "x-request-id" not in answer.headers
 
 
-async def test_lines_of_the_log_name_it(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_have_the_request_id(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, DecodeConfig(log_requests=True)) as server:
         await ask(server, {"rid": "r1"})

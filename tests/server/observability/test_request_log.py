@@ -1,4 +1,4 @@
-"""`--log-requests`: a line for every request, whichever way it ended, and none of its text."""
+"""`--log-requests`: a line for every request, however it ended, without its text."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ from tests.server.scripted_leader import make_finished
 BODY = {"text": "a secret", "rid": "r1", "sampling_params": {"temperature": 0}}
 
 
-async def exchange(server: RunningServer) -> None:
-    """One request that is answered, one that fails, and three that the engine never sees."""
+async def run_requests(server: RunningServer) -> None:
+    """One request that finishes, one that fails, and three that are refused before the engine."""
     for end in (make_finished("r1", 2), Failed("r1", 503, "unavailable", "no prefill server is paired")):
         posting = asyncio.create_task(server.http.post("/generate", json=BODY))
         await server.leader.expect(Submit)
@@ -26,10 +26,10 @@ async def exchange(server: RunningServer) -> None:
     assert (await server.http.get("/generate")).status_code == 405
 
 
-async def test_every_request_has_a_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_request_has_a_log_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, DecodeConfig(log_requests=True)) as server:
-        await exchange(server)
+        await run_requests(server)
     finished, failed, *refused = [record.getMessage() for record in caplog.records]
     assert finished.startswith("request r1: length, 5 prompt tokens (3 cached), 2 new in 0.")
     assert finished.endswith(" s (queued 0.001, prefilling 0.020)")
@@ -41,7 +41,7 @@ async def test_every_request_has_a_line(tokenizer: Tokenizer, caplog: pytest.Log
     assert "secret" not in caplog.text
 
 
-async def test_a_routed_body_has_a_line_on_prefill(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_routed_body_has_a_log_line_on_prefill(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, PrefillConfig(log_requests=True)) as server:
         await server.http.post("/generate", json=BODY | {"bootstrap_room": 7})
@@ -49,7 +49,7 @@ async def test_a_routed_body_has_a_line_on_prefill(tokenizer: Tokenizer, caplog:
     assert line == "request r1: 8 prompt tokens in room 7, for a decode server"
 
 
-async def test_a_client_cannot_write_lines(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_cannot_inject_log_lines(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, DecodeConfig(log_requests=True)) as server:
         await server.http.get("/a%0Ab%1B" + "c" * 1000)
@@ -60,13 +60,13 @@ async def test_a_client_cannot_write_lines(tokenizer: Tokenizer, caplog: pytest.
     assert field.endswith(r'400 invalid_request for "sampling_params.a\nb"')
 
 
-async def test_no_lines_unless_asked_for(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_are_not_logged_by_default(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
-    await exchange(decode)
+    await run_requests(decode)
     assert caplog.records == []
 
 
-async def test_what_is_logged_anyway_is_logged_once(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_is_logged_once(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, DecodeConfig(log_requests=True)) as server:
         posting = asyncio.create_task(server.http.post("/generate", json=BODY))

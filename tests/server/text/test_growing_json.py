@@ -1,4 +1,4 @@
-"""Growing JSON is the JSON of the whole, and costs the same however long it has grown."""
+"""Growing JSON equals the JSON of the whole, and an append costs the same at any length."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from pdserve.server.text.growing_json import GrowingArray, GrowingString
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(st.text(max_size=8), max_size=8))
-def test_string(pieces: list[str]) -> None:
+def test_growing_string_equals_the_json_of_the_whole(pieces: list[str]) -> None:
     growing = GrowingString()
     for count, piece in enumerate(pieces, 1):
         growing.append(piece)
@@ -21,7 +21,7 @@ def test_string(pieces: list[str]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.one_of(st.none(), st.integers(-9, 9), st.lists(st.text(max_size=3), max_size=3)), max_size=8))
-def test_array(values: list[object]) -> None:
+def test_growing_array_equals_the_json_of_the_whole(values: list[object]) -> None:
     growing = GrowingArray()
     assert json.loads(msgspec.json.encode(growing.encoded())) == []
     for count, value in enumerate(values, 1):
@@ -29,8 +29,8 @@ def test_array(values: list[object]) -> None:
         assert json.loads(msgspec.json.encode(growing.encoded())) == values[:count]
 
 
-def test_a_long_array_is_not_encoded_again() -> None:
-    """An event of 8000 tokens with their logprobs: at least five times cheaper than encoding all of them."""
+def test_long_array_is_not_encoded_again() -> None:
+    """An event of 8000 tokens with their logprobs is at least five times cheaper than encoding all of them."""
     entries = [(-0.123456789 * index, index, None) for index in range(8000)]
     growing = GrowingArray()
     for entry in entries:

@@ -1,4 +1,4 @@
-"""`echo` of /v1/completions: the prompt before what follows it, whole and in a stream, as text and as ids."""
+"""`echo` of /v1/completions: the prompt before the output, whole and in a stream, as text and as ids."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def scored(tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
 
 
 async def answer(server: RunningServer, data: bytes) -> None:
-    """Score the next prompt and let `data` follow it, a token at a time."""
+    """Send log-probabilities of the next prompt, then `data` token by token."""
     submit = await server.leader.expect(Submit)
     assert submit.logprobs == LogprobParams(top=1, start=0)
     first, *rest = submit.prompt_ids
@@ -38,14 +38,14 @@ async def answer(server: RunningServer, data: bytes) -> None:
 
 
 def joined(choices: Sequence[dict[str, Any]]) -> tuple[str, dict[str, list[object]]]:
-    """Text and columns of log-probabilities of one choice, however many chunks it came in."""
+    """Text and log-probability columns of one choice, joined over its chunks."""
     columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     parts = {column: [entry for choice in choices for entry in choice["logprobs"][column]] for column in columns}
     return "".join(choice["text"] for choice in choices), parts
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_sample_of_every_prompt(tokenizer: Tokenizer, stream: bool) -> None:
+async def test_echo_precedes_every_sample_of_every_prompt(tokenizer: Tokenizer, stream: bool) -> None:
     async with running_server(tokenizer) as server:
         body = {"prompt": ["a🦀", "b"], "n": 2, "logprobs": 1, "echo": True, "stream": stream}
         asking = asyncio.create_task(server.http.post("/v1/completions", json=body))
@@ -70,7 +70,7 @@ async def test_every_sample_of_every_prompt(tokenizer: Tokenizer, stream: bool) 
             assert (text, logprobs["text_offset"]) == ("b!", [0, 1])
 
 
-async def test_without_logprobs_only_the_text(tokenizer: Tokenizer) -> None:
+async def test_echo_without_logprobs_returns_only_text(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer) as server:
         body = {"prompt": [257, 98], "echo": True, "stop": "b", "max_tokens": 3}
         asking = asyncio.create_task(server.http.post("/v1/completions", json=body))
@@ -81,7 +81,7 @@ async def test_without_logprobs_only_the_text(tokenizer: Tokenizer) -> None:
         assert (choice["text"], choice["logprobs"]) == ("<bos>bxyz", None), "stop strings are not for the prompt"
 
 
-def test_a_token_that_the_tokenizer_adds_is_not_in_the_text(tmp_path: Path) -> None:
+def test_token_added_by_the_tokenizer_is_not_in_the_text(tmp_path: Path) -> None:
     file = str(write_byte_model(tmp_path) / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(file)
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])

@@ -1,4 +1,4 @@
-"""Stop strings in text that comes in pieces: found wherever it is cut, and never shown, not even in part."""
+"""Stop strings in text that arrives in pieces: found at any cut, and never shown, not even in part."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,9 @@ def reference(pieces: list[tuple[str, bool]], stops: list[str], show_stop: bool)
 
 @settings(max_examples=500, deadline=None)
 @given(pieces=PIECES, stops=STOPS, show_stop=st.booleans())
-def test_any_cut_of_any_text(pieces: list[tuple[str, bool]], stops: list[str], show_stop: bool) -> None:
+def test_result_does_not_depend_on_the_pieces(
+    pieces: list[tuple[str, bool]], stops: list[str], show_stop: bool
+) -> None:
     expected, expected_stop = reference(pieces, stops, show_stop)
     matcher = StopStrings(stops, show_stop)
     shown = ""
@@ -38,7 +40,7 @@ def test_any_cut_of_any_text(pieces: list[tuple[str, bool]], stops: list[str], s
 
 
 @pytest.mark.parametrize("cut", range(len("one STOP two") + 1))
-def test_a_stop_string_cut_at_every_position(cut: int) -> None:
+def test_stop_string_is_found_when_cut_at_any_position(cut: int) -> None:
     text = "one STOP two"
     matcher = StopStrings(["STOP"])
     shown = matcher.push(text[:cut])
@@ -47,7 +49,7 @@ def test_a_stop_string_cut_at_every_position(cut: int) -> None:
     assert (shown, matcher.matched) == ("one ", "STOP")
 
 
-def test_only_what_can_become_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     matcher = StopStrings(["abab", "xyz"])
     shown = [matcher.push(character) for character in "abaabaxyabx"]
     assert shown == ["", "", "", "aba", "", "", "aba", "", "xy", "", "ab"]

@@ -1,4 +1,4 @@
-"""Lower bounds of token counts: never above the truth, near it for what is hopeless, and cheap."""
+"""Lower bounds of token counts: never too high, close for text that cannot fit, and cheap."""
 
 import random
 import subprocess
@@ -42,7 +42,7 @@ def smollm2() -> Tokenizer:
 
 
 def fallback_tokenizer(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """As Llama 2 has it: spaces become blocks, characters that are no tokens become bytes; merges of any length."""
+    """Like Llama 2: spaces become blocks, characters without a token become bytes; merges of any length."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab", "▁ab▁ab", "▁▁"]
     merges = [("a", "b"), ("▁", "ab"), ("▁ab", "▁ab"), ("▁", "▁")]
     model = models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, byte_fallback=True)
@@ -56,7 +56,7 @@ def fallback_tokenizer(normalizer: normalizers.Normalizer | None = None) -> Toke
 @settings(max_examples=300, deadline=None)
 @given(text=texts, limit=st.integers(0, 40))
 @pytest.mark.parametrize("kind", ["smollm2", "fallback"])
-def test_never_more_than_there_are(kind: str, text: str, limit: int, smollm2: Tokenizer) -> None:
+def test_bound_never_exceeds_the_number_of_tokens(kind: str, text: str, limit: int, smollm2: Tokenizer) -> None:
     tokenizer = smollm2 if kind == "smollm2" else fallback_tokenizer()
     found = tokenizer.floor.above(text, limit)
     assert found is None or limit < found <= len(tokenizer.encode(text, add_special_tokens=False))
@@ -65,16 +65,16 @@ def test_never_more_than_there_are(kind: str, text: str, limit: int, smollm2: To
 @settings(max_examples=500, deadline=None)
 @given(first=texts, second=texts)
 @pytest.mark.parametrize("kind", ["smollm2", "fallback"])
-def test_a_cut_adds_a_few_tokens(kind: str, first: str, second: str, smollm2: Tokenizer) -> None:
-    """Half of what is allowed for: on real text it is one or two."""
+def test_cut_adds_few_tokens(kind: str, first: str, second: str, smollm2: Tokenizer) -> None:
+    """Half of the allowance; on real text it is one or two."""
     tokenizer = smollm2 if kind == "smollm2" else fallback_tokenizer()
     whole, *parts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in (first + second, first, second)]
     assert sum(parts) <= whole + CUT_TOKENS // 2
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_slices_of_long_runs(smollm2: Tokenizer, seed: int) -> None:
-    """Words without end, in which only cuts are boundaries."""
+def test_slices_of_text_without_spaces(smollm2: Tokenizer, seed: int) -> None:
+    """Text without spaces: the only word boundaries are the cuts."""
     alphabet = ["a", " ", "ab", "".join(map(chr, range(97, 123)))][seed]
     text = "".join(random.Random(seed).choices(alphabet, k=8 * SLICE_CHARACTERS))
     tokens = len(smollm2.encode(text))
@@ -84,7 +84,7 @@ def test_slices_of_long_runs(smollm2: Tokenizer, seed: int) -> None:
     assert smollm2.floor._by_slices(text, tokens) is None
 
 
-def test_the_bound_is_the_longest_token(smollm2: Tokenizer) -> None:
+def test_bound_uses_the_longest_token(smollm2: Tokenizer) -> None:
     longest = max(range(smollm2.vocab_size), key=lambda token: len(smollm2.token_bytes(token)))
     piece = smollm2.token_text(longest)
     assert smollm2.floor.longest_token_bytes == len(piece.encode())
@@ -93,8 +93,8 @@ def test_the_bound_is_the_longest_token(smollm2: Tokenizer) -> None:
     assert smollm2.floor.above(piece * 101, 100) == 101
 
 
-def test_composed_text_is_shorter() -> None:
-    """Three characters of Korean become one, and nine bytes three. What a normalizer shortens counts as shortened."""
+def test_normalized_text_is_shorter() -> None:
+    """Three Korean characters become one, and nine bytes three. The bound uses the normalized text."""
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     backend.pre_tokenizer, backend.normalizer = pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()
     floor = TokenFloor(backend, lambda _token: b"x")
@@ -104,7 +104,7 @@ def test_composed_text_is_shorter() -> None:
 
 
 def dropping(change: str) -> TokenFloor:
-    """The fallback tokenizer, changed so that any amount of text may be in one token, or in none."""
+    """The fallback tokenizer, changed so that one token may hold any amount of text, or text may be dropped."""
     tokenizer = fallback_tokenizer(normalizers.Replace("b", "") if change == "deletes" else None)
     backend = tokenizer._backend
     if change == "strips":
@@ -117,7 +117,7 @@ def dropping(change: str) -> TokenFloor:
 
 
 @pytest.mark.parametrize("change", ["deletes", "strips", "removes", "unknown"])
-def test_no_bound_where_text_may_vanish(change: str) -> None:
+def test_no_bound_when_the_tokenizer_may_drop_text(change: str) -> None:
     assert dropping(change).longest_token_bytes is None
 
 
@@ -127,8 +127,8 @@ def test_bytes_that_no_token_has_do_not_count(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", ["'x y ' * 1_000_000", "'a' * 4_000_000", "'0123456789abcdef' * 250_000"])
-def test_hopeless_text_takes_no_memory(text: str) -> None:
-    """4 MB of it; tokenized whole they take 350 to 900 MB."""
+def test_text_that_cannot_fit_takes_little_memory(text: str) -> None:
+    """4 MB of text; tokenizing all of it takes 350 to 900 MB."""
     program = f"""
 import resource
 from pdserve.models.loading.catalog import locate_model

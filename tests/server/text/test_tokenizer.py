@@ -54,8 +54,8 @@ def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
     assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
-def test_smollm2_has_the_token_ids_of_its_training(smollm2: Tokenizer) -> None:
-    """Digits one by one, special tokens as single ids, no BOS. Ids are pinned: a changed split changes them."""
+def test_smollm2_token_ids_are_those_of_its_training(smollm2: Tokenizer) -> None:
+    """Single digits, special tokens as single ids, no BOS. The ids are pinned: a changed split changes them."""
     assert smollm2.encode("<|im_start|>system\n") == [1, 9690, 198]
     assert smollm2.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     digits = smollm2.encode("45")
@@ -73,7 +73,7 @@ def test_smollm2_chat_prompt(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_hugging_face_tokenizer_equals_transformers(directory: Path, text: str) -> None:
+def test_hugging_face_tokenizer_equals_transformers(directory: Path, text: str) -> None:
     ours = load_tokenizer(locate_model(str(directory)))
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert ours.encode(text) == theirs(text)["input_ids"]
@@ -81,7 +81,7 @@ def test_a_hugging_face_tokenizer_equals_transformers(directory: Path, text: str
         assert ours.decode(ours.encode(text), skip) == theirs.decode(ours.encode(text), skip_special_tokens=skip)
 
 
-def test_bos_is_added_where_the_post_processor_says_so(tmp_path: Path) -> None:
+def test_bos_is_added_by_the_post_processor(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
@@ -116,8 +116,8 @@ def test_templates_render_as_in_transformers(template: str, tmp_path: Path) -> N
         assert ours.render_chat(MESSAGES, add_generation_prompt=prompt) == expected
 
 
-def test_variables_of_a_template(tmp_path: Path) -> None:
-    """As transformers: they win over the names of special tokens, and lose against what a chat always has."""
+def test_template_variables_override_special_tokens_only(tmp_path: Path) -> None:
+    """As in transformers: they override the names of special tokens, but not `messages`."""
     make_checkpoint(tmp_path)
     ours = reload(tmp_path, chat_template="{{ eos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -128,7 +128,7 @@ def test_variables_of_a_template(tmp_path: Path) -> None:
     assert shadowed.render_chat(MESSAGES, variables={"messages": []}) == "2"
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_template_is_found_in_each_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert reload(tmp_path, chat_template=named).render_chat([]) == "D"
@@ -136,7 +136,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert reload(tmp_path).render_chat([]) == "F"
 
 
-def test_a_chat_without_a_template_or_refused_by_it_is_the_clients_error(tmp_path: Path) -> None:
+def test_chat_without_a_template_or_refused_by_it_is_a_client_error(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     none = reload(tmp_path, chat_template=None)
     assert not none.has_chat_template
@@ -155,12 +155,12 @@ def test_a_chat_without_a_template_or_refused_by_it_is_the_clients_error(tmp_pat
         reload(tmp_path, chat_template="{% for %}")
 
 
-def test_end_tokens_join_the_model_and_the_tokenizer(tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_model_and_tokenizer(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, eos_token_id=7)
     assert load_tokenizer(locate_model(str(tmp_path))).eos_token_ids == (7, EOS_ID)
 
 
-def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+def test_error_names_a_damaged_tokenizer(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match=r"tokenizer\.json: cannot be read"):
@@ -175,7 +175,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
         ("special_tokens_map.json", b"{", "cannot be read: Expecting"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes, problem: str) -> None:
+def test_error_names_a_damaged_file(tmp_path: Path, name: str, data: bytes, problem: str) -> None:
     directory = make_checkpoint(tmp_path)
     (directory / name).write_bytes(data)
     with pytest.raises(StartupError, match=f"{name}: {problem}"):
@@ -188,10 +188,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, data: bytes, problem
     sizes=st.lists(st.integers(1, 4), max_size=40),
     skip=st.booleans(),
 )
-def test_streamed_deltas_add_up_to_the_decoded_whole(
+def test_streamed_deltas_concatenate_to_the_decoded_whole(
     smollm2: Tokenizer, text: str | list[int], sizes: list[int], skip: bool
 ) -> None:
-    """For real text and for random ids, whose bytes are mostly not valid UTF-8."""
+    """For real text and for random ids, most of which are invalid UTF-8."""
     token_ids = smollm2.encode(text) if isinstance(text, str) else text
     stream = TextStream(smollm2, skip_special_tokens=skip)
     whole, position, out = smollm2.decode(token_ids, skip), 0, ""
@@ -205,7 +205,7 @@ def test_streamed_deltas_add_up_to_the_decoded_whole(
 
 @pytest.fixture(scope="module")
 def broken(smollm2: Tokenizer) -> dict[bytes, int]:
-    """Tokens that are a single byte of a longer character."""
+    """Tokens of a single byte of a longer character."""
     ids = {smollm2.token_bytes(token): token for token in range(smollm2.vocab_size)}
     return {bytes([byte]): ids[bytes([byte])] for byte in (0xE2, 0x82, 0xAC, 0xF0)}
 
@@ -222,10 +222,10 @@ def test_long_runs_of_broken_characters_stream_as_they_decode(
 
 
 @pytest.mark.parametrize("run", [(2,), (10**6,), (b"\xe2",), (b"\x82",), (b"\xe2", b"\x82"), (b"\xe2", 2)], ids=repr)
-def test_a_push_decodes_a_bounded_number_of_tokens(
+def test_push_decodes_a_bounded_number_of_tokens(
     smollm2: Tokenizer, broken: dict[bytes, int], run: tuple[int | bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long: end tokens after the end (ignore_eos), ids without a token (dummy weights), broken characters."""
+    """At any length: end tokens after the end (ignore_eos), ids without a token (dummy weights), invalid characters."""
     token_ids = [broken[item] if isinstance(item, bytes) else item for item in run] * (2000 // len(run))
     whole, decoded = smollm2.decode(token_ids), []
 
@@ -241,7 +241,7 @@ def test_a_push_decodes_a_bounded_number_of_tokens(
     assert sum(decoded) < 64 * len(token_ids)
 
 
-def test_a_character_of_several_tokens_is_held_back_whole(smollm2: Tokenizer) -> None:
+def test_incomplete_character_is_held_back(smollm2: Tokenizer) -> None:
     token_ids = smollm2.encode("🦀!")
     assert len(token_ids) > 2
     stream = TextStream(smollm2)
@@ -249,7 +249,7 @@ def test_a_character_of_several_tokens_is_held_back_whole(smollm2: Tokenizer) ->
     assert [delta for delta in deltas if delta] == ["🦀", "!"]
 
 
-def test_an_unfinished_character_comes_out_at_the_end(smollm2: Tokenizer) -> None:
+def test_incomplete_character_is_returned_at_the_end(smollm2: Tokenizer) -> None:
     token_ids = smollm2.encode("a🦀")
     stream = TextStream(smollm2)
     assert stream.push(token_ids[:-1]) == "a"
@@ -258,8 +258,8 @@ def test_an_unfinished_character_comes_out_at_the_end(smollm2: Tokenizer) -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(token_ids=st.lists(st.integers(0, 49151), max_size=30))
-def test_bytes_of_tokens_add_up_to_the_text(smollm2: Tokenizer, token_ids: list[int]) -> None:
-    """Also of random ids, whose bytes are mostly not valid UTF-8."""
+def test_bytes_of_tokens_concatenate_to_the_text(smollm2: Tokenizer, token_ids: list[int]) -> None:
+    """Also for random ids, most of which are invalid UTF-8."""
     joined = b"".join(smollm2.token_bytes(token) for token in token_ids)
     assert joined.decode(errors="replace") == smollm2.decode(token_ids, skip_special_tokens=False)
 
@@ -272,7 +272,7 @@ def test_text_of_single_tokens(smollm2: Tokenizer) -> None:
 
 
 def test_bytes_of_sentencepiece_tokens() -> None:
-    """A leading space, which decoding a single token would strip, and bytes outside the vocabulary."""
+    """A leading space, which decoding a single token strips, and bytes outside the vocabulary."""
     pieces = ["<unk>", "\N{LOWER ONE EIGHTH BLOCK}Hi", "<0xF0>", "<0xZZ>"]
     backend = Backend(
         models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
@@ -310,7 +310,7 @@ def test_unknown_gguf_tokenizers_are_refused(change: dict[str, str], message: st
         ({"tokenizer.ggml.token_type": 7}, r"token_type is damaged: no list, but 7"),
     ],
 )
-def test_damaged_gguf_tokenizers_are_one_line(change: dict[str, Any], message: str) -> None:
+def test_damaged_gguf_tokenizer_is_reported_in_one_line(change: dict[str, Any], message: str) -> None:
     file = GgufFile(locate_model("smollm2").path)
     file.metadata.update(change)
     with pytest.raises(StartupError, match=f"^model .*: tokenizer.ggml.{message}") as refused:
@@ -319,8 +319,8 @@ def test_damaged_gguf_tokenizers_are_one_line(change: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "gpt-2"])
-def test_other_gguf_pre_tokenizers_split_words_as_the_originals(kind: str) -> None:
-    """The rules alone, on SmolLM2's vocabulary: against transformers' own pre-tokenizers for those families."""
+def test_other_gguf_pre_tokenizers_equal_the_originals(kind: str) -> None:
+    """Only the rules, with SmolLM2's vocabulary, against transformers' pre-tokenizers of those families."""
     file = GgufFile(locate_model("smollm2").path)
     file.metadata["tokenizer.ggml.pre"] = kind
     del file.metadata["tokenizer.ggml.add_bos_token"]
@@ -337,7 +337,7 @@ def test_other_gguf_pre_tokenizers_split_words_as_the_originals(kind: str) -> No
                 ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    # Llama 3 adds BOS unless the file says no, the others only where it says yes
+    # Llama 3 adds BOS by default, the others only if the file sets it
     assert ours.encode("ab").tokens[:1] == (["<|im_start|>"] if kind == "llama-bpe" else ["ab"])
     for text in TEXTS:
         assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)

@@ -1,0 +1,95 @@
+"""`/openapi.json` and `/docs`: the routes with the models of their bodies and replies.
+
+Handlers read raw bodies and write bytes, so models are named where a route is added, not in its handler's signature.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from pydantic import TypeAdapter
+from starlette.responses import Response
+
+from .common.errors import ErrorReply
+
+JsonSchema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One route and method. `reply` is None for plain text; `event` is what a stream consists of."""
+
+    method: str
+    path: str
+    handler: Callable[..., object]
+    body: Any = None
+    reply: Any = None
+    event: Any = None
+
+
+class Documentation:
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._operations = operations
+
+    def install(self, app: FastAPI) -> None:
+        """Without authentication: a browser cannot send a key with `/docs`, and the schema shows no configuration."""
+        app.add_api_route("/openapi.json", self.openapi_json, methods=["GET", "HEAD"], response_model=None)
+        app.add_api_route("/docs", self.docs, methods=["GET", "HEAD"], response_model=None)
+
+    async def docs(self) -> Response:
+        return get_swagger_ui_html(openapi_url="openapi.json", title="pdserve")
+
+    async def openapi_json(self) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    @cached_property
+    def _document(self) -> bytes:
+        types: list[tuple[tuple[Operation | None, str], Literal["validation"], TypeAdapter[Any]]] = [
+            ((operation, kind), "validation", TypeAdapter(getattr(operation, kind)))
+            for operation in self._operations
+            for kind in ("body", "reply", "event")
+            if getattr(operation, kind) is not None
+        ]
+        types.append(((None, "error"), "validation", TypeAdapter(ErrorReply)))
+        schemas, definitions = TypeAdapter.json_schemas(types, ref_template="#/components/schemas/{model}")
+        paths: dict[str, JsonSchema] = {}
+        for operation in self._operations:
+            used = {kind: schema for ((of, kind), _), schema in schemas.items() if of in (operation, None)}
+            paths.setdefault(operation.path.replace(":path", ""), {})[operation.method.lower()] = _describe(
+                operation, used
+            )
+        return msgspec.json.encode(
+            {
+                "openapi": "3.1.0",
+                "info": {"title": "pdserve", "version": "1"},
+                "paths": paths,
+                "components": {
+                    "schemas": definitions["$defs"],
+                    "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                },
+                "security": [{"key": []}],
+            }
+        )
+
+
+def _describe(operation: Operation, schemas: dict[str, JsonSchema]) -> JsonSchema:
+    content = {"application/json": {"schema": schemas["reply"]}} if "reply" in schemas else {"text/plain": {}}
+    if "event" in schemas:
+        content["text/event-stream"] = {"schema": schemas["event"]}
+    described: JsonSchema = {
+        "summary": inspect.getdoc(operation.handler),
+        "responses": {
+            "200": {"description": "Success", "content": content},
+            "default": {"description": "Error", "content": {"application/json": {"schema": schemas["error"]}}},
+        },
+    }
+    if "{" in operation.path:
+        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if "body" in schemas:
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas["body"]}}}
+    return described

@@ -1,0 +1,303 @@
+"""OpenAI's dialect as models: the bodies of `/v1/completions` and `/v1/chat/completions`, and their replies.
+
+Reply types describe what openai/replies.py writes. Extensions of the bodies: the sampling
+fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` and, for chat, the template fields.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from annotated_types import MaxLen, MinLen
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from typing_extensions import TypedDict
+
+from ....configs.words import shown
+from ..common.errors import ErrorObject
+from ..common.fields import (
+    EACH,
+    ONE,
+    Body,
+    Boolean,
+    Characters,
+    FirstError,
+    Integer,
+    Text,
+    TokenIds,
+    Within,
+    problem,
+)
+from ..common.routing import RoutingFields
+from ..common.sampling_fields import SamplingFields
+from ..native.models import MAX_TOP_LOGPROBS
+
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class StreamOptions(Body):
+    include_usage: Boolean | None = Field(None, description="A last chunk with `usage`. Default false.")
+
+
+class OpenAiBody(SamplingFields, RoutingFields):
+    """What both routes share. Sampling fields stand at the top level."""
+
+    unknown_fields = "refused if similar"
+    unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        **SamplingFields.unsupported,
+        "suffix": ("",),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "structured_outputs": (),
+        "prompt_logprobs": (),
+        "prompt_embeds": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "bad_words": ([],),
+        "allowed_token_ids": (),
+        "return_hidden_states": (False,),
+        "lora_path": ("",),
+        "custom_logit_processor": (),
+    }
+    elsewhere = {  # noqa: RUF012 (a ClassVar of Body)
+        "max_new_tokens": "is for /generate; here it is max_tokens",
+        "min_new_tokens": "is for /generate; here it is min_tokens",
+        "sampling_params": "is for /generate; here its fields stand at the top level",
+    }
+
+    model: Annotated[Any, WithJsonSchema({"type": "string"})] = Field(
+        None, description="Ignored: the server has one model."
+    )
+    max_tokens: Annotated[Integer, Within(1)] | None = Field(
+        None, description="Default 128, for chat 1024, or less where less fits."
+    )
+    max_completion_tokens: Annotated[Integer, Within(1)] | None = Field(
+        None, description="OpenAI's newer name of `max_tokens`; it takes precedence."
+    )
+    min_tokens: Integer | None = Field(
+        None, description="End and stop tokens cannot be chosen before. Up to max_tokens; default 0."
+    )
+    best_of: Annotated[Integer, Within(1)] | None = Field(None, description="1 or `n`: every sample is returned.")
+    stream: Boolean | None = Field(None, description="Reply with server-sent events. Default false.")
+    stream_options: StreamOptions | None = None
+
+    def new_tokens(self) -> tuple[str, int | None, str, int | None]:
+        newer = self.max_completion_tokens is not None
+        name = "max_completion_tokens" if newer else "max_tokens"
+        return name, self.max_completion_tokens if newer else self.max_tokens, "min_tokens", self.min_tokens
+
+
+def is_prompt_batch(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag(ONE)] | Annotated[TokenIds, Tag(EACH)],
+    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
+]
+Prompts = Annotated[
+    Annotated[Prompt, Tag(ONE)] | Annotated[list[Prompt], FirstError(), Tag(EACH)],
+    Discriminator(lambda value: EACH if is_prompt_batch(value) else ONE),
+]
+
+
+class CompletionBody(OpenAiBody):
+    unsupported = {**OpenAiBody.unsupported, "add_special_tokens": (True,)}  # noqa: RUF012 (a ClassVar of Body)
+
+    prompt: Prompts = Field(description="A string, a list of strings, token ids or a list of lists of them.")
+    echo: Boolean | None = Field(None, description="Begin the text with the prompt. Default false.")
+    logprobs: Annotated[
+        Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = Field(None, description="Log-probabilities, with so many alternatives; false: none.")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+def _check_role(role: str) -> str:
+    if role.lower() not in ROLES:
+        raise problem(f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    return role.lower()
+
+
+def _check_content(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise problem(f"must be a string or an array of text parts, got {shown(value)}")
+    return value
+
+
+class Message(Body):
+    """A message of text; other content parts and calls of tools are refused."""
+
+    unsupported = {"tool_calls": ([],), "function_call": ()}  # noqa: RUF012 (a ClassVar of Body)
+
+    role: Annotated[
+        Text, Characters(64), AfterValidator(_check_role), WithJsonSchema({"type": "string", "enum": list(ROLES)})
+    ]
+    content: Annotated[
+        Annotated[Text, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
+        Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
+        BeforeValidator(_check_content),
+    ]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+Messages = Annotated[list[Message], FirstError(), MinLen(1), MaxLen(MAX_MESSAGES)]
+
+
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in sorted(variables.keys() & RESERVED_VARIABLES):
+        raise problem("is not a template variable here: it is a field of its own", name)
+    return variables
+
+
+class TemplateFields(Body):
+    """How messages become text."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = Field(
+        None, description="Variables of the model's chat template, such as Qwen3's `enable_thinking`."
+    )
+    add_generation_prompt: Boolean | None = Field(
+        None, description="End the prompt with the beginning of an assistant message. Default true."
+    )
+    continue_final_message: Boolean | None = Field(
+        None, description="The last message is the assistant's, and the output continues it. Default false."
+    )
+
+
+class ChatBody(OpenAiBody, TemplateFields):
+    default_new_tokens: ClassVar[int] = 1024
+    unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        **OpenAiBody.unsupported,
+        "add_special_tokens": (False,),
+        "echo": (False,),
+    }
+
+    messages: Messages
+    logprobs: Boolean | None = Field(None, description="Log-probabilities of the output. Default false.")
+    top_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="Alternatives for each token; needs `logprobs`. Default 0."
+    )
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: Annotated[int, Field(description="Prompt tokens whose KV was in a prefix cache.")]
+
+
+class Usage(TypedDict):
+    """Tokens of the whole call. The samples of a prompt share it: it counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(TypedDict):
+    """A whole response, or a chunk of a stream, in which `text` is what is new."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class AlternativeLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(AlternativeLogprob):
+    top_logprobs: list[AlternativeLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+class StreamError(TypedDict):
+    """The last event of an output that failed."""
+
+    error: ErrorObject
+    index: int

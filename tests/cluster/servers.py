@@ -1,6 +1,8 @@
 """Real servers for tests: `pdserve prefill` and `pdserve decode` as processes of their own, driven over HTTP."""
 
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
+from tests.cluster.forkserver import ForkedServer, ForkServer
 from tests.ports import free_port
 from tests.processes import stop_process
 
@@ -24,8 +28,14 @@ HTTP = httpx.Client(
 
 
 def python_path() -> str:
-    """Run from the checkout, installed or not."""
+    """PYTHONPATH for servers that run from the checkout, installed or not."""
     return os.pathsep.join([str(REPOSITORY / ".dev"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """Started on first use. One per test process: workers of pytest-xdist have one each."""
+    return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
@@ -51,17 +61,19 @@ class Server:
         *flags: str,
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> None:
-        """`launcher` is a command that runs the server's, such as `unshare`."""
+        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner."""
         self.role = role
         self.model = str(model)
         self.log = log
         self.flags = list(flags)
         self.env = env or {}
         self.launcher = launcher
+        self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
         self.port = free_port()
         self.bootstrap_port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedServer | None = None
 
     @property
     def url(self) -> str:
@@ -73,17 +85,26 @@ class Server:
 
     def start(self) -> "Server":
         """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
-        command = [sys.executable, "-P", "-m", "pdserve.server", self.role, "--model", self.model]
-        command += ["--port", str(self.port), "--threads", "1", "--verify-kv"]
-        if not self.launcher:
-            command += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
+        arguments = [self.role, "--model", self.model, "--port", str(self.port), "--threads", "1", "--verify-kv"]
         if self.role == "prefill":
-            command += ["--bootstrap-port", str(self.bootstrap_port)]
+            arguments += ["--bootstrap-port", str(self.bootstrap_port)]
+        arguments += self.flags
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}
         with self.log.open("ab") as log:
-            arguments = [*self.launcher, *command, *self.flags]
-            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment)
+            if self.forked:
+                server = fork_server()
+                arguments += ["--parent-pid", str(server.pid)]
+                self.process = server.start(arguments, log, environment, self._ranks() - 1)
+                return self
+            if not self.launcher:
+                arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
+            command = [*self.launcher, sys.executable, "-P", "-m", "pdserve.server", *arguments]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         return self
+
+    def _ranks(self) -> int:
+        sizes = dict(itertools.pairwise(self.flags))
+        return int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
         """Until /health is 200, the engine has reported and, where given, so many peers are paired."""
@@ -203,9 +224,10 @@ class Cluster:
         *flags: str,
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> Server:
         log = self.directory / f"{len(self.servers)}-{role}.log"
-        server = Server(role, model, log, *flags, env=env, launcher=launcher)
+        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked)
         self.servers.append(server)
         return server.start()
 
@@ -215,27 +237,31 @@ class Cluster:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> tuple[Server, Server]:
         """A prefill and a decode server, paired and ready."""
-        prefill = self.add("prefill", model, *prefill_flags, launcher=launcher)
-        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags, launcher=launcher)
+        how: dict[str, Any] = {"launcher": launcher, "forked": forked}
+        prefill = self.add("prefill", model, *prefill_flags, **how)
+        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags, **how)
         prefill.wait_ready(peers=1)
         decode.wait_ready(peers=1)
         return prefill, decode
 
     def close(self) -> None:
-        for server in self.servers:
-            if server.process is not None and server.process.poll() is None:
-                with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
-                    os.kill(server.leader_pid(), signal.SIGCONT)
-                server.process.send_signal(signal.SIGCONT)
-                server.process.terminate()
-        for server in self.servers:
-            if server.process is not None:
-                try:
-                    server.process.wait(20)
-                except subprocess.TimeoutExpired:
-                    server.kill()
+        """End all servers without draining them: the second signal skips that."""
+        running = [server for server in self.servers if server.process is not None and server.process.poll() is None]
+        for server in running:
+            assert server.process is not None
+            with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
+                os.kill(server.leader_pid(), signal.SIGCONT)
+            for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):
+                server.process.send_signal(number)
+        for server in running:
+            assert server.process is not None
+            try:
+                server.process.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 @contextlib.contextmanager

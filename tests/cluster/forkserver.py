@@ -1,7 +1,7 @@
 """Starts servers for tests by forking a process that has already imported what they import.
 
 Imports take most of the time until a server is ready: about one second of CPU time in the frontend and three in the
-leader and in each rank. The fork server imports once; `start_server()` asks it for a copy that runs `pdserve`.
+leader and in each rank. The fork server imports once; `ForkServer.start()` forks a server from it.
 
 The processes are related as on the command line: the leader is a child of the frontend, ranks are children of the
 leader, each in a process group of its own. The frontend is a child of the fork server, which ends with the test run.
@@ -94,7 +94,7 @@ class ForkedServer:
 
 
 class ForkServer:
-    """The fork server of this test process. It ends with this process: its stdin is a socket that only we hold."""
+    """The fork server of a test process. It ends with that process, which holds the other end of its stdin."""
 
     def __init__(self, python_path: str) -> None:
         """`python_path` has the packages `pdserve` and `tests`."""

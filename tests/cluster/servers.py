@@ -1,4 +1,4 @@
-"""Real servers for tests: `pdserve prefill` and `pdserve decode` as processes of their own, driven over HTTP."""
+"""Real servers for tests: processes of `pdserve prefill` and `pdserve decode`, used through HTTP."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 90.0
 HTTP = httpx.Client(
     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False
 )
-"""What tests ask servers with: a connection per request. `httpx.get` would read all root certificates first (60 ms)."""
+"""Opens a connection per request. `httpx.get` would read all root certificates first (60 ms)."""
 
 
 def python_path() -> str:
@@ -39,7 +39,7 @@ def fork_server() -> ForkServer:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until `condition` held; fails the test after `timeout_s`."""
+    """Returns the seconds until `condition` held; fails the test after `timeout_s`."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
@@ -48,9 +48,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 class Server:
-    """One server: its front process (a child of ours), its leader (a child of the front) and its log.
+    """One server: its frontend process, its leader (a child of the frontend) and its log.
 
-    It ends with the thread that starts it, however that ends.
+    The server ends with the test process, also when that is killed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Server:
         return int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
-        """Until /health is 200, the engine has reported and, where given, so many peers are paired."""
+        """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -129,19 +129,19 @@ class Server:
         return leader
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Signal leader and front, the leader first."""
+        """Signal the leader, then the frontend."""
         assert self.process is not None
         os.kill(self.leader_pid(), number)
         self.process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP for both processes; returns when neither runs any more."""
+        """SIGSTOP both processes; returns when both have stopped."""
         assert self.process is not None
         stop_process(self.leader_pid())
         stop_process(self.process.pid)
 
     def kill(self) -> None:
-        """kill -9 for both processes, as if at once: the front does not answer for a leader that has gone."""
+        """SIGKILL both processes. The frontend is stopped first, so that it cannot respond for a lost leader."""
         assert self.process is not None
         leader = self.leader_pid()
         stop_process(self.process.pid)
@@ -150,18 +150,18 @@ class Server:
         self.process.wait(10)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """SIGTERM; returns the exit code."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(30)
 
     def count(self, counter: str) -> int:
-        """A counter of the leader, with all that has happened before this call."""
+        """A counter of the leader, including all events before this call."""
         return int(self.settled_info()["counters"][counter])
 
     def settled_info(self) -> dict[str, Any]:
-        """/server_info with all that has happened before this call: the leader reports a few times a second."""
+        """/server_info including all events before this call: waits for the next report of the leader."""
         now = time.time()
         found: list[dict[str, Any]] = []
 
@@ -173,26 +173,26 @@ class Server:
         return found[0]
 
     def info(self) -> dict[str, Any]:
-        """/server_info: how the server was at `taken_at`, which may be half a second ago."""
+        """/server_info. It is the state at `taken_at`, up to half a second ago."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 
     def idle(self) -> bool:
-        """No request in any state, every page free, nothing fenced."""
+        """No request in any state, every page free, no page in quarantine."""
         return is_idle(self.info())
 
     def check_clean(self) -> None:
-        """Becomes idle, is healthy, and logged no error."""
+        """The server becomes idle, is healthy, and has logged no error."""
         wait_until(lambda: is_idle(self.settled_info()), 15, f"{self.role} idle with a full pool, now {self.info()}")
         assert HTTP.get(f"{self.url}/health", timeout=5).json()["reasons"] == []
         errors = [line for line in self.log.read_text().splitlines() if " E " in line or "Traceback" in line]
         assert not errors, errors
 
     def generate(self, input_ids: Sequence[int], new_tokens: int, **extra: Any) -> list[int]:
-        """Greedy output ids of one prompt, not stopped by EOS."""
-        answer = self.post(input_ids, new_tokens, **extra)
-        assert answer.is_success, answer.text
-        output: list[int] = answer.json()["output_ids"]
+        """Greedy output ids of one prompt; EOS does not stop it."""
+        response = self.post(input_ids, new_tokens, **extra)
+        assert response.is_success, response.text
+        output: list[int] = response.json()["output_ids"]
         return output
 
     def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:
@@ -205,13 +205,13 @@ def is_idle(info: dict[str, Any]) -> bool:
 
 
 def body(input_ids: Any, new_tokens: int, **extra: Any) -> dict[str, Any]:
-    """A greedy /generate body that runs to `new_tokens`."""
+    """A greedy /generate body that generates `new_tokens` tokens."""
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": sampling, **extra}
 
 
 class Cluster:
-    """Servers that end with the test, whatever happens to it."""
+    """Servers that end with the test, also when it fails."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

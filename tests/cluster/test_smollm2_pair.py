@@ -33,7 +33,7 @@ def reference() -> Any:
     return load_smollm2_reference()
 
 
-def test_greedy_tokens_are_transformers(decode: Server, tokenizer: Tokenizer, reference: Any) -> None:
+def test_greedy_tokens_equal_transformers(decode: Server, tokenizer: Tokenizer, reference: Any) -> None:
     prompts = [
         tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]), add_special_tokens=False)
         for question in QUESTIONS

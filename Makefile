@@ -1,4 +1,4 @@
-# pdserve. `make help` lists the targets; the first one sets up .venv, later runs find the stamps in it.
+# pdserve. `make help` lists the targets. The first run creates .venv; stamp files in it tell later runs what is done.
 #   PYTHON=python3.12      interpreter of a new .venv            (default: the first of python3, python3.13 ... 3.11)
 #   EXTRA=cpu|cuda12|cuda13  which Mooncake wheel                  (default: cpu)
 #   PIP_ARGS=...             for pip, such as another index; torch is then taken from there
@@ -30,26 +30,38 @@ setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies 
 demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
-# Tests in tests/cluster start servers; those that know how soon these answer run alone.
-TIMED := $(patsubst %,tests/cluster/test_%.py,\
-    attacks chaos failures launch random_mix ranks requests routers servers topology)
-IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile
+# Tests that start no process and no server, less simulations of more than a few seconds.
+PURE := $(addprefix tests/,configs memory transfer/plan transfer/protocol test_docs.py test_layers.py \
+    $(addprefix scheduler/,decode messages prefill test_rates.py))
+SLOW := $(addprefix tests/,memory/hisparse/test_hisparse_simulation.py transfer/plan/test_copy_regions.py \
+    $(addprefix scheduler/,prefill/test_staged_traces.py \
+    $(addprefix decode/,test_overload.py test_scheduler_traces.py requests/test_dispatch_window.py)))
+# A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first.
+IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: check
+check: lint ## lint and the fast tests, in about a minute: before every commit
+	@$(PYTEST) $(IN_PARALLEL) --quiet $(PURE) $(addprefix --ignore=,$(SLOW))
+
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
 ifdef ARGS
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 else
-	@$(BIN)/python -m pytest $(IN_PARALLEL) --ignore=tests/cluster
-	$(BIN)/python -m pytest $(IN_PARALLEL) tests/cluster $(addprefix --ignore=,$(TIMED))
-	$(BIN)/python -m pytest $(TIMED)
+	@$(PYTEST) $(IN_PARALLEL)
 endif
+
+.PHONY: coverage
+coverage: setup ## line and branch coverage of all tests, without the server processes that they start; in .coverage-html
+	@$(PYTEST) $(IN_PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
 .PHONY: lint
-lint: setup ## ruff and mypy, as CI runs them
+lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -62,7 +74,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage-html build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The Mooncake wheels link against these and do not bring them.

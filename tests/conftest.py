@@ -1,5 +1,5 @@
-"""What every test gets: one thread for torch, and children that heed Ctrl-C; and GPU tests are skipped, by name of what
-is missing, where there is no CUDA device.
+"""For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
+and how pytest-xdist distributes files.
 """
 
 import signal
@@ -7,13 +7,31 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
+
+TIMED = {
+    f"tests/cluster/test_{name}.py"
+    for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
+}
+"""Files with tests that fail when servers respond late. One worker runs all of them, one after the other."""
+
+
+class TimedTestsTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """As `--dist=loadfile`; all files in TIMED count as one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "timed" if file in TIMED else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TimedTestsTogether | None:
+    return TimedTestsTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """Models are tiny, and servers or another worker run meanwhile: threads that wait for each other take many times as
-    long as one.
-    """
+    """Models are tiny, and other processes need the cores: on a busy machine several threads take longer than one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c() -> None:
-    """A shell script starts its background jobs with SIGINT ignored, and what these start inherits that."""
+    """Shells start background jobs with SIGINT ignored, and child processes inherit that: restore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -89,7 +89,7 @@ def strings_in_the_code() -> str:
 
 
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()], ids=lambda config: config.role)
-async def test_routes(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
+async def test_documented_routes_are_the_served_ones(config: AnyServerConfig, tokenizer: Tokenizer) -> None:
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
     client = LeaderClient(Metrics(), DecodeConfig())
     try:
@@ -115,13 +115,13 @@ def names_in(title: str, column: int = 0) -> set[str]:
     return {text for row in rows(section("docs/http.md", title)) for text in quoted(row[column])}
 
 
-def test_fields_of_generate() -> None:
+def test_documented_fields_of_generate_are_the_parsed_ones() -> None:
     assert GenerateBody.model_fields.keys() == names_in("A request to `/generate`")
     assert NativeSampling.model_fields.keys() == names_in("Sampling")
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_fields_of_the_openai_routes(body: type[OpenAiBody]) -> None:
+def test_documented_fields_of_openai_routes_are_the_parsed_ones(body: type[OpenAiBody]) -> None:
     known = body.model_fields.keys()
     prose = section("docs/http.md", "A request to OpenAI's routes")
     other_names = {name for row in rows(section("docs/http.md", "Sampling")) for name in quoted(row[2])}
@@ -131,13 +131,13 @@ def test_fields_of_the_openai_routes(body: type[OpenAiBody]) -> None:
     assert known - documented - {"stream_options"} == routing
 
 
-def test_what_is_refused_is_not_among_the_fields() -> None:
+def test_refused_fields_are_not_documented_as_accepted() -> None:
     taken = names_in("A request to `/generate`") | names_in("Sampling")
     for body in (GenerateBody, NativeSampling, OpenAiBody):
         assert not taken & body.unsupported.keys()
 
 
-def test_errors() -> None:
+def test_documented_errors_are_those_of_the_code() -> None:
     """All that the code has: the classes, and the statuses that the web framework and the protocol answer."""
     documented = {
         (int(status), code)
@@ -156,7 +156,7 @@ def test_errors() -> None:
     assert documented == raised | answered
 
 
-def test_the_error_that_is_shown_is_the_servers(tokenizer: Tokenizer) -> None:
+def test_documented_error_example_is_the_actual_response(tokenizer: Tokenizer) -> None:
     (example,) = re.findall(r"^    (\{.*?\}\})$", section("docs/http.md", "Errors"), re.MULTILINE | re.DOTALL)
     with pytest.raises(FieldError) as refused:
         parse_generate(b'{"text": "a", "sampling_params": {"top_p": 2}}', LIMITS, tokenizer)
@@ -164,7 +164,7 @@ def test_the_error_that_is_shown_is_the_servers(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("document", ["docs/operations.md", "docs/hisparse.md"])
-def test_metrics_exist(document: str) -> None:
+def test_documented_metrics_exist(document: str) -> None:
     counters = {f"pdserve_{name}_total" for name in (*DECODE_COUNTERS, *PREFILL_COUNTERS)}
     names = set(re.findall(r"pdserve_[a-z0-9_]+", read(document)))
     assert len(names) > 5
@@ -176,7 +176,7 @@ def test_metrics_exist(document: str) -> None:
         assert spellings & strings, f"{document} names {name}, which nobody exports"
 
 
-def test_messages_are_those_of_the_code() -> None:
+def test_documented_messages_exist_in_the_code() -> None:
     table = rows(section("docs/operations.md", "When something is wrong"))
     messages = {text for row in table for text in quoted(row[0])}
     assert len(messages) > 15
@@ -190,13 +190,13 @@ def option_strings() -> set[str]:
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "benchmarks/README.md"])
-def test_flags_exist(document: str) -> None:
+def test_documented_flags_exist(document: str) -> None:
     named = {flag for text in quoted(read(document)) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert named - option_strings() - OTHERS_FLAGS == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_and_tests_exist(document: str) -> None:
+def test_documented_files_and_tests_exist(document: str) -> None:
     text = read(document)
     folders = "|".join((*CODE_FOLDERS, "tests", "benchmarks", "docs", "deploy", "examples"))
     for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
@@ -207,7 +207,7 @@ def test_files_and_tests_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_have_targets(document: str) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", read(document)):
         path = (ROOT / document).parent / target if target else ROOT / document
         assert path.exists(), f"{document} links to {target}"
@@ -217,7 +217,7 @@ def test_links_lead_somewhere(document: str) -> None:
             assert anchor in anchors, f"{document} links to {target}#{anchor}"
 
 
-def test_the_example_of_a_settings_file_loads(tmp_path: Path) -> None:
+def test_documented_settings_file_loads(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```\n(# decode\.yaml.*?)^```", read("docs/settings.md"), re.MULTILINE | re.DOTALL)
     (tmp_path / "decode.yaml").write_text(example)
     config = load_config("decode", tmp_path / "decode.yaml", {"port": "8201"}, {})

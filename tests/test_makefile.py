@@ -37,7 +37,7 @@ WITHOUT = json.dumps({"install": [{"metadata": {"requires_dist": ["sympy"]}}]})
     ],
 )
 @pytest.mark.parametrize("uv_status", ["0", "1"], ids=["reached", "unreachable"])
-def test_torch_without_cuda_where_no_gpu_is_asked_for(
+def test_setup_installs_torch_without_cuda_for_the_cpu_extra(
     tmp_path: Path, extra: str, installed: str, offered: str, pip_args: str, expected: str | None, uv_status: str
 ) -> None:
     for name in ("Makefile", "pyproject.toml"):

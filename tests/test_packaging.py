@@ -47,7 +47,7 @@ def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return environment / "bin" / "python"
 
 
-def test_the_wheel_is_one_package_of_all_folders(built: Path) -> None:
+def test_wheel_is_one_package_of_all_folders(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {
@@ -65,7 +65,7 @@ def test_the_wheel_is_one_package_of_all_folders(built: Path) -> None:
     assert not any(name.startswith(("pdserve/tests", "pdserve/.dev")) or name.endswith(".pyc") for name in names)
 
 
-def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path, tmp_path: Path) -> None:
+def test_sdist_holds_the_sources_of_the_wheel(built: Path, tmp_path: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -78,7 +78,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path, tmp_path: Pat
     assert set(zipfile.ZipFile(second).namelist()) == set(zipfile.ZipFile(first).namelist())
 
 
-def test_the_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path) -> None:
+def test_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path) -> None:
     script = "import pdserve.server.cli as cli; print(cli.__file__); print(cli.version_line())"
     where, version = run(installed_python, "-I", "-c", script, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(installed_python.parents[1])
@@ -89,7 +89,7 @@ def test_the_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: 
     assert Path(preset).is_relative_to(installed_python.parents[1])
 
 
-def test_an_uninstall_leaves_nothing(built: Path, tmp_path: Path) -> None:
+def test_uninstall_leaves_no_files(built: Path, tmp_path: Path) -> None:
     """Neither byte code nor what Numba has compiled, which is kept in the user's cache folder."""
     environment, home = tmp_path / "venv", tmp_path / "home"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
@@ -109,7 +109,7 @@ def test_an_uninstall_leaves_nothing(built: Path, tmp_path: Path) -> None:
     assert [path.name for path in (environment / "bin").iterdir() if "pdserve" in path.name] == []
 
 
-def test_no_folder_of_ours_is_importable_by_its_bare_name(installed_python: Path, tmp_path: Path) -> None:
+def test_top_level_folders_are_not_importable_by_bare_name(installed_python: Path, tmp_path: Path) -> None:
     script = (
         "import importlib.util, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -122,5 +122,5 @@ def test_no_folder_of_ours_is_importable_by_its_bare_name(installed_python: Path
         assert str(ROOT / line.split()[0]) not in line
 
 
-def test_the_command_is_declared() -> None:
+def test_pdserve_command_is_declared() -> None:
     assert PROJECT["scripts"] == {"pdserve": "pdserve.server.cli:main"}

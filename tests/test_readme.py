@@ -35,7 +35,7 @@ def services() -> dict[str, Any]:
     return found
 
 
-def test_the_settings_table_is_true() -> None:
+def test_settings_table_matches_the_schema() -> None:
     script = ROOT / "docs" / "settings_table.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_commands_in_the_readme_parse() -> None:
 
 
 @pytest.mark.parametrize("name", services())
-def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
+def test_compose_file_servers_have_valid_settings(name: str) -> None:
     role, *arguments = services()[name]["command"]
     options, unknown = make_parser().parse_known_args([role, *arguments])
     assert unknown == []
@@ -63,7 +63,7 @@ def test_servers_of_the_compose_file_have_valid_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("role", CONFIG_OF_ROLE)
-def test_the_systemd_unit_starts_and_stops_either_server(role: Role, tmp_path: Path) -> None:
+def test_systemd_unit_starts_and_stops_both_roles(role: Role, tmp_path: Path) -> None:
     unit = ConfigParser(interpolation=None, comment_prefixes="#")
     unit.optionxform = str  # type: ignore[assignment, method-assign]  # names with capitals: the documented way
     unit.read(ROOT / "deploy" / "pdserve@.service", encoding="utf-8")
@@ -85,7 +85,7 @@ def load_and_fail(role: Role) -> int:
     return 0
 
 
-def test_the_image_gets_what_the_wheel_is_built_from() -> None:
+def test_docker_image_copies_the_sources_of_the_wheel() -> None:
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]

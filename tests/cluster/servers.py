@@ -1,6 +1,8 @@
-"""Real servers for tests: `pdserve prefill` and `pdserve decode` as processes of their own, driven over HTTP."""
+"""Real servers for tests: processes of `pdserve prefill` and `pdserve decode`, used through HTTP."""
 
 import contextlib
+import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
+from tests.cluster.forkserver import ForkedServer, ForkServer
 from tests.ports import free_port
 from tests.processes import stop_process
 
@@ -20,16 +24,22 @@ START_TIMEOUT_S = 90.0
 HTTP = httpx.Client(
     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False
 )
-"""What tests ask servers with: a connection per request. `httpx.get` would read all root certificates first (60 ms)."""
+"""Opens a connection per request. `httpx.get` would read all root certificates first (60 ms)."""
 
 
 def python_path() -> str:
-    """Run from the checkout, installed or not."""
+    """PYTHONPATH for servers that run from the checkout, installed or not."""
     return os.pathsep.join([str(REPOSITORY / ".dev"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@functools.cache
+def fork_server() -> ForkServer:
+    """Started on first use. One per test process: workers of pytest-xdist have one each."""
+    return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until `condition` held; fails the test after `timeout_s`."""
+    """Returns the seconds until `condition` held; fails the test after `timeout_s`."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
@@ -38,9 +48,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 class Server:
-    """One server: its front process (a child of ours), its leader (a child of the front) and its log.
+    """One server: its frontend process, its leader (a child of the frontend) and its log.
 
-    It ends with the thread that starts it, however that ends.
+    The server ends with the test process, also when that is killed.
     """
 
     def __init__(
@@ -51,17 +61,19 @@ class Server:
         *flags: str,
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> None:
-        """`launcher` is a command that runs the server's, such as `unshare`."""
+        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner."""
         self.role = role
         self.model = str(model)
         self.log = log
         self.flags = list(flags)
         self.env = env or {}
         self.launcher = launcher
+        self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
         self.port = free_port()
         self.bootstrap_port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedServer | None = None
 
     @property
     def url(self) -> str:
@@ -73,20 +85,29 @@ class Server:
 
     def start(self) -> "Server":
         """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
-        command = [sys.executable, "-P", "-m", "pdserve.server", self.role, "--model", self.model]
-        command += ["--port", str(self.port), "--threads", "1", "--verify-kv"]
-        if not self.launcher:
-            command += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
+        arguments = [self.role, "--model", self.model, "--port", str(self.port), "--threads", "1", "--verify-kv"]
         if self.role == "prefill":
-            command += ["--bootstrap-port", str(self.bootstrap_port)]
+            arguments += ["--bootstrap-port", str(self.bootstrap_port)]
+        arguments += self.flags
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}
         with self.log.open("ab") as log:
-            arguments = [*self.launcher, *command, *self.flags]
-            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment)
+            if self.forked:
+                server = fork_server()
+                arguments += ["--parent-pid", str(server.pid)]
+                self.process = server.start(arguments, log, environment, self._ranks() - 1)
+                return self
+            if not self.launcher:
+                arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
+            command = [*self.launcher, sys.executable, "-P", "-m", "pdserve.server", *arguments]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         return self
 
+    def _ranks(self) -> int:
+        sizes = dict(itertools.pairwise(self.flags))
+        return int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
+
     def wait_ready(self, *, peers: int | None = None) -> "Server":
-        """Until /health is 200, the engine has reported and, where given, so many peers are paired."""
+        """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -108,19 +129,19 @@ class Server:
         return leader
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Signal leader and front, the leader first."""
+        """Signal the leader, then the frontend."""
         assert self.process is not None
         os.kill(self.leader_pid(), number)
         self.process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP for both processes; returns when neither runs any more."""
+        """SIGSTOP both processes; returns when both have stopped."""
         assert self.process is not None
         stop_process(self.leader_pid())
         stop_process(self.process.pid)
 
     def kill(self) -> None:
-        """kill -9 for both processes, as if at once: the front does not answer for a leader that has gone."""
+        """SIGKILL both processes. The frontend is stopped first, so that it cannot respond for a lost leader."""
         assert self.process is not None
         leader = self.leader_pid()
         stop_process(self.process.pid)
@@ -129,18 +150,18 @@ class Server:
         self.process.wait(10)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """SIGTERM; returns the exit code."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(30)
 
     def count(self, counter: str) -> int:
-        """A counter of the leader, with all that has happened before this call."""
+        """A counter of the leader, including all events before this call."""
         return int(self.settled_info()["counters"][counter])
 
     def settled_info(self) -> dict[str, Any]:
-        """/server_info with all that has happened before this call: the leader reports a few times a second."""
+        """/server_info including all events before this call: waits for the next report of the leader."""
         now = time.time()
         found: list[dict[str, Any]] = []
 
@@ -152,26 +173,26 @@ class Server:
         return found[0]
 
     def info(self) -> dict[str, Any]:
-        """/server_info: how the server was at `taken_at`, which may be half a second ago."""
+        """/server_info. It is the state at `taken_at`, up to half a second ago."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 
     def idle(self) -> bool:
-        """No request in any state, every page free, nothing fenced."""
+        """No request in any state, every page free, no page in quarantine."""
         return is_idle(self.info())
 
     def check_clean(self) -> None:
-        """Becomes idle, is healthy, and logged no error."""
+        """The server becomes idle, is healthy, and has logged no error."""
         wait_until(lambda: is_idle(self.settled_info()), 15, f"{self.role} idle with a full pool, now {self.info()}")
         assert HTTP.get(f"{self.url}/health", timeout=5).json()["reasons"] == []
         errors = [line for line in self.log.read_text().splitlines() if " E " in line or "Traceback" in line]
         assert not errors, errors
 
     def generate(self, input_ids: Sequence[int], new_tokens: int, **extra: Any) -> list[int]:
-        """Greedy output ids of one prompt, not stopped by EOS."""
-        answer = self.post(input_ids, new_tokens, **extra)
-        assert answer.is_success, answer.text
-        output: list[int] = answer.json()["output_ids"]
+        """Greedy output ids of one prompt; EOS does not stop it."""
+        response = self.post(input_ids, new_tokens, **extra)
+        assert response.is_success, response.text
+        output: list[int] = response.json()["output_ids"]
         return output
 
     def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:
@@ -184,13 +205,13 @@ def is_idle(info: dict[str, Any]) -> bool:
 
 
 def body(input_ids: Any, new_tokens: int, **extra: Any) -> dict[str, Any]:
-    """A greedy /generate body that runs to `new_tokens`."""
+    """A greedy /generate body that generates `new_tokens` tokens."""
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": sampling, **extra}
 
 
 class Cluster:
-    """Servers that end with the test, whatever happens to it."""
+    """Servers that end with the test, also when it fails."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -203,9 +224,10 @@ class Cluster:
         *flags: str,
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> Server:
         log = self.directory / f"{len(self.servers)}-{role}.log"
-        server = Server(role, model, log, *flags, env=env, launcher=launcher)
+        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked)
         self.servers.append(server)
         return server.start()
 
@@ -215,27 +237,31 @@ class Cluster:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         launcher: Sequence[str] = (),
+        forked: bool = True,
     ) -> tuple[Server, Server]:
         """A prefill and a decode server, paired and ready."""
-        prefill = self.add("prefill", model, *prefill_flags, launcher=launcher)
-        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags, launcher=launcher)
+        how: dict[str, Any] = {"launcher": launcher, "forked": forked}
+        prefill = self.add("prefill", model, *prefill_flags, **how)
+        decode = self.add("decode", model, "--prefill", prefill.endpoint, *decode_flags, **how)
         prefill.wait_ready(peers=1)
         decode.wait_ready(peers=1)
         return prefill, decode
 
     def close(self) -> None:
-        for server in self.servers:
-            if server.process is not None and server.process.poll() is None:
-                with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
-                    os.kill(server.leader_pid(), signal.SIGCONT)
-                server.process.send_signal(signal.SIGCONT)
-                server.process.terminate()
-        for server in self.servers:
-            if server.process is not None:
-                try:
-                    server.process.wait(20)
-                except subprocess.TimeoutExpired:
-                    server.kill()
+        """End all servers without draining them: the second signal skips that."""
+        running = [server for server in self.servers if server.process is not None and server.process.poll() is None]
+        for server in running:
+            assert server.process is not None
+            with contextlib.suppress(ValueError, FileNotFoundError, ProcessLookupError):
+                os.kill(server.leader_pid(), signal.SIGCONT)
+            for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):
+                server.process.send_signal(number)
+        for server in running:
+            assert server.process is not None
+            try:
+                server.process.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What strangers can do to a running pair without a cluster key, and what it costs others: less than a second."""
+"""Attacks on a pair without a cluster key delay the requests of other clients by less than a second."""
 
 import resource
 import socket
@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7]
 POOL = ("--kv-tokens", "16384")
 WAIT_S = 0.2
 OTHERS_S = 1.0
-"""How much longer an attack may make a request of somebody else take."""
+"""How much longer a request of another client may take during an attack."""
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def expected(llama: Path) -> list[int]:
 
 
 @contextmanager
-def somebody_else(decode: Server, expected: list[int]) -> Iterator[list[float]]:
-    """Asks all the time; the seconds that each answer took."""
+def another_client(decode: Server, expected: list[int]) -> Iterator[list[float]]:
+    """A client that sends one request after another; yields the seconds that each took."""
     times: list[float] = []
     done = threading.Event()
 
-    def ask() -> None:
+    def send() -> None:
         while not done.is_set():
             before = time.monotonic()
             assert decode.generate(PROMPT, 8) == expected
@@ -50,58 +50,60 @@ def somebody_else(decode: Server, expected: list[int]) -> Iterator[list[float]]:
             done.wait(0.05)
 
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask)
-        wait_until(lambda: len(times) > 3, 20, "answers before the attack")
+        sending = pool.submit(send)
+        wait_until(lambda: len(times) > 3, 20, "responses before the attack")
         usual_s = max(times)
         times.clear()
         yield times
         done.set()
-        asking.result()
+        sending.result()
     assert times
     assert max(times) < usual_s + OTHERS_S, times
 
 
-def test_messages_of_an_old_protocol(pair: tuple[Cluster, Server, Server], expected: list[int]) -> None:
+def test_old_protocol_messages_do_not_delay_others(pair: tuple[Cluster, Server, Server], expected: list[int]) -> None:
     _, prefill, decode = pair
-    with somebody_else(decode, expected) as times, ExitStack() as stack:
+    with another_client(decode, expected) as times, ExitStack() as stack:
         for _ in range(5):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", prefill.bootstrap_port)))
-            stranger.sendall(OLD_PROTOCOL)
-        wait_until(lambda: len(times) > 10, 20, "answers during the attack")
+            attacker = stack.enter_context(socket.create_connection(("127.0.0.1", prefill.bootstrap_port)))
+            attacker.sendall(OLD_PROTOCOL)
+        wait_until(lambda: len(times) > 10, 20, "responses during the attack")
     assert prefill.count("control_handler_errors") == 0
     prefill.check_clean()
 
 
-def test_messages_that_never_end(pair: tuple[Cluster, Server, Server], expected: list[int]) -> None:
+def test_endless_messages_are_cut_and_do_not_delay_others(
+    pair: tuple[Cluster, Server, Server], expected: list[int]
+) -> None:
     _, prefill, decode = pair
-    with somebody_else(decode, expected), ExitStack() as stack:
-        strangers = [stack.enter_context(ZmtpPeer(prefill.bootstrap_port)) for _ in range(8)]
-        with ThreadPoolExecutor(len(strangers)) as pool:
-            sent = list(pool.map(lambda stranger: stranger.send_frame_until_cut(60 << 20), strangers))
+    with another_client(decode, expected), ExitStack() as stack:
+        attackers = [stack.enter_context(ZmtpPeer(prefill.bootstrap_port)) for _ in range(8)]
+        with ThreadPoolExecutor(len(attackers)) as pool:
+            sent = list(pool.map(lambda attacker: attacker.send_frame_until_cut(60 << 20), attackers))
         assert max(sent) < 60 << 20
-    assert prefill.count("control_connections_cut") >= len(strangers)
+    assert prefill.count("control_connections_cut") >= len(attackers)
     prefill.check_clean()
 
 
-def test_prefill_servers_that_accept_and_never_answer(
+def test_silent_prefill_endpoints_do_not_exhaust_decode_sockets(
     pair: tuple[Cluster, Server, Server], llama: Path, expected: list[int]
 ) -> None:
-    """1,200 such endpoints used up decode's sockets. Afterwards a prefill server that a request names is paired."""
+    """1,200 endpoints that accept connections and send nothing. A prefill server that a request names still pairs."""
     started, prefill, decode = pair
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    with somebody_else(decode, expected), ExitStack() as stack:
+    with another_client(decode, expected), ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(1200)]
 
-        def ask(listener: socket.socket) -> int:
+        def status_of(listener: socket.socket) -> int:
             where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": listener.getsockname()[1]}
             with httpx.Client(trust_env=False, verify=False) as client:
                 return client.post(f"{decode.url}/generate", json=body(PROMPT, 1, **where), timeout=60).status_code
 
         with ThreadPoolExecutor(40) as pool:
-            assert set(pool.map(ask, listeners)) == {503}
+            assert set(pool.map(status_of, listeners)) == {503}
         another = started.add("prefill", llama, *POOL).wait_ready()
-        wait_until(lambda: paired(decode, another), 10, "it is paired")
+        wait_until(lambda: paired(decode, another), 10, "paired")
     prefill.check_clean()
 
 

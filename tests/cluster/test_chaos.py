@@ -1,7 +1,8 @@
-"""Storms: servers are stopped, killed and cut off at random while clients ask, leave and lose patience.
+"""Servers are stopped, killed and cut off at random while clients send, abort, disconnect and time out.
 
-Every request has exactly one answer in bounded time, every 200 has transformers' tokens, and afterwards everything is
-as before: pages free, threads gone, peers paired. A storm follows from its seed, up to how soon processes get to run.
+Every request gets exactly one response in bounded time, and every 200 has the tokens of transformers. Afterwards all
+pages are free, all peers are paired, and no thread is left over. The faults of a round (`Storm`) follow from its seed;
+their timing also depends on the machine.
 """
 
 import json
@@ -25,24 +26,24 @@ from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_unt
 from tests.transfer.control.tcp_proxy import TcpProxy
 
 STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
-"""How many storms; each even one is over a dense model, each odd one over sparse attention with KV in host memory."""
+"""How many rounds. Even seeds use a dense model, odd ones sparse attention with KV in host memory."""
 FAULTS = 12
 CLIENTS = 12
 NEW_TOKENS = 24
 LENGTHS = (1, 16, 33, 64, 100, 150, 230, 400)
 ANSWERED_S = 60.0
-"""Longer than every timeout of the servers below, with room for two busy cores."""
-PATIENCE = {"--request-timeout-s": "30", "--queue-timeout-s": "12", "--prefill-timeout-s": "15"}
+"""Longer than every timeout of the servers below, with a margin for two busy cores."""
+TIMEOUTS = {"--request-timeout-s": "30", "--queue-timeout-s": "12", "--prefill-timeout-s": "15"}
 PREFILL = ("--kv-tokens", "4096", "--chunk-size", "32", "--max-queued-requests", "32")
 DECODE = ("--page-size", "8", "--growth-tokens", "8", "--max-queued-requests", "32")
 DENSE = (*DECODE, "--kv-tokens", "1600", "--staging-ring-mib", "0.05")
 HISPARSE = (*DECODE, "--kv-tokens", "1600", "--enable-hisparse", "--hot-rows", "32", "--kv-memory-gib", "0.00125")
 REFUSALS = {429, 499, 503, 504}
-"""Too many, aborted, no prefill server, too late."""
+"""Queue full, aborted, no prefill server, deadline."""
 
 
 class Storm(NamedTuple):
-    """Two prefill servers, each behind a proxy; the second has two ranks and, of a dense model, stages its KV."""
+    """Two prefill servers, each behind a proxy. The second has two ranks and, with a dense model, stages its KV."""
 
     seed: int
     prefills: list[Server]
@@ -77,47 +78,49 @@ def storm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storm]:
 
 def start_decode(servers: Cluster, model: Path, proxies: list[TcpProxy], flags: tuple[str, ...]) -> Server:
     endpoints = ",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies)
-    patience = [word for setting in PATIENCE.items() for word in setting]
-    return servers.add("decode", model, "--prefill", endpoints, *flags, *patience)
+    timeouts = [word for setting in TIMEOUTS.items() for word in setting]
+    return servers.add("decode", model, "--prefill", endpoints, *flags, *timeouts)
 
 
 class Client:
-    """Asks one thing after another until told to leave; remembers what it was told, and what was wrong with it."""
+    """Sends one request after another until `leaving` is set; keeps the outcomes and what was wrong with them."""
 
     def __init__(self, storm: Storm, number: int, leaving: threading.Event) -> None:
         self._storm = storm
         self._number = number
         self._leaving = leaving
         self._draw = random.Random(f"{storm.seed}-{number}")
-        self.answers: list[str] = []
+        self.outcomes: list[str] = []
         self.wrong: list[str] = []
 
     def run(self) -> "Client":
         while not self._leaving.is_set():
             started = time.monotonic()
             try:
-                self.answers.append(self._ask(f"{self._storm.seed}-{self._number}-{len(self.answers)}"))
+                self.outcomes.append(self._send(f"{self._storm.seed}-{self._number}-{len(self.outcomes)}"))
             except httpx.TransportError as error:
-                self.wrong.append(f"no answer: {error!r}")
+                self.wrong.append(f"no response: {error!r}")
             if time.monotonic() - started > ANSWERED_S:
-                self.wrong.append(f"an answer after {time.monotonic() - started:.1f} s")
+                self.wrong.append(f"a response after {time.monotonic() - started:.1f} s")
         return self
 
-    def _ask(self, rid: str) -> str:
+    def _send(self, rid: str) -> str:
         draw = self._draw
         case, tokens = draw.randrange(len(LENGTHS)), draw.randint(1, NEW_TOKENS)
         expected = self._storm.expected[case][:tokens]
-        ask = body(self._storm.prompts[case], tokens, rid=rid, stream=draw.random() < 0.5, priority=draw.randint(-1, 1))
+        request = body(
+            self._storm.prompts[case], tokens, rid=rid, stream=draw.random() < 0.5, priority=draw.randint(-1, 1)
+        )
         patience_s = draw.choice([0.005, 0.05, 0.3, 1.0])
         ending = draw.choice(["read", "read", "read", "leave", "deadline", "abort"])
         if ending == "deadline":
-            ask["timeout_s"] = patience_s
+            request["timeout_s"] = patience_s
         if ending == "abort":
             threading.Timer(patience_s, self._abort, (rid,)).start()
         try:
             answer = HTTP.post(
                 f"{self._storm.decode.url}/generate",
-                json=ask,
+                json=request,
                 timeout=patience_s if ending == "leave" else 2 * ANSWERED_S,
             )
         except httpx.TimeoutException:
@@ -125,7 +128,9 @@ class Client:
                 return "left"
             raise
         if answer.status_code == 200:
-            return self._check_stream(rid, answer.text, expected) if ask["stream"] else self._check(answer, expected)
+            return (
+                self._check_stream(rid, answer.text, expected) if request["stream"] else self._check(answer, expected)
+            )
         if answer.status_code not in REFUSALS:
             self.wrong.append(f"{rid}: {answer.status_code} {answer.text}")
         return str(answer.status_code)
@@ -136,7 +141,7 @@ class Client:
         return "200"
 
     def _check_stream(self, rid: str, text: str, expected: list[int]) -> str:
-        """One event per step, the last of them complete or an error, then the end."""
+        """One event per step; the last one is complete or an error, then [DONE]."""
         events = re.findall(r"^data: (.*)$", text, re.MULTILINE)
         parts = [json.loads(event) for event in events[:-1]]
         if not parts or events[-1] != "[DONE]":
@@ -155,7 +160,7 @@ class Client:
 
 
 def strike(storm: Storm, draw: random.Random) -> None:
-    """One fault, from beginning to end. The second prefill server is only cut off: its ranks watch each other."""
+    """Inject one fault and end it. The second prefill server is only cut off: it exits when one of its ranks stops."""
     number = draw.randrange(2)
     proxy = storm.proxies[number]
     duration_s = draw.choice([0.1, 0.5, 1.0, 2.5])
@@ -200,13 +205,13 @@ def thread_count(server: Server) -> int:
     return int(found[1])
 
 
-def ask_all(storm: Storm) -> None:
+def check_tokens(storm: Storm) -> None:
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(lambda prompt: storm.decode.generate(prompt, NEW_TOKENS), storm.prompts)) == storm.expected
 
 
-def test_storms_pass(storm: Storm) -> None:
-    ask_all(storm)
+def test_servers_recover_from_random_faults(storm: Storm) -> None:
+    check_tokens(storm)
     lasting = [storm.prefills[1], storm.decode]
     before = [thread_count(server) for server in lasting]
     draw = random.Random(storm.seed)
@@ -220,12 +225,12 @@ def test_storms_pass(storm: Storm) -> None:
             leaving.set()
         asked = [client.result(2 * ANSWERED_S) for client in clients]
     assert [sentence for client in asked for sentence in client.wrong] == []
-    answers = [answer for client in asked for answer in client.answers]
+    answers = [answer for client in asked for answer in client.outcomes]
     assert answers.count("200") > FAULTS
     assert len(answers) - answers.count("200") > FAULTS
     assert storm.decode.count("control_peers_lost") > 0
     storm.decode.wait_ready(peers=2)
-    ask_all(storm)
+    check_tokens(storm)
     for server in (*storm.prefills, storm.decode):
         server.check_clean()
     assert storm.decode.count("checksum_errors") == 0

@@ -97,7 +97,7 @@ def test_tokens_of_glm_equal_transformers(glm: Pairs, layout: Layout, page_size:
     check_tokens(glm, layout, page_size)
 
 
-def test_stages_with_different_shares_of_indexers_lend_what_all_have_free(glm: Pairs) -> None:
+def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm: Pairs) -> None:
     """HiSparse in two stages: under a hot page are eight pages of keys on the first and two on the second. Beside them
     are buffers for two requests: the one that has the server for itself is resident by what it borrows.
     """
@@ -145,7 +145,7 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
     assert decode.stop() == 0
 
 
-def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(glm: Pairs) -> None:
+def test_retraction_under_memory_pressure_keeps_tokens(glm: Pairs) -> None:
     """Six at once in a pool for about two and a half: latent rows and indexer keys go to host memory and come back."""
     decode = glm.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
     prompt = glm.prompts[-1]
@@ -157,7 +157,7 @@ def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(glm: Pairs)
     assert decode.stop() == 0
 
 
-def test_packed_rows_travel_and_experts_may_be_whole(tmp_path: Path, servers: Cluster) -> None:
+def test_fp8_rows_are_transferred_from_expert_parallel_ranks(tmp_path: Path, servers: Cluster) -> None:
     """Prefill on two ranks with half of the experts each. Tokens equal those of one process that packs its rows."""
     model = make_dsa_checkpoint(tmp_path / "model", index_topk=TOPK)
     flags = ("--kv-dtype", "fp8_e4m3", "--kv-tokens", "4096")

@@ -1,7 +1,11 @@
-"""Processes killed, stopped and restarted in the middle of requests: bounded answers, nothing lost, recovery alone."""
+"""Processes are killed, stopped and restarted while requests run.
+
+Every request ends in bounded time, all pages are freed, and the servers recover without help.
+"""
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -25,12 +29,12 @@ LONG_PROMPT = [index % VOCAB_SIZE for index in range(3000)]
 SHORT_PROMPT = [5, 6, 7]
 COMMON = ("--kv-tokens", "16384", "--shutdown-timeout-s", "30")
 SLOW_PREFILL = (*COMMON, "--page-size", "8", "--chunk-size", "8")
-"""So slow that it is seen at work, on a fast machine, too: what /server_info says may be half a second old."""
+"""Slow enough for tests to see a prompt being computed: the state in /server_info may be half a second old."""
 DECODE = (*COMMON, "--quarantine-s", "1.5")
 
 
 class Client(threading.Thread):
-    """One request in the background: its answer, or how its connection ended, and when."""
+    """Sends one request in the background. Keeps the response, or the connection error, and the time."""
 
     def __init__(self, server: Server, prompt: list[int], new_tokens: int, **extra: Any) -> None:
         super().__init__(daemon=True)
@@ -49,7 +53,7 @@ class Client(threading.Thread):
 
     def wait(self) -> httpx.Response:
         self.join(60)
-        assert self.response is not None, f"no answer: {self.broken!r}"
+        assert self.response is not None, f"no response: {self.broken!r}"
         return self.response
 
 
@@ -66,7 +70,7 @@ def all_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def pair(all_servers: Cluster, llama: Path) -> tuple[Server, Server]:
-    """A prefill and a decode server that know no prompt: those of the test before, or new ones where it ended them."""
+    """A prefill and a decode server with empty caches: those of the last test, unless it has ended them."""
     last = all_servers.servers[-2:]
     if not last or any(server.process is None or server.process.poll() is not None for server in last):
         all_servers.close()
@@ -84,7 +88,16 @@ def in_state(server: Server, state: str, count: int = 1) -> None:
     wait_until(lambda: server.info()["states"][state] >= count, 20, f"{count} requests {state} on {server.role}")
 
 
-def test_prefill_killed_mid_request(pair: tuple[Server, Server], expected: list[int]) -> None:
+def wait_for_transfers(prefill: Server) -> None:
+    """Until prefill has at least two transfers. Decode keeps prompts that prefill would not begin soon: of three
+    prompts, prefill has two on a slow machine and all on a fast one.
+    """
+    wait_until(lambda: sum(prefill.info()["states"].values()) >= 2, 20, "two transfers")
+
+
+def test_killed_prefill_fails_its_requests_in_time_and_can_restart(
+    pair: tuple[Server, Server], expected: list[int]
+) -> None:
     prefill, decode = pair
     clients = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
     in_state(decode, "prefilling", len(clients))
@@ -102,8 +115,8 @@ def test_prefill_killed_mid_request(pair: tuple[Server, Server], expected: list[
     decode.check_clean()
 
 
-def test_request_moves_to_another_prefill(servers: Cluster, llama: Path) -> None:
-    """The client sees nothing of it: prefill died before the first token."""
+def test_request_moves_to_another_prefill_when_its_own_is_killed(servers: Cluster, llama: Path) -> None:
+    """Prefill is lost before the first token, so the client does not notice."""
     first, second = (servers.add("prefill", llama, *SLOW_PREFILL) for _ in range(2))
     decode = servers.add("decode", llama, "--prefill", f"{first.endpoint},{second.endpoint}", *DECODE)
     for server in (first, second):
@@ -127,8 +140,8 @@ def test_request_moves_to_another_prefill(servers: Cluster, llama: Path) -> None
     decode.check_clean()
 
 
-def test_prefill_stopped_and_continued(pair: tuple[Server, Server], expected: list[int]) -> None:
-    """A hung prefill may still write: its pages stay fenced until it wakes and says that it stopped."""
+def test_pages_stay_in_quarantine_while_prefill_is_stopped(pair: tuple[Server, Server], expected: list[int]) -> None:
+    """A stopped prefill may still write: its pages stay in quarantine until it continues and acknowledges the abort."""
     prefill, decode = pair
     client = Client(decode, LONG_PROMPT, 4)
     in_state(decode, "prefilling")
@@ -137,7 +150,7 @@ def test_prefill_stopped_and_continued(pair: tuple[Server, Server], expected: li
     assert client.wait().status_code == 503
     assert client.ended_at - stopped_at <= NOTICED_S + ANSWERED_S + SLACK_S
     time.sleep(2.5)  # longer than the quarantine
-    assert decode.info()["gauges"]["fenced_pages"] > 0, "pages that a hung writer may write were given back"
+    assert decode.info()["gauges"]["fenced_pages"] > 0, "pages that a stopped writer may write were freed"
     prefill.signal_all(signal.SIGCONT)
     decode.wait_ready(peers=1)
     decode.check_clean()
@@ -145,7 +158,7 @@ def test_prefill_stopped_and_continued(pair: tuple[Server, Server], expected: li
     prefill.check_clean()
 
 
-def test_decode_killed_mid_request(pair: tuple[Server, Server], expected: list[int]) -> None:
+def test_prefill_frees_pages_of_a_killed_decode_server(pair: tuple[Server, Server], expected: list[int]) -> None:
     prefill, decode = pair
     prefilling = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
     in_state(prefill, "computing")
@@ -154,7 +167,7 @@ def test_decode_killed_mid_request(pair: tuple[Server, Server], expected: list[i
     for client in prefilling:
         client.join(10)
         assert client.broken is not None
-    wait_until(prefill.idle, NOTICED_S + ANSWERED_S + SLACK_S, "prefill gave the dead decode's pages back")
+    wait_until(prefill.idle, NOTICED_S + ANSWERED_S + SLACK_S, "prefill freed the pages of the killed decode server")
     assert time.monotonic() - killed_at <= NOTICED_S + ANSWERED_S + SLACK_S
     decode.start().wait_ready(peers=1)
     assert decode.generate(SHORT_PROMPT, 8) == expected
@@ -164,7 +177,7 @@ def test_decode_killed_mid_request(pair: tuple[Server, Server], expected: list[i
 
 @pytest.mark.parametrize("phase", ["prefilling", "running"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_client_disconnect_frees_both_sides(pair: tuple[Server, Server], phase: str, stream: bool) -> None:
+def test_client_disconnect_frees_pages_on_both_sides(pair: tuple[Server, Server], phase: str, stream: bool) -> None:
     prefill, decode = pair
     prompt, new_tokens = (LONG_PROMPT, 50) if phase == "prefilling" else (SHORT_PROMPT, 3000)
     payload = json.dumps(body(prompt, new_tokens, stream=stream)).encode()
@@ -180,8 +193,8 @@ def test_client_disconnect_frees_both_sides(pair: tuple[Server, Server], phase: 
     decode.check_clean()
 
 
-def test_sigterm_drains_and_exits(pair: tuple[Server, Server]) -> None:
-    """What runs is finished, what is new is refused, and both servers end by themselves."""
+def test_sigterm_drains_running_requests_and_exits(pair: tuple[Server, Server]) -> None:
+    """Running requests finish, new ones are refused, and both servers exit with 0."""
     prefill, decode = pair
     assert decode.process is not None
     ask = body(SHORT_PROMPT, 600, stream=True)
@@ -198,8 +211,8 @@ def test_sigterm_drains_and_exits(pair: tuple[Server, Server]) -> None:
     assert prefill.stop() == 0
 
 
-def test_sigterm_for_prefill_lets_its_requests_end_well(pair: tuple[Server, Server]) -> None:
-    """Those it has are computed and sent, and decode hears of it: the last word is out before the connection closes."""
+def test_sigterm_for_prefill_lets_its_requests_finish(pair: tuple[Server, Server]) -> None:
+    """Its requests are computed and sent, and the last message reaches decode before the connection closes."""
     prefill, decode = pair
     client = Client(decode, LONG_PROMPT, 4)
     in_state(prefill, "computing")
@@ -210,31 +223,29 @@ def test_sigterm_for_prefill_lets_its_requests_end_well(pair: tuple[Server, Serv
     decode.check_clean()
 
 
-def test_sigterm_for_prefill_whose_transfers_hang_ends_in_time(servers: Cluster, llama: Path) -> None:
-    """Decode takes nothing any more: writes have to be given up, and nobody takes prefill's last words."""
+def test_sigterm_ends_prefill_in_time_while_its_transfers_hang(servers: Cluster, llama: Path) -> None:
+    """Decode is stopped: prefill has to cancel its writes and to exit although no message is acknowledged."""
     drain_s = 0.2
     prefill, decode = servers.pair(llama, (*SLOW_PREFILL, "--shutdown-timeout-s", str(drain_s)), DECODE)
     clients = [Client(decode, [1 + number, *LONG_PROMPT], 4) for number in range(3)]
-    in_state(prefill, "computing")
-    wait_until(lambda: sum(prefill.info()["states"].values()) == 3, 10, "three transfers")
+    wait_for_transfers(prefill)
     decode.freeze()
     assert prefill.process is not None
     stopped_at = time.monotonic()
     prefill.process.terminate()
     assert prefill.process.wait(30) == 0
     assert time.monotonic() - stopped_at < drain_s + exit_s("cpu") + SLACK_S
-    assert "SIGTERM: draining 3 transfers for up to 0.2 s" in prefill.log.read_text()
+    assert re.search("SIGTERM: draining [23] transfers for up to 0.2 s", prefill.log.read_text())
     decode.signal_all(signal.SIGCONT)
     for client in clients:
         assert client.wait().status_code == 503
 
 
-def test_killed_frontend_of_the_only_prefill_costs_no_retry(servers: Cluster, llama: Path) -> None:
-    """Its leader fails what it has and ends. Requests wait for the server that takes its place, for prefill_wait_s."""
+def test_requests_wait_for_the_restart_of_the_only_prefill_without_failing(servers: Cluster, llama: Path) -> None:
+    """Without its frontend the leader fails its transfers and ends. Requests wait prefill_wait_s for a new server."""
     prefill, decode = servers.pair(llama, SLOW_PREFILL, (*DECODE, "--prefill-wait-s", "60"))
     clients = [Client(decode, [1 + number, *LONG_PROMPT], 4) for number in range(3)]
-    in_state(prefill, "computing")
-    wait_until(lambda: sum(prefill.info()["states"].values()) == 3, 10, "three transfers")
+    wait_for_transfers(prefill)
     leader = prefill.leader_pid()
     assert prefill.process is not None
     prefill.process.kill()
@@ -246,7 +257,9 @@ def test_killed_frontend_of_the_only_prefill_costs_no_retry(servers: Cluster, ll
     decode.check_clean()
 
 
-def test_timeout_holds_while_the_decode_leader_is_stopped(pair: tuple[Server, Server], expected: list[int]) -> None:
+def test_request_timeout_holds_while_the_decode_leader_is_stopped(
+    pair: tuple[Server, Server], expected: list[int]
+) -> None:
     prefill, decode = pair
     stop_process(decode.leader_pid())
     before = time.monotonic()
@@ -260,8 +273,8 @@ def test_timeout_holds_while_the_decode_leader_is_stopped(pair: tuple[Server, Se
     decode.check_clean()
 
 
-def test_decode_leader_killed_while_streaming(pair: tuple[Server, Server]) -> None:
-    """The front outlives its leader just long enough to answer everybody; then the server ends with an error."""
+def test_stream_ends_with_an_error_when_the_decode_leader_is_killed(pair: tuple[Server, Server]) -> None:
+    """The frontend ends all streams with an error and exits with 1."""
     _, decode = pair
     events: list[str] = []
     killed_at = 0.0
@@ -281,7 +294,7 @@ def test_decode_leader_killed_while_streaming(pair: tuple[Server, Server]) -> No
     assert decode.process.wait(10) == 1
 
 
-def test_leader_ends_when_its_front_is_killed(servers: Cluster, llama: Path) -> None:
+def test_leader_ends_when_its_frontend_is_killed(servers: Cluster, llama: Path) -> None:
     prefill = servers.add("prefill", llama, *SLOW_PREFILL).wait_ready()
     leader = prefill.leader_pid()
     assert prefill.process is not None

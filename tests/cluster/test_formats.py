@@ -39,7 +39,7 @@ def refusal(decode: Server) -> str:
     return details()[0]
 
 
-def test_fp8_kv_gives_the_tokens_of_a_model_that_rounds_its_cache(
+def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
     tmp_path: Path,
 ) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
@@ -58,7 +58,7 @@ def test_fp8_kv_gives_the_tokens_of_a_model_that_rounds_its_cache(
         decode.check_clean()
 
 
-def test_dummy_weights_are_one_model_on_both_servers(tmp_path: Path) -> None:
+def test_dummy_weights_are_the_same_on_both_servers(tmp_path: Path) -> None:
     files = make_checkpoint(tmp_path / "model", "qwen3")
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -70,7 +70,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])
-def test_greedy_tokens_are_transformers(pair: Pair, together: bool) -> None:
+def test_greedy_tokens_equal_transformers(pair: Pair, together: bool) -> None:
     outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
     same = same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
     assert sum(same) >= len(same) / 2, "ties are rare: most prompts must agree to the last token"

@@ -137,7 +137,7 @@ def check_pools(decode: Server) -> dict[str, int]:
     return counters
 
 
-def test_without_hisparse_tokens_are_transformers(servers: Servers) -> None:
+def test_tokens_without_hisparse_equal_transformers(servers: Servers) -> None:
     """What the others are held against as well: if this fails, HiSparse is not what is wrong."""
     plain = servers.decode("plain")
     assert ask_all(plain, servers.prompts) == servers.expected
@@ -145,7 +145,7 @@ def test_without_hisparse_tokens_are_transformers(servers: Servers) -> None:
 
 
 @pytest.mark.parametrize("name", ["1k-graphs", "2k-graphs", "4k-graphs", "2k-eager", "2k-tp2", "4k-pp2"])
-def test_tokens_are_transformers_with_a_buffer_far_smaller_than_the_context(servers: Servers, name: str) -> None:
+def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(servers: Servers, name: str) -> None:
     """All at once, then out of the prefix cache, then each alone: resident at first, or beyond the hot pool at once."""
     decode = servers.decode(name)
     assert ask_all(decode, servers.prompts) == servers.expected
@@ -167,7 +167,7 @@ def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Se
     assert routes.count({"latent": "nvlink", "indexer": "nvlink"}) == 1, routes
 
 
-def test_everything_is_resident_while_there_is_room(servers: Servers) -> None:
+def test_requests_are_fully_resident_while_memory_is_free(servers: Servers) -> None:
     """The hot pool has six buffers: all other rows are in free pages of keys."""
     decode = servers.decode("lending")
     assert ask_all(decode, servers.prompts) == servers.expected
@@ -176,7 +176,7 @@ def test_everything_is_resident_while_there_is_room(servers: Servers) -> None:
     assert counters["hot_write_backs"] > 0
 
 
-def test_a_resident_goes_on_with_its_buffer_when_others_need_what_it_has_borrowed(servers: Servers) -> None:
+def test_request_continues_evicting_when_its_borrowed_pages_are_reclaimed(servers: Servers) -> None:
     """Keys arrive where its rows were."""
     decode = servers.decode("pressed")
     with ThreadPoolExecutor(1) as pool:
@@ -190,7 +190,7 @@ def test_a_resident_goes_on_with_its_buffer_when_others_need_what_it_has_borrowe
     assert counters["retractions"] == 0
 
 
-def test_too_few_buffers_and_pages_queue_and_retract_but_never_fail(servers: Servers) -> None:
+def test_requests_queue_and_retract_without_failing_when_buffers_and_pages_are_scarce(servers: Servers) -> None:
     """Two hot buffers and host pages for little more than the longest prompt, for three of each prompt."""
     decode = servers.decode("short")
     with ThreadPoolExecutor(32) as pool:
@@ -205,7 +205,7 @@ def test_too_few_buffers_and_pages_queue_and_retract_but_never_fail(servers: Ser
     check_pools(decode)
 
 
-def test_sixteen_bit_models_with_experts_say_the_same_with_and_without(tmp_path: Path) -> None:
+def test_sixteen_bit_models_with_experts_give_the_same_tokens_with_and_without_hisparse(tmp_path: Path) -> None:
     """One at a time: the same kernels on the same rows, wherever these are. Rows of 128 bytes, and packed ones."""
     draw = random.Random(5)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (40, 500)]

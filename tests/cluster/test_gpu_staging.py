@@ -191,7 +191,7 @@ def stop_all(servers: Iterable[Server]) -> None:
     assert not any(process.wait(30) for process in processes)
 
 
-def test_two_stages_with_rings_smaller_than_a_request_and_clients_that_leave(prefills: Prefills) -> None:
+def test_two_stages_with_small_rings_survive_client_disconnects(prefills: Prefills) -> None:
     """Four prefill ranks and one write into the same rings, of 32 KiB: three dozen tokens."""
     model = prefills.model
     sources = list(prefills.start([Source("nvlink", 4), Source("tcp", 1)]).values())

@@ -21,7 +21,7 @@ IN_A_PID_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-pro
     ("launcher", "transport"),
     [pytest.param((), "nvlink", id="one PID namespace"), pytest.param(IN_A_PID_NAMESPACE, "tcp", id="two")],
 )
-def test_the_transport_that_works_is_used(launcher: Sequence[str], transport: str, tmp_path: Path) -> None:
+def test_first_working_transport_is_used(launcher: Sequence[str], transport: str, tmp_path: Path) -> None:
     """Two containers of one host have a PID namespace each, and the same boot id: CUDA IPC fails between them."""
     if launcher and shutil.which("unshare") is None:
         pytest.fail("unshare (util-linux) is missing: two containers cannot be rehearsed")

@@ -229,7 +229,7 @@ def introduction(port: int) -> Hello:
         return heard.get(timeout=60)
 
 
-def test_what_prefill_is_told_and_that_pages_it_may_write_are_not_free(source: Source) -> None:
+def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_acknowledges(source: Source) -> None:
     """The one that asked is gone at once; its pages are nobody's until the writer says that it has stopped."""
     port, tokens = free_port(), 60
     flags = ("--prefill", f"127.0.0.1:{port}", *source.case.hisparse(TOPK, 12, kv_tokens=512))
@@ -264,7 +264,9 @@ def test_what_prefill_is_told_and_that_pages_it_may_write_are_not_free(source: S
 
 
 @pytest.mark.parametrize(("prefill_page", "chunk_size", "decode_page"), [(1, 48, 64), (64, 64, 1)])
-def test_any_page_size_to_any_other(source: Source, prefill_page: int, chunk_size: int, decode_page: int) -> None:
+def test_prefill_and_decode_page_sizes_may_differ(
+    source: Source, prefill_page: int, chunk_size: int, decode_page: int
+) -> None:
     """Chunks end within pages, last pages are partly filled; rows are swapped in from there."""
     flags = ("--page-size", str(prefill_page), "--chunk-size", str(chunk_size), "--kv-tokens", "1024")
     prefill = source.servers.add("prefill", source.model, *flags)
@@ -282,7 +284,7 @@ def test_any_page_size_to_any_other(source: Source, prefill_page: int, chunk_siz
         assert server.stop() == 0
 
 
-def test_everything_is_resident_while_there_is_room(source: Source) -> None:
+def test_requests_are_fully_resident_while_memory_is_free(source: Source) -> None:
     decode = source.decode(*source.case.hisparse(2 * TOPK, 400))
     assert decode.generate(source.prompts[-1], 1) == source.expected[-1][:1]  # over when its KV arrives
     found: dict[str, float] = {}
@@ -309,7 +311,7 @@ def test_everything_is_resident_while_there_is_room(source: Source) -> None:
     assert decode.stop() == 0
 
 
-def test_free_pages_of_keys_make_residents_until_somebody_needs_them(source: Source) -> None:
+def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source: Source) -> None:
     """The hot pool has a buffer for everybody and nothing else. One that has the server for itself is resident; those
     who come then need all pages there are, and it goes on with its buffer.
     """
@@ -335,7 +337,7 @@ def test_free_pages_of_keys_make_residents_until_somebody_needs_them(source: Sou
 
 
 @pytest.mark.parametrize("layout", [(1, 1), *([(2, 1), (1, 2), (2, 2)] if FULL else [])], ids="{0[0]}x{0[1]}".format)
-def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(
+def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_scarce(
     source: Source, layout: tuple[int, int]
 ) -> None:
     """Two hot buffers, two request slots and pages for about two of the long prompts, for six requests, four that are
@@ -374,7 +376,7 @@ def test_too_few_buffers_and_pages_queue_retract_and_refuse_but_never_fail(
     assert decode.stop() == 0
 
 
-def test_a_dense_model_and_an_impossible_buffer_are_refused(source: Source, tmp_path: Path) -> None:
+def test_hisparse_refuses_dense_models_and_impossible_hot_rows(source: Source, tmp_path: Path) -> None:
     dense = make_checkpoint(tmp_path / "dense", "llama")
     refused = [
         (dense, [], "enable_hisparse needs a model with sparse attention"),

@@ -30,11 +30,11 @@ def check_refused(arguments: list[str], *words: str) -> None:
         assert word in line
 
 
-def test_model_that_is_not_there() -> None:
+def test_missing_model_is_refused() -> None:
     check_refused(["decode", "--model", "/no/such/model"], "/no/such/model", "--model")
 
 
-def test_unsupported_architecture(tmp_path: Path) -> None:
+def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(
@@ -43,13 +43,13 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     check_refused(["decode", "--model", str(model)], "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
-def test_busy_http_port(llama: Path) -> None:
+def test_busy_http_port_is_refused(llama: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         check_refused(["decode", "--model", str(llama), "--port", port], port, "--port")
 
 
-def test_busy_bootstrap_port(llama: Path) -> None:
+def test_busy_bootstrap_port_is_refused(llama: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         arguments = ["prefill", "--model", str(llama), "--port", str(free_port()), "--bootstrap-port", port]
@@ -64,7 +64,7 @@ def test_busy_bootstrap_port(llama: Path) -> None:
         (["--device", "cuda:7"], ["cuda:7"]),
     ],
 )
-def test_resources_that_are_not_there(llama: Path, flags: list[str], words: list[str]) -> None:
+def test_unavailable_resources_are_refused(llama: Path, flags: list[str], words: list[str]) -> None:
     check_refused(["decode", "--model", str(llama), "--port", str(free_port()), *flags], *words)
 
 

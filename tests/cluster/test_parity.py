@@ -78,17 +78,17 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert counters["chunks_verified"] == counters["chunks"] > 0
 
 
-def test_alone(pair: Pair) -> None:
+def test_single_requests_equal_transformers(pair: Pair) -> None:
     got = [pair.decode.generate(prompt, NEW_TOKENS) for prompt in pair.prompts]
     assert got == pair.expected
 
 
-def test_in_one_batch(pair: Pair) -> None:
+def test_batch_equals_transformers(pair: Pair) -> None:
     response = HTTP.post(f"{pair.decode.url}/generate", json=body(pair.prompts, NEW_TOKENS), timeout=60)
     assert [result["output_ids"] for result in response.raise_for_status().json()] == pair.expected
 
 
-def test_concurrent_streams_that_join_and_leave(pair: Pair) -> None:
+def test_concurrent_streams_equal_transformers_while_the_batch_changes(pair: Pair) -> None:
     """Different lengths and budgets at once: sequences join and leave the batch while others run."""
     budgets = [NEW_TOKENS - index % 5 for index in range(len(pair.prompts))]
     with ThreadPoolExecutor(len(pair.prompts)) as pool:
@@ -109,7 +109,7 @@ def stream(server: Server, prompt: list[int], new_tokens: int) -> list[dict[str,
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_timeline_adds_up(pair: Pair) -> None:
+def test_timeline_adds_up_to_the_latency(pair: Pair) -> None:
     """It is the leader's; the latency is the front's, and has the way between them in it."""
     elsewhere_s = []
     for _ in range(5):
@@ -133,12 +133,12 @@ def test_eos_and_stop_tokens_end_a_request(pair: Pair) -> None:
     assert response["meta_info"]["finish_reason"] == {"type": "stop", "matched": expected[4]}
 
 
-def test_one_token_needs_no_decode_step(pair: Pair) -> None:
+def test_single_token_needs_no_decode_step(pair: Pair) -> None:
     """The first token comes from prefill."""
     assert pair.decode.generate(pair.prompts[0], 1) == pair.expected[0][:1]
 
 
-def test_same_seed_same_tokens_whatever_is_in_the_batch(pair: Pair) -> None:
+def test_seed_gives_the_same_tokens_in_any_batch(pair: Pair) -> None:
     sampling = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 0.95, "seed": 1234, "ignore_eos": True}
     request = {"input_ids": pair.prompts[2], "sampling_params": sampling}
     alone = HTTP.post(f"{pair.decode.url}/generate", json=request, timeout=60).json()["output_ids"]
@@ -147,7 +147,7 @@ def test_same_seed_same_tokens_whatever_is_in_the_batch(pair: Pair) -> None:
     assert crowded == alone
 
 
-def test_logs_hold_no_foreign_noise(pair: Pair) -> None:
+def test_logs_hold_only_lines_of_pdserve(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         for line in Path(server.log).read_text().splitlines():
             assert f" {server.role}: " in line, f"not ours: {line!r}"

@@ -113,7 +113,7 @@ def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) ->
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=st.lists(REQUESTS, min_size=10, max_size=16))
-def test_everything_comes_home(pair: Pair, requests: list[dict[str, Any]]) -> None:
+def test_random_requests_leave_both_servers_clean(pair: Pair, requests: list[dict[str, Any]]) -> None:
     prefix, wrong = f"{time.monotonic_ns()}", list[str]()
     clients = [
         threading.Thread(target=send, args=(pair.decode, request, f"{prefix}-{index}", wrong))
@@ -129,7 +129,7 @@ def test_everything_comes_home(pair: Pair, requests: list[dict[str, Any]]) -> No
     pair.decode.check_clean()
 
 
-def test_the_pair_is_sound_afterwards(pair: Pair, llama: Path) -> None:
+def test_pair_gives_correct_tokens_after_random_requests(pair: Pair, llama: Path) -> None:
     reference = load_reference(llama)
     for family in range(3):
         draw = random.Random(family)

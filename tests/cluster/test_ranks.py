@@ -73,7 +73,7 @@ def prefills(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize("layout", DECODE, ids=lambda layout: f"decode-tp{layout[0]}-pp{layout[1]}")
-def test_tokens_equal_transformers_whatever_the_layouts(
+def test_tokens_equal_transformers_for_all_layouts(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
 ) -> None:
     servers, sources = prefills
@@ -105,7 +105,7 @@ def rank_pids(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", RETRACTING, ids=lambda layout: f"decode-tp{layout[0]}-pp{layout[1]}")
-def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
+def test_retraction_under_memory_pressure_keeps_tokens(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
 ) -> None:
     """Eight at once in a pool for about three."""
@@ -125,7 +125,7 @@ def test_a_pool_too_small_for_all_retracts_and_gives_the_same_tokens(
     assert decode.stop() == 0
 
 
-def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
+def test_pipeline_stages_overlap(tmp_path: Path) -> None:
     """With eight requests and two stages, the stages are busy for longer than they could be one after the other.
 
     The model is large enough for its steps to take longer than what is between them. On a machine that does other
@@ -154,7 +154,7 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_rank_takes_its_server_down_within_seconds(
+def test_server_exits_within_seconds_when_a_rank_is_lost(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, number: signal.Signals
 ) -> None:
     servers, sources = prefills
@@ -177,7 +177,7 @@ def test_a_lost_rank_takes_its_server_down_within_seconds(
     wait_until(lambda: gone(ranks[0]), 5, "the rank is gone")
 
 
-def test_a_server_on_two_machines(model: Model, tmp_path: Path) -> None:
+def test_server_on_two_machines_serves_and_stops(model: Model, tmp_path: Path) -> None:
     """Two machines are two sets of processes that meet at an address; the second only computes, and ends with it."""
     with cluster(tmp_path) as servers:
         key = ["--cluster-key", "a secret of the whole cluster"]

@@ -79,7 +79,7 @@ def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> Non
     assert pair.decode.count("transfers") == before + 1
 
 
-def test_second_request_with_the_same_prefix(pair: Pair) -> None:
+def test_second_request_with_the_same_prefix_transfers_only_new_pages(pair: Pair) -> None:
     """Prefill computes only what is new, and only what decode lacks goes over the wire."""
     shared = prompt_of(10 * PAGE, seed=2)
     first, second = shared + prompt_of(5, seed=3), shared + prompt_of(7, seed=4)
@@ -94,7 +94,7 @@ def test_second_request_with_the_same_prefix(pair: Pair) -> None:
     assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, "one page for the seven new tokens"
 
 
-def test_every_event_of_a_stream_has_its_cached_tokens(pair: Pair) -> None:
+def test_every_stream_event_has_the_cached_tokens(pair: Pair) -> None:
     prompt = prompt_of(3 * PAGE + 1, seed=8)
     pair.post(**body(prompt, 2))
     with HTTP.stream("POST", f"{pair.decode.url}/generate", json=body(prompt, 8, stream=True), timeout=60) as response:
@@ -103,7 +103,7 @@ def test_every_event_of_a_stream_has_its_cached_tokens(pair: Pair) -> None:
     assert {json.loads(line)["meta_info"]["cached_tokens"] for line in lines} == {3 * PAGE}
 
 
-def test_conversation_goes_on_from_the_answer(pair: Pair) -> None:
+def test_next_turn_of_a_conversation_reuses_generated_tokens(pair: Pair) -> None:
     """Decode keeps what it generated; the next turn transfers less than its own prompt."""
     prompt = prompt_of(20, seed=5)
     answer = pair.post(**body(prompt, 40))["output_ids"]
@@ -113,7 +113,7 @@ def test_conversation_goes_on_from_the_answer(pair: Pair) -> None:
     assert pair.decode.count("prefix_tokens_reused") - before == (20 + 40 - 1) // PAGE * PAGE
 
 
-def test_flush_forgets_prefixes(pair: Pair) -> None:
+def test_flush_cache_drops_prefixes(pair: Pair) -> None:
     prompt = prompt_of(5 * PAGE, seed=7)
     pair.post(**body(prompt, 2))
     for server in (pair.prefill, pair.decode):
@@ -123,7 +123,7 @@ def test_flush_forgets_prefixes(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 150])
-def test_logprobs_are_transformers(pair: Pair, length: int) -> None:
+def test_logprobs_equal_transformers(pair: Pair, length: int) -> None:
     """Of the prompt (computed on prefill, chunk by chunk, cached or not) and of the output."""
     prompt = prompt_of(length, seed=length)
     pair.post(**body(prompt, 1))  # its prefix is cached now
@@ -150,7 +150,7 @@ def test_penalties_act_across_prefill_and_decode(pair: Pair) -> None:
     assert not set(biased) & set(plain)
 
 
-def test_stop_string_ends_with_a_timeline(pair: Pair) -> None:
+def test_request_ended_by_a_stop_string_has_a_timeline(pair: Pair) -> None:
     text = pair.post(text="hello", sampling_params={"max_new_tokens": 30, "temperature": 0, "ignore_eos": True})["text"]
     stop = text[6:9]
     answer = pair.post(
@@ -162,7 +162,9 @@ def test_stop_string_ends_with_a_timeline(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "computed anew"])
-def test_pool_for_three_under_twelve(source: Source, llama: Path, retract_memory_gib: str) -> None:
+def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
+    source: Source, llama: Path, retract_memory_gib: str
+) -> None:
     """Everybody gets the tokens they would get alone, and nobody fails."""
     flags = ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib)
     decode = source.decode(*flags)
@@ -178,7 +180,7 @@ def test_pool_for_three_under_twelve(source: Source, llama: Path, retract_memory
     source.end(decode)
 
 
-def test_full_queue_answers_429(source: Source) -> None:
+def test_full_queue_responds_429(source: Source) -> None:
     decode = source.decode("--kv-tokens", "256", "--max-queued-requests", "2", "--max-running-requests", "1")
     with ThreadPoolExecutor(8) as pool:
         responses = list(pool.map(lambda index: decode.post(prompt_of(100, seed=index), 100), range(8)))
@@ -189,7 +191,7 @@ def test_full_queue_answers_429(source: Source) -> None:
     source.end(decode)
 
 
-def test_small_requests_pass_a_big_one_but_not_for_ever(source: Source) -> None:
+def test_small_requests_overtake_a_large_one_without_starving_it(source: Source) -> None:
     """The pool is busy; a request that needs nearly all of it waits while small ones flow, and gets its turn."""
     decode = source.decode("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
     with ThreadPoolExecutor(40) as pool:
@@ -202,7 +204,7 @@ def test_small_requests_pass_a_big_one_but_not_for_ever(source: Source) -> None:
     source.end(decode)
 
 
-def test_deadline_of_a_request(pair: Pair) -> None:
+def test_request_past_its_deadline_responds_504(pair: Pair) -> None:
     request = {**body(prompt_of(10, seed=1), 3000), "timeout_s": 0.4}
     response = HTTP.post(f"{pair.decode.url}/generate", json=request, timeout=30)
     assert response.status_code == 504
@@ -234,7 +236,7 @@ def test_higher_priority_goes_first(source: Source) -> None:
     source.end(decode)
 
 
-def test_a_prompt_longer_than_the_pool_of_prefill(source: Source) -> None:
+def test_prompt_longer_than_the_prefill_pool_responds_413(source: Source) -> None:
     """Its pages differ from those of decode, too: what that costs is in the log of prefill."""
     model = source.prefill.model
     small = source.servers.add("prefill", model, "--kv-tokens", "256", "--chunk-size", "64", "--page-size", "8")
@@ -252,7 +254,7 @@ def test_a_prompt_longer_than_the_pool_of_prefill(source: Source) -> None:
     assert (decode.stop(), small.stop()) == (0, 0)
 
 
-def test_prompts_at_once_wait_for_each_other(pair: Pair) -> None:
+def test_timeline_separates_waiting_from_computing(pair: Pair) -> None:
     """Time behind others is no time of computing, and a list of prompts needs no room for each in the queue."""
     outputs = pair.post(
         input_ids=[prompt_of(640, 100 + number) for number in range(6)],

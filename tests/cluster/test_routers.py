@@ -97,7 +97,7 @@ def routed(
             router.close()
 
 
-def test_the_router_knows_the_dialect_and_merges_log_probabilities(routed: tuple[Router, Cluster]) -> None:
+def test_router_detects_the_api_and_merges_logprobs(routed: tuple[Router, Cluster]) -> None:
     router, servers = routed
     assert {worker.get("runtime_type", "sglang") for worker in router.workers()} == {"sglang"}
     wanted = body([1, 2, 3], 5, return_logprob=True, logprob_start_len=0)
@@ -110,7 +110,9 @@ def test_the_router_knows_the_dialect_and_merges_log_probabilities(routed: tuple
 
 
 @pytest.mark.parametrize(("path", "content", "named"), WRONG)
-def test_refused_at_once(routed: tuple[Router, Cluster], path: str, content: dict[str, Any], named: str) -> None:
+def test_invalid_requests_through_the_router_are_refused_at_once(
+    routed: tuple[Router, Cluster], path: str, content: dict[str, Any], named: str
+) -> None:
     router, _ = routed
     refused, took_s = router.post(path, content)
     assert refused.status_code == 400, refused.text
@@ -118,7 +120,7 @@ def test_refused_at_once(routed: tuple[Router, Cluster], path: str, content: dic
     assert took_s < REFUSED_S
 
 
-def test_metrics_of_all_servers_add_up(routed: tuple[Router, Cluster]) -> None:
+def test_router_merges_metrics_of_all_servers(routed: tuple[Router, Cluster]) -> None:
     """With and without requests in any of the labelled families: some servers have refused some, others none."""
     router, servers = routed
     HTTP.post(f"{servers.servers[1].url}/generate", json={}, timeout=5)
@@ -130,7 +132,7 @@ def test_metrics_of_all_servers_add_up(routed: tuple[Router, Cluster]) -> None:
     assert len(set(peers)) == 4, "two on prefill, which come from one host, and one on each decode server"
 
 
-def test_a_killed_decode_server_costs_other_clients_nothing(routed: tuple[Router, Cluster]) -> None:
+def test_killed_decode_server_does_not_affect_clients_of_the_router(routed: tuple[Router, Cluster]) -> None:
     """The last one here: its decode server is gone. What was there of it is asked of the other one."""
     router, servers = routed
     prefill, killed, _ = servers.servers

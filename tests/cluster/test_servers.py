@@ -1,4 +1,4 @@
-"""The servers that tests start do not outlive them."""
+"""Servers that a test run starts, forked or from the command line, end with it."""
 
 import os
 import signal
@@ -13,19 +13,22 @@ TEST_RUN = """
 import pathlib, sys, time
 from tests.cluster.servers import Server
 
-server = Server("prefill", sys.argv[1], pathlib.Path(sys.argv[2])).start().wait_ready()
-print(server.process.pid, server.leader_pid(), flush=True)
+servers = [Server("prefill", sys.argv[1], pathlib.Path(sys.argv[2]), forked=forked).start() for forked in (True, False)]
+for server in servers:
+    server.wait_ready()
+    print(server.process.pid, server.leader_pid(), end=" ")
+print(flush=True)
 time.sleep(60)
 """
 
 
-def test_a_test_run_that_is_killed_leaves_no_server_behind(llama: Path, tmp_path: Path) -> None:
+def test_killed_test_run_leaves_no_server_behind(llama: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{python_path()}{os.pathsep}{REPOSITORY}"}
     command = [sys.executable, "-P", "-c", TEST_RUN, str(llama), str(tmp_path / "log")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         processes = [int(pid) for pid in run.stdout.readline().split()]
-        assert len(processes) == 2
+        assert len(processes) == 4
         assert not any(map(gone, processes))
         run.send_signal(signal.SIGKILL)
-    wait_until(lambda: all(map(gone, processes)), 15, "front and leader end")
+    wait_until(lambda: all(map(gone, processes)), 15, "frontends and leaders end")

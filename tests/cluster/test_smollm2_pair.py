@@ -1,4 +1,4 @@
-"""The embedded model through the pair, as `make demo` runs it, against transformers with the same weights."""
+"""The embedded model through a pair from the command line, as `make demo` starts it, against transformers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +16,8 @@ QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Wr
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
-        prefill, decode = started.pair(
-            "smollm2", ("--chunk-size", "32", "--kv-tokens", "2048"), ("--kv-tokens", "2048")
-        )
+        pool = ("--kv-tokens", "2048")
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), pool, forked=False)
         yield decode
         prefill.check_clean()
         decode.check_clean()
@@ -34,7 +33,7 @@ def reference() -> Any:
     return load_smollm2_reference()
 
 
-def test_greedy_tokens_are_transformers(decode: Server, tokenizer: Tokenizer, reference: Any) -> None:
+def test_greedy_tokens_equal_transformers(decode: Server, tokenizer: Tokenizer, reference: Any) -> None:
     prompts = [
         tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]), add_special_tokens=False)
         for question in QUESTIONS

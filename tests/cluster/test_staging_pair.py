@@ -115,7 +115,7 @@ def test_tokens_equal_transformers_and_each_part_is_one_write(
     assert decode.stop() == 0
 
 
-def test_a_ring_smaller_than_a_request_and_clients_that_leave(
+def test_ring_smaller_than_a_request_survives_client_disconnects(
     prefills: tuple[Cluster, dict[int, Server]], model: Model
 ) -> None:
     """One prefill rank and four write into the same two rings."""
@@ -155,7 +155,7 @@ def test_a_ring_smaller_than_a_request_and_clients_that_leave(
     assert decode.stop() == 0
 
 
-def test_a_prefill_server_that_is_killed_leaves_nothing_in_the_ring(
+def test_killed_prefill_leaves_nothing_in_the_staging_ring(
     prefills: tuple[Cluster, dict[int, Server]], model: Model
 ) -> None:
     servers, sources = prefills

@@ -71,7 +71,7 @@ def test_bootstrap_fields_pin_the_prefill_server(
         assert prefill.count("requests_finished") == before + 1, "pinned"
 
 
-def test_a_batch_with_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
+def test_batch_takes_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
     (prefill, _), (decode, _) = square
     rooms = {
         "bootstrap_host": ["127.0.0.1"] * len(PROMPTS),
@@ -88,7 +88,7 @@ def test_a_batch_with_a_list_of_rooms(square: tuple[list[Server], list[Server]],
     assert [result["output_ids"] for result in checked] == [[]] * len(PROMPTS)
 
 
-def test_a_prefill_server_needs_a_room(square: tuple[list[Server], list[Server]]) -> None:
+def test_prefill_refuses_requests_without_a_room(square: tuple[list[Server], list[Server]]) -> None:
     prefills, _ = square
     response = prefills[0].post(PROMPTS[0], 1)
     assert response.status_code == 400
@@ -102,7 +102,7 @@ def test_health_generate_goes_through_the_pair(square: tuple[list[Server], list[
     assert decodes[0].count("transfers") == before + 1
 
 
-def test_pinned_prefill_that_is_not_there(square: tuple[list[Server], list[Server]]) -> None:
+def test_request_pinned_to_a_missing_prefill_responds_503(square: tuple[list[Server], list[Server]]) -> None:
     _, decodes = square
     room: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
     response = decodes[1].post(PROMPTS[0], 1, **room)
@@ -111,7 +111,7 @@ def test_pinned_prefill_that_is_not_there(square: tuple[list[Server], list[Serve
     assert "retry-after" in response.headers
 
 
-def test_models_that_differ_are_refused_by_name(servers: Cluster, llama: Path, tmp_path: Path) -> None:
+def test_servers_with_different_models_refuse_to_pair(servers: Cluster, llama: Path, tmp_path: Path) -> None:
     """Both stay up, both say why; decode pairs as soon as the right prefill is at that address."""
     other = make_checkpoint(tmp_path / "another-model", "llama", seed=1)
     prefill = servers.add("prefill", other, *POOL)
@@ -132,7 +132,7 @@ def test_models_that_differ_are_refused_by_name(servers: Cluster, llama: Path, t
     assert len(decode.generate(PROMPTS[0], 3)) == 3
 
 
-def test_a_decode_server_says_why_it_has_no_prefill_server(servers: Cluster, llama: Path) -> None:
+def test_decode_reports_why_it_has_no_prefill_server(servers: Cluster, llama: Path) -> None:
     """In its log, in /health, which stays 200, and in the answer; here --prefill names the HTTP port."""
     prefill = servers.add("prefill", llama, *POOL)
     prefill.wait_ready()
@@ -148,7 +148,7 @@ def test_a_decode_server_says_why_it_has_no_prefill_server(servers: Cluster, lla
     assert why in refused.json()["error"]["message"]
 
 
-def test_a_peer_that_is_stopped_is_no_warning(servers: Cluster, llama: Path) -> None:
+def test_peer_that_stops_cleanly_causes_no_warning(servers: Cluster, llama: Path) -> None:
     prefill, decode = servers.pair(llama, POOL, POOL)
     second = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL).wait_ready(peers=1)
     assert second.stop() == 0

@@ -1,0 +1,289 @@
+"""Starts servers for tests by forking a process that has already imported what they import.
+
+Imports take most of the time until a server is ready: about one second of CPU time in the frontend and three in the
+leader and in each rank. The fork server imports once; `ForkServer.start()` forks a server from it.
+
+The processes are related as on the command line: the leader is a child of the frontend, ranks are children of the
+leader, each in a process group of its own. The frontend is a child of the fork server, which ends with the test run.
+All of them are forked before the first of them runs any code of pdserve, so that no thread, socket or event loop is
+copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
+after the fork, as it does not survive one.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+LEADER, RANK = "pdserve.scheduler.engine.leader", "pdserve.scheduler.ranks.main"
+PRELOADED = (
+    "pdserve.server.cli",
+    "pdserve.server.launch.frontend",
+    LEADER,
+    RANK,
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.httptools_impl",
+)
+MAX_REQUEST_BYTES = 1 << 20
+_STATUS = struct.Struct("i")
+
+Main = Callable[[], int]
+
+
+def _readable(descriptor: int, timeout_s: float | None) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+def _ended(status: int | None, timeout_s: float | None) -> int:
+    if status is None:
+        raise subprocess.TimeoutExpired("pdserve", timeout_s or 0)
+    return status
+
+
+class ForkedServer:
+    """A frontend process. Has the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = self._receive()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and _readable(self._connection.fileno(), 0):
+            self.returncode = self._receive()
+            self._connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status as in subprocess. Raises TimeoutExpired."""
+        if self.returncode is None:
+            _readable(self._connection.fileno(), timeout)
+        return _ended(self.poll(), timeout)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _receive(self) -> int:
+        received = self._connection.recv(_STATUS.size)
+        assert received, "the fork server has ended"
+        (number,) = _STATUS.unpack(received)
+        return int(number)
+
+
+class ForkServer:
+    """The fork server of a test process. It ends with that process, which holds the other end of its stdin."""
+
+    def __init__(self, python_path: str) -> None:
+        """`python_path` has the packages `pdserve` and `tests`."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        # OpenBLAS starts threads when numpy is imported
+        settings = {"PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": _spin_count()}
+        environment = {**os.environ, **settings}
+        command = [sys.executable, "-P", "-m", "tests.cluster.forkserver"]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        self.pid = self._process.pid
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Servers that still run get SIGTERM from the kernel, as after the end of the test run."""
+        self._socket.close()
+        self._process.wait()
+
+    def start(self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int) -> ForkedServer:
+        """Run `pdserve` with these arguments; `ranks` is how many rank processes its leader will start."""
+        request = json.dumps({"arguments": list(arguments), "environment": environment, "ranks": ranks}).encode()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._lock:
+            socket.send_fds(self._socket, [request], [log.fileno(), theirs.fileno()])
+        return ForkedServer(ours)
+
+
+def _spin_count() -> str:
+    """OpenMP reads it when torch is imported: what the frontend sets for its leader comes too late here."""
+    from pdserve.server.engine.leader_process import SPIN_COUNTS
+
+    return SPIN_COUNTS.get(os.uname().machine, SPIN_COUNTS["x86_64"])
+
+
+# What follows runs in the fork server and in the processes that it forks.
+
+
+class ForkedChild:
+    """A leader or rank that waits for its first line. Has the part of `subprocess.Popen` that its parent uses."""
+
+    def __init__(self, main: Main, waiting: "list[ForkedChild]") -> None:
+        """Forks. In the child this raises `_RunInChild`."""
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            os.dup2(reader, 0)
+            os.close(reader)
+            os.close(writer)
+            for sibling in waiting:
+                sibling.stdin.close()
+            raise _RunInChild(main)
+        os.close(reader)
+        self.stdin: IO[bytes] = os.fdopen(writer, "wb")
+        self.returncode: int | None = None
+        self._end = os.pidfd_open(self.pid)
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        _readable(self._end, timeout)
+        return _ended(self.poll(), timeout)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _RunInChild(BaseException):
+    """Leaves all frames of the parent, so that the child ends as an interpreter of its own would."""
+
+    def __init__(self, main: Main) -> None:
+        self.main = main
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork a server per request until the test process ends. In a forked process this raises `_RunInChild`."""
+    reports: dict[int, tuple[int, socket.socket]] = {}
+    """By descriptor that becomes readable when a server ends: its process, and where to send its exit status."""
+    poller = select.poll()
+    poller.register(requests, select.POLLIN)
+    while True:
+        for descriptor, _ in poller.poll():
+            if descriptor == requests.fileno():
+                request, received, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+                if not request:
+                    return
+                log, report = received[0], socket.socket(fileno=received[1])
+                assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing after fork()"
+                pid = os.fork()
+                if pid == 0:
+                    for inherited in (requests, report, *(other for _, other in reports.values())):
+                        inherited.close()
+                    for ended in reports:
+                        os.close(ended)
+                    _become_frontend(json.loads(request), log)
+                os.close(log)
+                report.send(_STATUS.pack(pid))
+                ended = os.pidfd_open(pid)
+                poller.register(ended, select.POLLIN)
+                reports[ended] = pid, report
+            else:
+                poller.unregister(descriptor)
+                os.close(descriptor)
+                pid, report = reports.pop(descriptor)
+                _, status = os.waitpid(pid, 0)
+                with report, contextlib.suppress(BrokenPipeError):  # the test did not wait for it
+                    report.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _become_frontend(request: dict[str, Any], log: int) -> NoReturn:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    leader = ForkedChild(functools.partial(_become_leader, request["ranks"]), [])
+    raise _RunInChild(functools.partial(_run_frontend, request["arguments"], leader))
+
+
+def _run_frontend(arguments: list[str], leader: ForkedChild) -> int:
+    _hand_out({LEADER: iter([leader])})
+    main = importlib.import_module("pdserve.server.cli").main
+    return int(main(arguments))
+
+
+def _become_leader(ranks: int) -> int:
+    waiting: list[ForkedChild] = []
+    for _ in range(ranks):
+        waiting.append(ForkedChild(functools.partial(_run_introduced, RANK), waiting))
+    _hand_out({RANK: iter(waiting)})
+    return _run_introduced(LEADER)
+
+
+def _run_introduced(module: str) -> int:
+    """Run a leader or a rank. A parent that ends before it needs this process closes its stdin."""
+    assert isinstance(sys.stdin.buffer, io.BufferedReader)
+    if not sys.stdin.buffer.peek(1):
+        return 0
+    return int(importlib.import_module(module).main())
+
+
+def _hand_out(forked: dict[str, Iterator[ForkedChild]]) -> None:
+    """Give the parent a waiting process where it would start `python -m MODULE`."""
+    original = subprocess.Popen
+
+    class Popen(original):  # type: ignore[misc,valid-type]
+        def __new__(cls, command: Sequence[str], **_: Any) -> Any:
+            return next(forked[command[-1]]) if command[-1] in forked else super().__new__(cls)
+
+    setattr(subprocess, "Popen", Popen)  # noqa: B010 - mypy does not let a class be replaced
+
+
+def _main() -> int:
+    """The fork server: import, then fork. Ctrl-C is for the test run, which ends its servers first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    torch = importlib.import_module("torch")
+    importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(torch.device("cpu"), torch.float32)
+    assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
+    requests = socket.socket(fileno=os.dup(0))
+    try:
+        serve(requests)
+    except _RunInChild as forked:
+        main: Main | None = forked.main
+    else:
+        main = None
+    while main is not None:  # a leader forks its ranks while it runs
+        try:
+            return main()
+        except _RunInChild as forked:
+            main = forked.main
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

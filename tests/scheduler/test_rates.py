@@ -5,9 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pdserve.memory.index_spaces import KvPage
 from pdserve.scheduler.engine.decode_loop import DecodeLoop
-from pdserve.scheduler.messages.effects import SavePages
 from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, Rates
 from tests.scheduler.simulation.simulator import Simulator
@@ -79,7 +77,7 @@ def test_what_prefill_computed_is_measured_and_not_what_it_had() -> None:
     simulator.finish()
 
 
-def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
+def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     scheduler = Simulator().decode
     loop = DecodeLoop(
         scheduler,
@@ -91,10 +89,9 @@ def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
         hello=Mock(),
         verify_kv=False,
     )
-    scheduler.copy_done = Mock()  # type: ignore[method-assign]  # it knows of no such copy
-    loop._perform(SavePages(4, "r", (KvPage(1), KvPage(2), KvPage(3))))
-    loop._handle(CopyDone(1, 4, 0.25), 0.0)
+    copy = scheduler.memory.copies.begin("save", Mock())
+    copy.pages = 3
+    loop._handle(CopyDone(1, copy.number, 0.25), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s is None
-    loop._handle(CopyDone(0, 4, 0.5), 0.0)
-    scheduler.copy_done.assert_called_once_with(4, 0.0)
+    loop._handle(CopyDone(0, copy.number, 0.5), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s == 6

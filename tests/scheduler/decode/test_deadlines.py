@@ -57,7 +57,7 @@ def test_prefill_that_is_silent(timeout_s: float | None, after_s: float, message
 def test_a_request_that_runs_too_long() -> None:
     simulator = Simulator()
     submit(simulator, "r")
-    while simulator.decode.running == 0:
+    while len(simulator.decode.run_queue.running) == 0:
         simulator.work()
     assert not turn_at(simulator, REQUEST_TIMEOUT_S - 0.01)
     (failed,) = turn_at(simulator, REQUEST_TIMEOUT_S)
@@ -187,6 +187,6 @@ def test_transfers_end_when_their_time_is_up_whatever_their_order() -> None:
             if isinstance(effect, SendToPeer) and isinstance(effect.message, TransferFailed)
         ]
     assert ended == [
-        (timeout_s + DEADLINE_GRACE_S, f"not done within the {timeout_s:.1f} s it was given")
+        (timeout_s + DEADLINE_GRACE_S, f"not done within its deadline of {timeout_s:.1f} s")
         for timeout_s in (3.0, 6.0, 9.0)
     ]

@@ -11,7 +11,7 @@ from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Submit
-from pdserve.scheduler.messages.lifecycle import REQUEST, State
+from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, is_parked
 
 
@@ -42,7 +42,7 @@ def edges_into(state: str) -> list[str]:
 def test_admit_is_the_only_edge_into_the_run_queue() -> None:
     assert edges_into("READY") == ["admit"]
     assert edges_into("RUNNING") == ["next_step"]
-    into_running = [state for state, targets in REQUEST.items() if State.RUNNING in targets]
+    into_running = [state for state, targets in DECODE_TRANSITIONS.items() if State.RUNNING in targets]
     assert into_running == [State.READY]
 
 
@@ -88,7 +88,7 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
         simulator.decode_turn()
         simulator.work_ranks()
         simulator.pass_time(0.05)
-        for request in simulator.decode.runs.running:
+        for request in simulator.decode.run_queue.running:
             assert request.rid in admitted
     assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
     simulator.finish()
@@ -178,7 +178,7 @@ def test_a_token_of_a_request_that_has_ended_is_dropped_and_its_pages_rest() -> 
     first, second = running_steps(simulator, 1)
     simulator.decode.step_done(first.command_id, [TokenLogprob(7, None)], simulator.now)  # the end of its text
     assert simulator.decode.counters["requests_finished"] == 1
-    assert simulator.decode.commands.resting == 1
+    assert simulator.decode.memory._commands.pending_grants == 1
     simulator.decode.step_done(second.command_id, [TokenLogprob(50, None)], simulator.now)
-    assert simulator.decode.commands.resting == 0
+    assert simulator.decode.memory._commands.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2

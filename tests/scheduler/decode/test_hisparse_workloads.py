@@ -65,7 +65,7 @@ PLACES: dict[str, Callable[[Simulator, Request], object]] = {
     "computed anew": lambda _, request: request.state is State.QUEUED and request.output_ids,
     "being written": being_written,
     "waiting for a hot buffer": lambda simulator, request: (
-        request in simulator.decode.runs.arrived and not is_parked(request)
+        request in simulator.decode.run_queue.arrived and not is_parked(request)
     ),
     "ready": lambda _, request: request.state is State.READY,
     "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
@@ -149,7 +149,7 @@ def test_an_urgent_request_gets_a_buffer_although_steps_are_always_under_way() -
     """There is one buffer. Its owner is held back from the next step, and parked when it is in none."""
     simulator = Simulator(overlap=True, hot_pages=3)
     simulator.submit(6, 0, 26, 1, None, 0)
-    assert work(simulator, lambda simulator: simulator.decode.running == 1)
+    assert work(simulator, lambda simulator: len(simulator.decode.run_queue.running) == 1)
     simulator.submit(6, 1, 4, 1, None, 1)
     assert work(simulator, lambda simulator: simulator.decode.counters["requests_finished"] == 1)
     (slow,) = simulator.decode.requests.values()

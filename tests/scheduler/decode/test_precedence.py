@@ -53,7 +53,7 @@ def test_one_that_waits_for_a_hot_buffer_gives_its_pages_before_one_that_runs(st
     """Two buffers, twelve pages. Who waits is not the youngest."""
     simulator = Simulator(stages=stages, overlap=stages == 1, hot_pages=7)
     requests = [ask(simulator, 6, 20, server=server) for server in (0, 1, 0)]
-    work(simulator, lambda: simulator.decode.running == 2, servers=1)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2, servers=1)
     work(simulator, lambda: requests[1].state is State.ARRIVED)
     assert first_retracted(simulator, requests) is requests[1]
     work(simulator, lambda: not simulator.decode.requests)
@@ -69,7 +69,7 @@ def test_one_that_waits_for_a_place_in_the_batch_gives_its_pages_first_unless_it
     simulator = Simulator()
     first, waits = ask(simulator, 4, 20), ask(simulator, 4, 20, priority=priority, server=1)
     later = [ask(simulator, 4, 20) for _ in range(2)]
-    work(simulator, lambda: simulator.decode.running == 3, servers=1)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 3, servers=1)
     work(simulator, lambda: waits.state is State.READY)
     victim = first_retracted(simulator, [first, waits, *later])
     assert victim is (waits if gives_way else later[-1])
@@ -86,7 +86,7 @@ def test_the_higher_priority_comes_back_first() -> None:
     assert high.state is State.RUNNING
     work(simulator, lambda: high.state is State.RETRACTED)
     work(simulator, lambda: State.RUNNING in (high.state, low.state))
-    assert simulator.decode.runs.running[0] is high
+    assert simulator.decode.run_queue.running[0] is high
     work(simulator, lambda: not simulator.decode.requests)
     assert simulator.decode.counters["requests_finished"] == 3
     simulator.finish()
@@ -156,7 +156,7 @@ def test_kv_is_kept_while_nobody_is_there_to_compute_it_anew(servers: int) -> No
     """Although that would be cheaper: its client would be told three seconds later that there is no prefill server."""
     simulator = Simulator(retract_pages=24)
     requests = [ask(simulator, 6, 30) for _ in range(2)]
-    work(simulator, lambda: simulator.decode.running == 2)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2)
     simulator.decode.retracted.rates.copied_pages.measured(1, 1.0)
     simulator.decode.retracted.rates.prefilled_tokens.measured(10**6, 1.0)
     for _ in ENDPOINTS[servers:]:

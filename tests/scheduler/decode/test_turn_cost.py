@@ -14,8 +14,9 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import OpenHot, SendToPeer
+from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.ranks import OpenHot
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -65,7 +66,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
     arrive(scheduler)
     load(scheduler)
     turn(scheduler)
-    assert scheduler.running == RUNNING
+    assert len(scheduler.run_queue.running) == RUNNING
     return scheduler
 
 
@@ -101,7 +102,7 @@ def load(scheduler: DecodeScheduler) -> None:
     """Ranks copy the rows of those that are let in to their hot buffers."""
     for effect in scheduler.take_effects():
         if isinstance(effect, OpenHot) and effect.copy is not None:
-            scheduler.copy_done(effect.copy, 0.0)
+            scheduler.copy_done(effect.copy, 0.0, 0.0)
 
 
 def turn(scheduler: DecodeScheduler) -> None:
@@ -190,6 +191,6 @@ def test_prefill_does_not_look_at_all_who_wait() -> None:
             )
             scheduler.receive(PEER, wanted, range(12), [0, 1, 2], 0.0)
         scheduler.advance(0.0)
-        assert sum(transfer.grant is None for transfer in scheduler.transfers.values()) == count - 1
+        assert sum(transfer.grant is None for transfer in scheduler.requests.values()) == count - 1
         costs.append(instructions(partial(scheduler.advance, 0.1)))
     assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs

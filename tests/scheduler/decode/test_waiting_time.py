@@ -40,7 +40,7 @@ def test_who_stands_behind_others_is_waiting_with_its_pages_and_without() -> Non
     assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (2, 4, 6 * 306), "two steps are given"
     counts = server.scheduler.state_counts()
     assert (counts["waiting"], counts["computing"]) == (2, 4)
-    assert all(transfer.grant is not None for transfer in server.scheduler.transfers.values())
+    assert all(transfer.grant is not None for transfer in server.scheduler.requests.values())
     simulator.run(lambda: not simulator.decode.requests)
     load = server.scheduler.load()
     assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (0, 0, 0)

@@ -108,7 +108,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             assert isinstance(cache, HiSparseCache)
             close = Mock(wraps=cache.close)
             patch.setattr(cache, "close", close)
-            (place,) = leader._places
+            (place,) = leader._peer_infos
             yield Engine(schedulers[0], cache, place, inbox, frontend)
         finally:
             inbox.put(Stop(drain_s=0))
@@ -118,7 +118,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
-    hot, cache = engine.scheduler.hot, engine.cache
+    hot, cache = engine.scheduler.memory.hot, engine.cache
     assert hot is not None
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
     assert hot.limits.overlay == PoolOverlay(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
@@ -156,8 +156,8 @@ def hold_page(engine: Engine) -> Callable[[], None]:
 
 
 def lose_hot_page(engine: Engine) -> Callable[[], None]:
-    assert engine.scheduler.hot is not None
-    pages = engine.scheduler.hot.pages
+    assert engine.scheduler.memory.hot is not None
+    pages = engine.scheduler.memory.hot.pages
     page = pages._free.pop()
     return lambda: pages._free.add(page)
 
@@ -169,14 +169,14 @@ def keep_loan(engine: Engine) -> Callable[[], None]:
 
 
 def lose_request_slot(engine: Engine) -> Callable[[], None]:
-    assert engine.scheduler.hot is not None
-    slots = engine.scheduler.hot._free_slots
+    assert engine.scheduler.memory.hot is not None
+    slots = engine.scheduler.memory.hot._free_slots
     slot = slots.pop()
     return lambda: slots.append(slot)
 
 
 def keep_hot_buffer(engine: Engine) -> Callable[[], None]:
-    hot = engine.scheduler.hot
+    hot = engine.scheduler.memory.hot
     assert hot is not None
     open_loaded(hot, "somebody", 3)
     return lambda: hot.close("somebody")

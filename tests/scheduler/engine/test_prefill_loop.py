@@ -14,9 +14,9 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_loop import PrefillLoop
-from pdserve.scheduler.messages.effects import CancelChunks, SendToPeer
+from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Stop
-from pdserve.scheduler.messages.ranks import ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.messages.ranks import CancelChunks, ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -109,11 +109,11 @@ def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine)
     engine.turn()
     assert DECODE in engine.loop.routes, "what ranks report comes first"
     turns = 1
-    while len(engine.scheduler.transfers) < 100:
+    while len(engine.scheduler.requests) < 100:
         engine.turn()
         turns += 1
     assert turns > 3, "between two turns the ranks get their next step"
-    assert [key.transfer_id for _, key in engine.scheduler.transfers] == list(range(100))
+    assert [key.transfer_id for _, key in engine.scheduler.requests] == list(range(100))
 
 
 def test_pages_of_another_size_are_warned_of_with_their_cost(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,8 +138,8 @@ def done_with_logprobs() -> PrefillDone:
 def test_an_answer_that_is_too_large_fails_its_transfer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of a long prompt with their alternatives are megabytes. The server goes on."""
     monkeypatch.setattr("pdserve.transfer.protocol.wire.MAX_FRAME_BYTES", 2000)
-    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
-    engine.loop._carry_out()
+    engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._perform_effects()
     failed = engine.answer()
     assert isinstance(failed, TransferFailed)
     assert (failed.key, failed.retryable, failed.late_writes) == (KEY, False, False)
@@ -153,8 +153,8 @@ def test_an_answer_that_finds_the_link_full_fails_its_transfer(
     """Decode would wait for it until its deadline."""
     (route,) = engine.control._sessions()
     monkeypatch.setattr(route.link, "limit_bytes", 2000)
-    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
-    engine.loop._carry_out()
+    engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._perform_effects()
     while "dropped" not in caplog.text:
         time.sleep(0.01)
     engine.turn()

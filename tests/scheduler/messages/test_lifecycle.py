@@ -6,18 +6,18 @@ from collections.abc import Mapping
 import pytest
 
 from pdserve.scheduler.messages.lifecycle import (
-    REQUEST,
-    TRANSFER,
+    DECODE_TRANSITIONS,
+    PREFILL_TRANSITIONS,
     IllegalTransitionError,
     Lifecycle,
+    PrefillState,
     State,
-    TransferState,
 )
 
 
 @pytest.mark.parametrize(
     ("table", "first", "last"),
-    [(REQUEST, State.QUEUED, State.FREED), (TRANSFER, TransferState.WAITING, TransferState.CLOSED)],
+    [(DECODE_TRANSITIONS, State.QUEUED, State.FREED), (PREFILL_TRANSITIONS, PrefillState.WAITING, PrefillState.CLOSED)],
 )
 def test_every_state_is_reachable_and_leads_to_the_end(
     table: Mapping[enum.Enum, frozenset[enum.Enum]], first: enum.Enum, last: enum.Enum
@@ -36,11 +36,11 @@ def test_every_state_is_reachable_and_leads_to_the_end(
 
 
 def test_only_admission_leads_to_ready() -> None:
-    assert [state for state, following in REQUEST.items() if State.READY in following] == [State.ARRIVED]
+    assert [state for state, following in DECODE_TRANSITIONS.items() if State.READY in following] == [State.ARRIVED]
 
 
 def test_unlisted_transition_raises_and_changes_nothing() -> None:
-    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=1.0)
+    lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=1.0)
     with pytest.raises(IllegalTransitionError, match="QUEUED -> RUNNING"):
         lifecycle.advance(State.RUNNING, now=2.0)
     assert lifecycle.state is State.QUEUED
@@ -48,7 +48,7 @@ def test_unlisted_transition_raises_and_changes_nothing() -> None:
 
 
 def test_time_in_states_adds_up_over_repeated_visits() -> None:
-    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=0.0)
+    lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=0.0)
     for state, at in [
         (State.RESERVED, 1.0),
         (State.PREFILLING, 1.5),

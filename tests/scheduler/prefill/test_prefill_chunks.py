@@ -43,7 +43,7 @@ class Prefill:
         """The chunks of this transfer, in order."""
         chunks: list[ChunkWrite] = []
         self.scheduler.receive(DECODE, wanted, prompt, indices, 0.0)
-        while self.scheduler.transfers:
+        while self.scheduler.requests:
             self.scheduler.advance(0.0)
             step = self.scheduler.next_step(0.0)
             if step is not None:
@@ -166,4 +166,4 @@ def test_a_prompt_that_waits_for_memory_is_looked_up_when_memory_changes_and_not
     scheduler.abort(DECODE, Abort(TransferKey(0, 1), "the one that computes"), 0.0)
     scheduler.advance(0.0)
     assert looked_up == [200, 201, 202, 202]
-    assert [transfer.grant is not None for transfer in scheduler.transfers.values()] == [True]
+    assert [transfer.grant is not None for transfer in scheduler.requests.values()] == [True]

@@ -26,7 +26,7 @@ class Line:
 
     @property
     def with_pages(self) -> int:
-        return sum(transfer.grant is not None for transfer in self.prefill.transfers.values())
+        return sum(transfer.grant is not None for transfer in self.prefill.requests.values())
 
     @property
     def served(self) -> list[str]:
@@ -42,7 +42,7 @@ class Line:
         simulator.decode_turn()
         simulator.deliver(0, up=False)
         assert simulator.decode.requests[rid].state.value == "prefilling"
-        assert len(self.prefill.transfers) == len(simulator.decode.requests), "prefill has refused it"
+        assert len(self.prefill.requests) == len(simulator.decode.requests), "prefill has refused it"
         self.prefill.advance(simulator.now)
         return rid
 
@@ -91,7 +91,7 @@ def test_one_that_matters_more_passes_those_that_wait_for_pages() -> None:
     line.turn()
     urgent = line.arrive(10, priority=1)
     line.turn()
-    assert (line.with_pages, len(line.prefill.transfers)) == (1, 3)
+    assert (line.with_pages, len(line.prefill.requests)) == (1, 3)
     line.turns_until(waits)
     assert line.served == [holds, urgent, waits]
     line.finish()
@@ -115,7 +115,7 @@ def test_those_of_one_priority_are_served_as_they_came(holding: int, tokens: int
     first = line.arrive(holding)
     line.turn()
     later = [line.arrive(tokens, priority) for priority in priorities]
-    assert len(line.prefill.transfers) - line.with_pages == (3 if holding == 20 else 0)
+    assert len(line.prefill.requests) - line.with_pages == (3 if holding == 20 else 0)
     for rid in (first, *later):
         line.turns_until(rid)
     expected = sorted(zip(later, priorities, strict=True), key=lambda each: -each[1])  # equals stay as they are

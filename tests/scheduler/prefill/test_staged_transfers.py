@@ -110,7 +110,7 @@ def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_pa
     assert ChunkArrived(KEY, 0, 4) not in prefill.messages()
     prefill.end_part()
     assert prefill.messages() == [StageArrived(parts[3], 0), ChunkArrived(KEY, 0, 4)]
-    (transfer,) = prefill.scheduler.transfers.values()
+    (transfer,) = prefill.scheduler.requests.values()
     assert transfer.writes == 2 + 4
     assert prefill.scheduler.counters["staged_bytes"] == 8 * TOKEN_BYTES
 
@@ -220,5 +220,5 @@ def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_
     prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)
-    assert not prefill.scheduler.transfers
+    assert not prefill.scheduler.requests
     assert prefill.scheduler.pages.available == 13

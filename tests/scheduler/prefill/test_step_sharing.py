@@ -61,9 +61,9 @@ class Steps:
             return None
         self.steps += 1
         assert sum(row.end - row.start for row in step.rows) <= self.chunk_size
-        assert len({row.transfer for row in step.rows}) == len(step.rows), "two slices of one prompt"
+        assert len({row.request for row in step.rows}) == len(step.rows), "two slices of one prompt"
         for row in step.rows:
-            number = row.transfer.key.transfer_id
+            number = row.request.key.transfer_id
             assert row.start == self.computed[number]
             assert row.last or row.end % PAGE == 0, "a page would be sent twice"
             self.computed[number] = row.end
@@ -96,7 +96,7 @@ def test_nobody_needs_more_than_twice_the_steps_of_first_come_first_served(
             number = len(bounds)
             server.arrive(number, tokens)
             left = tokens + sum(
-                transfer.left for transfer in server.scheduler.transfers.values() if transfer.key.transfer_id != number
+                transfer.left for transfer in server.scheduler.requests.values() if transfer.key.transfer_id != number
             )
             bounds[number] = server.steps + 2 * left / server.chunk_size + 3
         if server.step() is None:
@@ -162,13 +162,13 @@ def test_a_prompt_that_waits_for_pages_is_passed_by_smaller_ones_sixteen_times()
     for number in range(100, 130):
         server.arrive(number, 32)
     server.scheduler.advance(0.0)
-    with_pages = [ref[1].transfer_id for ref, each in server.scheduler.transfers.items() if each.grant is not None]
+    with_pages = [ref[1].transfer_id for ref, each in server.scheduler.requests.items() if each.grant is not None]
     assert with_pages == [0, *range(100, 100 + MAX_OVERTAKES)]
     while 0 not in server.done:
         assert not any(number >= 100 + MAX_OVERTAKES for number in server.done)
         server.step()
     server.scheduler.advance(float(server.steps))
-    assert server.scheduler.transfers[DECODE, TransferKey(1, 1)].grant is not None
+    assert server.scheduler.requests[DECODE, TransferKey(1, 1)].grant is not None
     while len(server.done) < 32:
         server.step()
 

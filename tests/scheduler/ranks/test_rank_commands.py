@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_do_as_it_is_told_says_why(tmp_path: Path, caplog: py
     assert reports == [
         RankFailed(
             0,
-            "PartScatter could not be carried out: AssertionError: a rank without a ring gets nothing to scatter",
+            "PartScatter failed: AssertionError: PartScatter for a rank without a staging ring",
         )
     ]
     assert "Traceback" in caplog.text

@@ -74,10 +74,10 @@ def test_a_rank_that_talks_nonsense_has_failed_and_the_hub_can_be_closed(connect
 
 
 def test_a_hub_that_fails_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_for_silence(_: _Hub) -> None:
+    def check_silence(_: _Hub) -> None:
         raise RuntimeError("the clock has stopped")
 
-    monkeypatch.setattr(_Hub, "_look_for_silence", look_for_silence)
+    monkeypatch.setattr(_Hub, "_check_silence", check_silence)
     hub = Hub()
     (failed,) = hub.wait(1)
     assert failed == RankFailed(0, "the link to the ranks failed: RuntimeError: the clock has stopped")

@@ -52,7 +52,7 @@ def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pyt
         wait_until(lambda: bool(failures), 10, "the silent rank is lost")
     hub.close()
     assert failures[0].rank == 1
-    assert "has said nothing" in failures[0].reason
+    assert "has sent nothing" in failures[0].reason
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
     monkeypatch.setattr(rank_main, "os", SimpleNamespace(_exit=leave))
     link = cast(LeaderLink, SimpleNamespace(engine=None, report=report, heard_at=clock.now))
     with pytest.raises(EndedError, match="status 1" if ends else "test"):
-        rank_main._say_alive(link, 1)
+        rank_main._send_heartbeats(link, 1)
 
 
 def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.Mo
     all_ranks = Ranks(PrefillConfig(tp=2), cast(ModelSource, None), None, on_report)
     wait_until(lambda: len(reasons) == 2, 10, "both are reported")
     all_ranks.close()
-    assert reasons == ["rank 1 (process 4711) ended with status -9", "RuntimeError: Connection reset by peer"]
+    assert reasons == ["rank 1 (process 4711) exited with status -9", "RuntimeError: Connection reset by peer"]

@@ -11,11 +11,11 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.memory.index_spaces import KvPage
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.messages.effects import CopyPage
 from pdserve.scheduler.messages.ranks import (
     CheckCache,
     CommandDone,
     ComputeCommand,
+    CopyPage,
     RankReport,
     RunStep,
     StepDone,

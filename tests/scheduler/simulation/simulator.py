@@ -22,23 +22,20 @@ from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import (
-    CancelChunks,
-    ConnectPeer,
-    CopyPage,
-    DropPages,
-    Effect,
-    HotEffect,
-    LoadPages,
-    OpenHot,
-    PageEffect,
-    ResizeHot,
-    SavePages,
-    SendToFrontend,
-    SendToPeer,
-)
+from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.lifecycle import State
+from pdserve.scheduler.messages.ranks import (
+    CancelChunks,
+    CopyPage,
+    DropPages,
+    HotCommand,
+    LoadPages,
+    OpenHot,
+    PageCommand,
+    ResizeHot,
+    SavePages,
+)
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -159,7 +156,7 @@ class Simulator:
         """What has happened to hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.ghosts: list[Write] = []
-        self.commands: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
+        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone] = collections.deque()
         """What the ranks of the decode server have been told and not done."""
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
         """Copies that they have begun beside their steps: each is made as a whole, at any time."""
@@ -212,7 +209,7 @@ class Simulator:
     # -- the servers work --------------------------------------------------------------------------------------
 
     def decode_turn(self) -> None:
-        hot = self.decode.hot
+        hot = self.decode.memory.hot
         loans = self.decode.memory._lending
         borrowed = loans.borrowed if loans is not None else 0
         cycled = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
@@ -273,7 +270,7 @@ class Simulator:
             case DropPages(rid=rid):
                 del self.saved[rid]
                 return
-        self.decode.copy_done(number, self.now)
+        self.decode.copy_done(number, 0.0, self.now)
         self.act()
 
     def _open_hot(self, opened: OpenHot) -> None:
@@ -364,7 +361,7 @@ class Simulator:
                 place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
                     assert self.memory[place] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
-            if self.decode.hot is not None:
+            if self.decode.memory.hot is not None:
                 self._use_hot(row, tokens, alive=alive)
             if row.pages:
                 self._write((row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE), tokens)
@@ -492,9 +489,9 @@ class Simulator:
                     touched.update(
                         page for row in rows if row.hot_slot is not None for page in buffers[row.hot_slot].hot_pages
                     )
-        if self.decode.hot is not None:
-            touched.update(page for buffer in self.decode.hot._buffers.values() for page in buffer.pages)
-            touched.update(page for buffer in self.decode.hot._detached for page in buffer.pages)
+        if self.decode.memory.hot is not None:
+            touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
+            touched.update(page for buffer in self.decode.memory.hot._detached for page in buffer.pages)
         lent = {page for loan in self.decode.pages._loans for page in loan.pages}
         assert {key for page in touched for key in self._keys_under(page)} <= lent, "a hot page lies over keys in use"
 
@@ -523,8 +520,8 @@ class Simulator:
             self.check()
         assert self.decode.idle, self.decode.state_counts()
         assert self.decode.pages.available == self.pages
-        if self.decode.hot is not None:
-            assert self.decode.hot.pages.available == self.decode.hot.limits.num_pages
+        if self.decode.memory.hot is not None:
+            assert self.decode.memory.hot.pages.available == self.decode.memory.hot.limits.num_pages
         for server in self.servers.values():
             assert server.scheduler.idle, server.scheduler.state_counts()
             assert server.scheduler.pages.available == self.prefill_pages
@@ -585,7 +582,7 @@ class Simulator:
             case SendToPeer(message=message):
                 server.to_decode.append(message)
             case ChunkWrite(instance=instance, key=key):
-                transfer = server.scheduler.transfers[instance, key]
+                transfer = server.scheduler.requests[instance, key]
                 assert transfer.grant is not None
                 page_size = server.scheduler.limits.page_size
                 pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
@@ -714,7 +711,7 @@ class Simulator:
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """Whose pages a write of this transfer goes to: they must still be reserved for it when it starts."""
         prompt = self.decode.prompt_of(key)
-        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine.grant_of(key)
+        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine._pages[key].grant
         assert grant is not None
         return grant
 

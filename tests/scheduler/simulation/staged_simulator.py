@@ -12,7 +12,8 @@ import math
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import CancelChunks, Effect
+from pdserve.scheduler.messages.effects import Effect
+from pdserve.scheduler.messages.ranks import CancelChunks
 from pdserve.transfer.data.chunks import PartScatter, PartWrite, PartWritten
 from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
@@ -166,7 +167,7 @@ class StagedSimulator(Simulator):
     def _of_prefill(self, server: Server, effect: Effect) -> None:
         match effect:
             case PartWrite(instance=instance, part=part):
-                prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
+                prompt = tuple(server.scheduler.requests[instance, part.key].prompt)
                 self.parts[server.instance].append(PartOnTheWay(effect, prompt))
             case other:
                 super()._of_prefill(server, other)

@@ -71,17 +71,17 @@ def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_ca
     hot.shrink(buffer)
     for tokens in (301, 302):
         assert hot.grow("a", tokens) is None
-        assert not hot.worth_reopening("a", tokens + 1, hot.room_to_spare(0)), "too early"
+        assert not hot.worth_reopening("a", tokens + 1, hot.spare_pages(0)), "too early"
     hot.grow("a", 303)
     open_loaded(hot, "large", 24)
-    assert not hot.worth_reopening("a", 304, hot.room_to_spare(1)), "of 73 free pages three are another buffer's"
+    assert not hot.worth_reopening("a", 304, hot.spare_pages(1)), "of 73 free pages three are another buffer's"
     assert hot.pages.available == 73
     hot.close("large")
-    assert hot.worth_reopening("a", 304, hot.room_to_spare(2))
+    assert hot.worth_reopening("a", 304, hot.spare_pages(2))
     hot.close("a")
     buffer = open_loaded(hot, "a", 304)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (76, 304, False)
-    assert not hot.worth_reopening("a", 304, hot.room_to_spare(0))
+    assert not hot.worth_reopening("a", 304, hot.spare_pages(0))
     for newcomer in ("b", "c"):
         assert hot.can_open()
         assert hot.open(newcomer, 3)[1] == [], "it would have to shrink again"
@@ -118,7 +118,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
     detached: HotBuffer | None = None
     for step in range(300):
         if draw.random() < 0.3:
-            commands.done(commands.next())
+            commands.completed(commands.next_id())
         if draw.random() < 0.2:
             wanted = draw.randint(1, 20)
             while pages.available < wanted and (buffer := hot.largest_borrower()) is not None:
@@ -128,7 +128,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         if prompts and draw.random() < 0.2:
             pages.release(prompts.pop())
         if draw.random() < 0.5:
-            commands.next()
+            commands.next_id()
         if draw.random() < 0.2 and opening is None and hot.can_open():
             tokens[f"r{step}"] = draw.randint(1, 40)
             hot.open(f"r{step}", tokens[f"r{step}"])
@@ -149,7 +149,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
             if rid == opening:
                 continue
             if draw.random() < 0.1 and opening is None:
-                room = hot.room_to_spare(draw.randint(0, 2))
+                room = hot.spare_pages(draw.randint(0, 2))
                 if hot.worth_reopening(rid, tokens[rid] + 1, room):
                     hot.close(rid)
                     buffer, shrunk = hot.open(rid, tokens[rid] + 1)
@@ -174,5 +174,5 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         hot.of(rid).loading = False
         hot.close(rid)
     hot.check_integrity(idle=True)
-    commands.done(commands.next())
+    commands.completed(commands.next_id())
     assert pages.available == 30 - sum(len(prompt.pages) for prompt in prompts)

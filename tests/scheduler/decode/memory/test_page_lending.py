@@ -15,7 +15,8 @@ from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.memory.page_lending import PageLending
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
-from pdserve.scheduler.messages.effects import Effect, ResizeHot
+from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.ranks import ResizeHot
 from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
 
 KV_PAGES, OWN_PAGES, SLOTS = 40, 9, 3
@@ -101,12 +102,12 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
     pools.hot.open("a", 36)
     assert pools.hot.largest_borrower() is None, "its rows are being copied there"
     pools.hot.of("a").loading = False
-    first = pools.commands.next()
+    first = pools.commands.next_id()
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
     pools.hot.shrink(buffer)
-    assert (pools.pages.lent, pools.loans.borrowed, pools.loans.coming) == (9, 0, 9)
-    pools.commands.done(first)
+    assert (pools.pages.lent, pools.loans.borrowed, pools.loans.returning) == (9, 0, 9)
+    pools.commands.completed(first)
     assert (pools.pages.lent, pools.pages.available) == (0, KV_PAGES)
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
@@ -153,7 +154,7 @@ def lending_world(stages: int = 1) -> Simulator:
 
 
 def running(simulator: Simulator, count: int) -> Callable[[], bool]:
-    return lambda: simulator.decode.running == count
+    return lambda: len(simulator.decode.run_queue.running) == count
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -162,8 +163,8 @@ def test_everybody_is_resident_while_others_leave_their_keys_free(stages: int) -
     for family in (0, 1):
         simulator.submit(20, family, 8, 1, None, 0)
     until(simulator, running(simulator, 2))
-    assert simulator.decode.hot is not None
-    assert simulator.decode.hot.resident == 2
+    assert simulator.decode.memory.hot is not None
+    assert simulator.decode.memory.hot.fully_resident == 2
     until(simulator, lambda: not simulator.decode.requests)
     assert simulator.hot_seen["cycled"] == 0
     assert simulator.hot_seen["lent"] > 0
@@ -213,9 +214,9 @@ def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: 
     simulator = lending_world(stages)
     simulator.submit(22, 0, 30, 1, None, 0)
     until(simulator, running(simulator, 1))
-    assert simulator.decode.hot is not None
+    assert simulator.decode.memory.hot is not None
     (rid,) = simulator.decode.requests
-    hot = simulator.decode.hot
+    hot = simulator.decode.memory.hot
     assert hot.of(rid).borrowed > 0
     simulator.submit(22, 1, 3, 3, None, 0)
     simulator.submit(22, 1, 3, 3, None, 0)
@@ -264,23 +265,23 @@ def test_nobody_is_retracted_while_anything_is_lent(
 
 
 def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
-    effects: list[Effect] = []
+    outbox = Outbox()
     pages = PageAllocator[KvPage](KV_PAGES)
     limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=LOTS)
-    memory = RequestMemory(pages, PAGE_SIZE, limits, effects)
+    memory = RequestMemory(pages, PAGE_SIZE, limits, outbox)
     assert memory.hot is not None
     assert pages.grant("one that runs", 10) is not None
     assert pages.grant("one that waits", KV_PAGES) is None
-    assert not memory.call_in([])  # there is nothing that would help it
+    assert not memory.reclaim_lent([])  # there is nothing that would help it
     cold, _ = memory.hot.open("a", 48)
     assert cold.evicting
-    assert not memory.call_in([])  # it has gone
+    assert not memory.reclaim_lent([])  # it has gone
     resident, _ = memory.hot.open("b", 48)
     assert not resident.evicting
     resident.loading = False
     assert pages.grant("another", 25) is None
-    assert memory.call_in([])
-    assert effects == [ResizeHot(resident.slot, tuple(resident.pages), 8)]
+    assert memory.reclaim_lent([])
+    assert outbox == [ResizeHot(resident.slot, tuple(resident.pages), 8)]
     assert pages.grant("another", 25) is not None
 
 
@@ -296,7 +297,7 @@ def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> Non
                 move(which)
                 simulator.end_write(which, ok=True, late=False)
     assert simulator.decode.pages.lent > 0
-    assert not len(simulator.decode.commands)
+    assert not len(simulator.decode.memory._commands)
     simulator.cancel(0, stopped=False)
     simulator.check()
     assert simulator.decode.pages.lent > 0, "the ranks are not done"
@@ -330,7 +331,7 @@ def test_a_request_becomes_resident_again_when_the_prefix_cache_has_filled_the_i
     simulator.submit(10, 0, 24, 1, None, 0)
     until(simulator, running(simulator, 1))
     (request,) = simulator.decode.requests.values()
-    hot = simulator.decode.hot
+    hot = simulator.decode.memory.hot
     assert hot is not None
     others = [simulator.ask_for((90 + number,), new=3) for number in range(2)]
     until(simulator, lambda: not any(rid in simulator.decode.requests for rid in others))

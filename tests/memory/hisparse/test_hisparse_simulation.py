@@ -16,7 +16,7 @@ from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.scheduler.decode.run_queue import DecodeRow
 from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot
 from tests.scheduler.decode.test_scheduler_traces import Mode
-from tests.scheduler.simulation.random_workloads import ACTIONS, live
+from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES, LOST, PAGE_SIZE, Prefix, Row, Simulator
 
 LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
@@ -158,20 +158,20 @@ def test_every_row_that_is_read_is_the_right_one() -> None:
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(12):
         simulator = CacheWorld(MODES[seed % len(MODES)])
-        live(simulator, BUSY, seed, steps=600)
+        run_workload(simulator, BUSY, seed, steps=600)
         simulator.cache.check_integrity()
         seen.update(simulator.hot_seen)
         seen.update(simulator.cache.counters())
         seen["rows"] += simulator.rows_seen
     for event in (
-        "opened resident",
-        "opened cold",
+        "opened fully resident",
+        "opened evicting",
         "grown",
         "shrunk",
-        "cycled",
+        "evicting step",
         "lent",
-        "called in",
-        "parked",
+        "reclaimed",
+        "lost hot buffer",
         "reopened",
         "hits",
         "misses",

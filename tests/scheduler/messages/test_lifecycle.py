@@ -1,4 +1,4 @@
-"""The tables: every state can be reached and left, what is not listed raises, and time adds up."""
+"""The transition tables: every state is reachable, unlisted transitions raise, and times add up."""
 
 import enum
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from pdserve.scheduler.messages.lifecycle import (
     ("table", "first", "last"),
     [(DECODE_TRANSITIONS, State.QUEUED, State.FREED), (PREFILL_TRANSITIONS, PrefillState.WAITING, PrefillState.CLOSED)],
 )
-def test_every_state_is_reachable_and_leads_to_the_end(
+def test_every_state_is_reachable_and_leads_to_the_final_state(
     table: Mapping[enum.Enum, frozenset[enum.Enum]], first: enum.Enum, last: enum.Enum
 ) -> None:
     def reach(start: enum.Enum) -> set[enum.Enum]:
@@ -35,7 +35,7 @@ def test_every_state_is_reachable_and_leads_to_the_end(
     assert table[last] == frozenset()
 
 
-def test_only_admission_leads_to_ready() -> None:
+def test_only_arrived_leads_to_ready() -> None:
     assert [state for state, following in DECODE_TRANSITIONS.items() if State.READY in following] == [State.ARRIVED]
 
 

@@ -1,4 +1,4 @@
-"""Who is taken for lost: not a rank, or a leader, that was not listened to."""
+"""Detection of lost ranks and leaders. A process that did not run itself does not count its peers as silent."""
 
 import socket
 import time
@@ -22,8 +22,8 @@ from tests.cluster.servers import wait_until
 SILENCE_S = 0.5
 
 
-def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they said meanwhile has not been read. A rank that stays silent is lost all the same."""
+def test_ranks_are_not_lost_when_the_hub_itself_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their messages of that time are still unread. A rank that stays silent is lost."""
     monkeypatch.setattr(ranks, "TICK_S", SILENCE_S / 10)
     monkeypatch.setattr(ranks, "STARTUP_SILENCE_S", SILENCE_S)
     monkeypatch.setattr(ranks, "SILENCE_S", SILENCE_S)
@@ -45,7 +45,7 @@ def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pyt
         rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
         ends_at = time.monotonic() + 5 * SILENCE_S
         while time.monotonic() < ends_at:
-            if rank.poll(50):  # the hub is back
+            if rank.poll(50):  # the hub runs again
                 rank.recv()
                 rank.send(msgspec.msgpack.encode(RankAlive(1)))
         assert not failures
@@ -58,7 +58,7 @@ def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("stopped_s", "ends"), [(3 * LEADER_SILENCE_S, False), (0.0, True)], ids=["stopped", "silence"]
 )
-def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
+def test_rank_does_not_exit_when_it_was_stopped_itself(
     stopped_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
@@ -71,16 +71,16 @@ def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
             self.now += seconds + stopped_s
 
     class EndedError(Exception):
-        """Of the process, or of the test."""
+        """The end of the process, or of the test."""
 
     def leave(status: int) -> NoReturn:
         raise EndedError(f"status {status}")
 
-    said: list[RankReport] = []
+    sent: list[RankReport] = []
 
     def report(message: RankReport) -> None:
-        said.append(message)
-        if len(said) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(said) > 1):
+        sent.append(message)
+        if len(sent) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(sent) > 1):
             raise EndedError("test")
 
     clock = Clock()
@@ -91,8 +91,8 @@ def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
         rank_main._send_heartbeats(link, 1)
 
 
-def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 meets it first, as an error of the connection between them."""
+def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails first, with an error of its connection to the other rank."""
 
     class KilledProcess:
         rank, pid = 1, 4711

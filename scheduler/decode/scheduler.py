@@ -135,10 +135,10 @@ class DecodeScheduler:
         """Refuse new requests from now on (shutdown)."""
         self._accepting = False
 
-    def fail_all(self, error: RequestError, now: float) -> None:
-        """End every open request with this error (shutdown deadline)."""
+    def fail_all(self, reason: str, now: float) -> None:
+        """Fail every open request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self._end(request, error, now)
+            self._end(request, UnavailableError(reason), now)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""

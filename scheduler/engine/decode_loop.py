@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from ...configs.errors import UnavailableError
 from ...configs.words import counted
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
@@ -243,9 +242,6 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             self.scheduler.step_done(done.command_id, [result.drawn[0] for result in done.results], now)
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
-
-    def _fail_all(self, reason: str, now: float) -> None:
-        self.scheduler.fail_all(UnavailableError(reason), now)
 
     def _answered(self) -> bool:
         return not self.scheduler.requests

@@ -90,7 +90,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self._handle_events(IDLE_WAIT_S)
             if self._lost is not None:
                 self.scheduler.stop_accepting()
-                self._fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
+                self.scheduler.fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
                 self._perform_effects()
                 raise RankLostError(self._lost)
             self._turn()
@@ -127,10 +127,6 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     @abc.abstractmethod
     def _step_done(self, done: StepDone, now: float) -> None:
         """Pass the result of a step to the scheduler."""
-
-    @abc.abstractmethod
-    def _fail_all(self, reason: str, now: float) -> None:
-        """End every request with this error."""
 
     @abc.abstractmethod
     def _answered(self) -> bool:
@@ -218,7 +214,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             return self._answered()
         if not self._failed_all:
             self._failed_all = True
-            self._fail_all("the server was shut down before the request was done", now)
+            self.scheduler.fail_all("the server was shut down before the request was done", now)
             self._perform_effects()
         return not self._writes() or now >= self._stop_at + LAST_WRITES_S
 

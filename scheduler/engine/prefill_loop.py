@@ -47,7 +47,6 @@ from ..messages.ranks import (
     PeerRoutes,
     RunStep,
     StepDone,
-    WriteChunk,
 )
 from ..messages.step import Draw, StepRow
 from ..prefill.request import PageSpace, PrefillRow
@@ -141,9 +140,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._send(instance, message, arrays)
-            case ChunkWrite():
-                self._ranks.tell(WriteChunk(effect))
-            case CancelChunks() | PartWrite():
+            case ChunkWrite() | CancelChunks() | PartWrite():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
@@ -180,9 +177,6 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
-    def _fail_all(self, reason: str, now: float) -> None:
-        self.scheduler.fail_all(reason, now)
-
     def _answered(self) -> bool:
         return self.scheduler.idle
 
@@ -196,10 +190,10 @@ def step_row(row: PrefillRow) -> StepRow:
 
     The last `output_tokens` of the ids that decode sent are output: they count as such for penalties.
     """
-    ids, wanted = row.request.prompt, row.request.destination
-    outputs = wanted.output_tokens
-    scored_from = wanted.logprobs.start if wanted.logprobs is not None and not outputs else None
-    counts = row.last and wanted.sampling.counts_tokens
+    ids, destination = row.request.prompt, row.request.destination
+    outputs = destination.output_tokens
+    scored_from = destination.logprobs.start if destination.logprobs is not None and not outputs else None
+    counts = row.last and destination.sampling.counts_tokens
     output = ids[len(ids) - outputs :] if counts else ()
     return StepRow(
         token_ids=ids[row.start : row.end],
@@ -207,7 +201,7 @@ def step_row(row: PrefillRow) -> StepRow:
         pages=row.pages,
         draws=tuple(Draw(sampling, outputs, output) for sampling in row.samplings()),
         prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
-        top_logprobs=wanted.logprobs.top if wanted.logprobs is not None else None,
+        top_logprobs=destination.logprobs.top if destination.logprobs is not None else None,
         prompt_logprobs_from=scored_from,
     )
 

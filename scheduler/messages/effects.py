@@ -39,4 +39,3 @@ class ConnectPeer:
 
 
 Effect = SendToPeer | SendToFrontend | ConnectPeer | PageCommand | HotCommand | PartCommand | ChunkWrite | CancelChunks
-"""A ChunkWrite is KV that prefill has computed and that goes to decode: the ranks get it as WriteChunk."""

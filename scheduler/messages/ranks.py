@@ -1,8 +1,8 @@
 """Commands from the leader to its ranks, and the reports of the ranks.
 
-Ranks run steps and page copies in the order of the commands. Only commands with a `command_id` are acknowledged; any
-other is complete when the next one with a `command_id` is. A command with a `copy` number starts in that order and then
-runs beside the steps (`decode/memory/background_copies.py`).
+Ranks run compute commands in order. Those with a `command_id` are acknowledged (StepDone, CommandDone); those without
+are complete when the next one with a `command_id` is. A command with a `copy` number starts in that order and then runs
+beside the steps, until CopyDone (`decode/memory/background_copies.py`).
 
 Rank 0 is a thread of the leader and gets these objects. The other ranks are processes and get them as msgpack, steps as
 SentStep.
@@ -45,9 +45,7 @@ class SentStep(Command, frozen=True):
 
 
 class CopyPage(Command, frozen=True):
-    """Copy the KV of one page to another: a sample's own copy of the last page of its prompt. Runs in order with the
-    steps. Reported as CommandDone, by every rank.
-    """
+    """Copy the last page of a prompt to that of a sample, in order with the steps. Reported as CommandDone."""
 
     command_id: int
     source: KvPage
@@ -63,9 +61,7 @@ class SavePages(Command, frozen=True):
 
 
 class LoadPages(Command, frozen=True):
-    """Copy what was saved under this rid to these pages, and drop the saved copy. Reported as CopyDone, by every
-    rank.
-    """
+    """Copy what was saved under this rid to these pages, and drop it. Reported as CopyDone, by every rank."""
 
     copy: int
     rid: str
@@ -134,12 +130,6 @@ class ClosePeer(Command, frozen=True):
     instance: InstanceId
 
 
-class WriteChunk(Command, frozen=True):
-    """Write this rank's part of a computed chunk (prefill). Reported as ChunkReport, by every rank."""
-
-    chunk: ChunkWrite
-
-
 class CancelChunks(Command, frozen=True):
     """Stop writing for this transfer (prefill). Each chunk in flight still reports its end."""
 
@@ -162,8 +152,10 @@ ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
 """For one rank: the one that writes the part, or the one that receives it."""
-TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks | PartCommand
-"""About KV that is complete: run at once, in order among themselves, without waiting for steps."""
+TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand
+"""About KV that is complete: run at once, in order among themselves, without waiting for steps. A ChunkWrite is for all
+ranks, each of which writes its part and reports a ChunkReport.
+"""
 RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
 """What is sent to rank processes."""
 

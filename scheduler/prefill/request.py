@@ -112,9 +112,11 @@ class PrefillRow:
         """The sampling parameters of each sample's first token; none before the end of the prompt."""
         if not self.last:
             return []
-        wanted = self.request.destination
-        seed = wanted.sampling.seed
-        return [msgspec.structs.replace(wanted.sampling, seed=seed + index) for index in range(wanted.samples)]
+        destination = self.request.destination
+        seed = destination.sampling.seed
+        return [
+            msgspec.structs.replace(destination.sampling, seed=seed + index) for index in range(destination.samples)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

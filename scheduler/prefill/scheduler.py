@@ -143,7 +143,7 @@ class PrefillScheduler:
         self._accepting = False
 
     def fail_all(self, reason: str, now: float) -> None:
-        """End every request (shutdown deadline)."""
+        """Fail every request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
             self._close(request, reason, now)
 
@@ -326,9 +326,9 @@ class PrefillScheduler:
         if request.refused_at_chances == self.pages.chances:
             return False
         most = request.prompt_tokens - 1
-        wanted = request.destination.logprobs
-        if wanted is not None and wanted.start is not None:
-            most = min(most, max(0, wanted.start - 1))  # the first log-probability needs the logits before it
+        logprobs = request.destination.logprobs
+        if logprobs is not None and logprobs.start is not None:
+            most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
         prefix = self.cache.match(request.prompt, most)
         pages = pages_for(request.prompt_tokens, self.limits.page_size)
         grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix)

@@ -55,9 +55,6 @@ class SentTables:
         self._forgotten: list[int] = []
         """Numbers of the tables that the next message tells the ranks to drop."""
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     def pack(self, step: RunStep) -> SentStep:
         """The message for a step. It must reach the ranks before any step that is packed later."""
         self._steps += 1
@@ -102,9 +99,6 @@ class KnownTables:
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._tables)
 
     def unpack(self, sent: SentStep) -> RunStep:
         """The step that was packed. Raises UnknownPagesError if an earlier step was not unpacked here."""

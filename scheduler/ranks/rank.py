@@ -30,7 +30,7 @@ from ...models.config.sharding import Shard
 from ...models.layers.parallel import Backend, Parallel
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
-from ...transfer.data.chunks import PartScatter, PartWrite
+from ...transfer.data.chunks import ChunkWrite, PartScatter, PartWrite
 from ...transfer.data.local_pool import LocalPool
 from ...transfer.data.receivers import Receivers
 from ...transfer.mooncake.transports import machine_id
@@ -68,7 +68,6 @@ from ..messages.ranks import (
     StopRank,
     TransferCommand,
     VerifyKv,
-    WriteChunk,
 )
 from .builder import RankBuilder
 from .executor import PendingStep
@@ -205,8 +204,8 @@ class RankEngine:
         match command:
             case PartWrite():
                 self._writer.write_part(command)
-            case WriteChunk(chunk=chunk):
-                self._writer.write(chunk)
+            case ChunkWrite():
+                self._writer.write(command)
             case CancelChunks(instance=instance, key=key):
                 self._writer.cancel(instance, key)
             case OpenPeer(hello=hello, welcome=welcome):

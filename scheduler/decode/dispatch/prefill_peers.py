@@ -39,9 +39,6 @@ class PrefillPeers:
         self.unreachable: Mapping[str, str] = {}
         """Why no server is paired, by endpoint, if known."""
 
-    def __len__(self) -> int:
-        return len(self._peers)
-
     def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
         window = self.window(instance) or DispatchWindow()
         self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, window=window)

@@ -16,7 +16,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_loop import PrefillLoop
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Stop
-from pdserve.scheduler.messages.ranks import CancelChunks, ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.messages.ranks import CancelChunks, ChunkReport, OpenPeer, PeerRoutes, StepDone
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -24,7 +24,7 @@ from pdserve.scheduler.shutdown import LAST_WRITES_S
 from pdserve.transfer.control.decode import DecodeControl
 from pdserve.transfer.control.events import Event, MessageReceived, PeerClosed, PeerLost, PeerUp
 from pdserve.transfer.control.prefill import PrefillControl
-from pdserve.transfer.data.chunks import ChunkWritten
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
@@ -177,13 +177,12 @@ def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Eng
     engine.loop._turn()
     engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
     engine.turn()
-    ((write,), _) = engine.ranks.tell.call_args
-    assert isinstance(write, WriteChunk)
+    ((chunk,), _) = engine.ranks.tell.call_args
+    assert isinstance(chunk, ChunkWrite)
 
     def rank(command: object) -> None:
         """Cancelled writes end, or hang."""
         if command == CancelChunks(DECODE, KEY) and ends:
-            chunk = write.chunk
             ended = ChunkWritten(DECODE, KEY, chunk.token_start, chunk.token_end, ok=False, reason="cancelled")
             engine.inbox.put(ChunkReport(0, ended))
 

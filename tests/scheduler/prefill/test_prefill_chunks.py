@@ -9,7 +9,7 @@ from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_loop import step_row
-from pdserve.scheduler.messages.ranks import RunStep, WriteChunk
+from pdserve.scheduler.messages.ranks import RunStep
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
@@ -92,7 +92,7 @@ def test_commands_for_a_prompt_of_128k_tokens_have_linear_size() -> None:
     chunks = prefill.serve(prompt, list(range(tokens // PAGE)), destination(1))
     assert len(chunks) == 64
     encode = msgspec.msgpack.Encoder().encode
-    writes_bytes = sum(len(encode(WriteChunk(chunk))) for chunk in chunks)
+    writes_bytes = sum(len(encode(chunk)) for chunk in chunks)
     assert writes_bytes < 2 * 3 * (tokens // PAGE) + 64 * 100, "two page ids of up to 3 bytes each, and the framing"
     tables = SentTables()
     steps_bytes = sum(

@@ -99,7 +99,7 @@ def test_unpacked_steps_equal_packed_steps(seed: int, steps: int) -> None:
         for row, pages in in_flight:  # earlier steps may still be in flight
             assert row.pages[: len(pages)] == pages
         rows_sent.append(len(lists))
-        assert len(known_tables) == len(sent_tables) <= sum(rows_sent[-FORGET_AFTER:])
+        assert len(known_tables._tables) == len(sent_tables._tables) <= sum(rows_sent[-FORGET_AFTER:])
 
 
 @settings(deadline=None)
@@ -168,7 +168,7 @@ def test_unused_table_is_dropped_after_some_steps_and_sent_again() -> None:
     assert [pages_sent(going) for _ in range(FORGET_AFTER - 1)] == [0] * (FORGET_AFTER - 1)
     assert pages_sent(pausing) == 0
     assert [pages_sent(going) for _ in range(FORGET_AFTER)] == [0] * FORGET_AFTER
-    assert len(sent_tables) == len(known_tables) == 1
+    assert len(sent_tables._tables) == len(known_tables._tables) == 1
     assert pages_sent(pausing) == 3
 
 

@@ -1,30 +1,30 @@
-"""How fast the two ways are to bring a retracted request back, as measured: its KV copied, or computed by prefill."""
+"""Measured rates of the two ways to resume a retracted request: copy its KV, or compute it again by prefill."""
 
 import collections
 
 SAMPLES = 16
-"""How many of the last measurements count."""
+"""Number of measurements that are kept."""
 
 
 class Rate:
-    """Units a second: the median over the units of the last measurements.
+    """Units per second: the median of the last measurements, weighted by units.
 
-    So one among several that was slowed down by something else does not decide, and a short one, most of which is what
-    it costs to begin, counts for the few units that it was.
+    The median ignores single slow measurements. The weights keep short measurements, which are mostly fixed cost, from
+    dominating.
     """
 
     def __init__(self) -> None:
         self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=SAMPLES)
-        """Units a second, and how many they were."""
+        """Units per second, and the number of units."""
 
     def measured(self, units: int, seconds: float) -> None:
-        """So many took so long. What took no time, or was nothing, says nothing."""
+        """Add a measurement. Zero units or zero seconds are ignored."""
         if units > 0 and seconds > 0:
             self._samples.append((units / seconds, units))
 
     @property
     def per_s(self) -> float | None:
-        """None until something was measured."""
+        """None before the first measurement."""
         half = sum(units for _, units in self._samples) / 2
         for rate, units in sorted(self._samples):
             half -= units
@@ -34,14 +34,16 @@ class Rate:
 
 
 class Rates:
-    """Of a decode server."""
+    """The rates of a decode server."""
 
     def __init__(self) -> None:
         self.copied_pages = Rate()
-        """From the GPU to host memory, which takes as long as back."""
+        """From the GPU to host memory; the way back takes as long."""
         self.prefilled_tokens = Rate()
 
     def copy_is_cheaper(self, pages: int, tokens: int) -> bool:
-        """Out to host memory and back, or computed by prefill. Copying until both are known: it rarely loses."""
+        """Whether to copy to host memory and back takes less time than prefill. True until both rates are known: a copy
+        is rarely slower.
+        """
         pages_per_s, tokens_per_s = self.copied_pages.per_s, self.prefilled_tokens.per_s
         return pages_per_s is None or tokens_per_s is None or 2 * pages / pages_per_s <= tokens / tokens_per_s

@@ -1,15 +1,15 @@
-"""How long a server may take to end after its drain, step by step. The frontend waits for the sum. No torch."""
+"""Time limits of a shutdown after the drain, step by step. The frontend waits for their sum. No torch."""
 
 from typing import Final
 
 from ..transfer.control.thread import LAST_WORDS_S
 
 LAST_WRITES_S: Final = 0.5
-"""Grace period after the drain deadline for cancelled writes to finish, so that peers can be told so."""
+"""Grace period after the drain deadline for cancelled writes to finish and be acknowledged."""
 STOP_S: Final = 3.0
-"""For ranks to end when told to. One that computes a step does not listen before it has ended."""
+"""For ranks to exit after StopRank. A rank reads it when its current step has ended."""
 CUDA_STOP_S: Final = 10.0
-"""The same on GPUs: NCCL ends when all ranks have come to it, and the driver takes down one context after another."""
+"""The same on GPUs: NCCL shuts down when all ranks do, and the driver destroys one context after another."""
 _MARGIN_S: Final = 1.5
 
 

@@ -1,4 +1,4 @@
-"""How long a request may stay in each state, and what it is told when it stayed too long."""
+"""How long a request may stay in each state, and the error after that."""
 
 import math
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .requests.request import Request
 
 LAST_CHANCE = 0.25
-"""Of `queue_timeout_s`: a prompt that was sent to prefill in time has so long to be begun. Without it, where all wait
-until their time is almost up, prefill would compute only for those that are about to leave.
+"""Part of `queue_timeout_s` that a prompt has on prefill, at least, until prefill starts to compute it. Without it,
+under overload, prefill would compute only prompts that are about to time out.
 """
 
 
 class Deadlines:
-    """Finds those whose time is up, and looks at all requests only when that may be so: not in every turn."""
+    """Finds requests whose time is up. Scans all requests only when one may be due, not in every turn."""
 
     def __init__(self, dispatcher: PrefillDispatcher) -> None:
         self._dispatcher = dispatcher
@@ -24,29 +24,29 @@ class Deadlines:
         self._shortest_s = min(
             self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
         )
-        """Whatever happens to a request or to prefill servers, it may stay in its state for so long from then on."""
-        self._look_at = math.inf
+        """No deadline that starts after a scan passes earlier than this."""
+        self._scan_at = math.inf
 
     def watch(self, request: Request) -> None:
-        """It is new, or was refused."""
-        self._look_at = min(self._look_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
+        """Add a request that is new or was queued again."""
+        self._scan_at = min(self._scan_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
 
     def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
-        """Which of all requests have to end now, and why."""
-        if now < self._look_at:
+        """The requests that have to end now, with the error for each."""
+        if now < self._scan_at:
             return []
-        self._look_at = now + self._shortest_s
+        self._scan_at = now + self._shortest_s
         ends: list[tuple[Request, RequestError]] = []
         for request in requests:
             due, field = self._next(request)
             if due <= now:
                 ends.append((request, self._error(request, field, now)))
             else:
-                self._look_at = min(self._look_at, due)
+                self._scan_at = min(self._scan_at, due)
         return ends
 
     def _next(self, request: Request) -> tuple[float, str]:
-        """When its time is up as things are, and which limit that is."""
+        """The next deadline of a request in its present state, and the setting that it comes from."""
         limits, since, prompt = self._limits, request.lifecycle.since, request.prompt
         ends = [(request.deadline, "request_timeout_s")]
         match request.state:
@@ -56,7 +56,7 @@ class Deadlines:
                 ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
             case State.QUEUED if prompt.refused_since is not None:
                 ends.append((prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"))
-        # one that has run waits as long as if its KV had been saved
+        # a retracted request (it has output) waits as long as if its KV had been saved
         if request.waits_for_prefill and not request.output_ids:
             sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if request.state is State.PREFILLING else since
             ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))

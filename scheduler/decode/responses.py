@@ -1,4 +1,4 @@
-"""The answers that end a request, and the reasons not to take one in."""
+"""The messages that end a request, and the reasons to refuse one."""
 
 from collections.abc import Container
 
@@ -18,8 +18,8 @@ from .requests.reservation import pages_needed
 def refusal(
     submit: Submit, known_rids: Container[str], num_pages: int, prefill_tokens: float, page_size: int
 ) -> RequestError | None:
-    """Why a server with `num_pages` pages, and prefill servers with room for `prefill_tokens`, can never serve this
-    prompt; None where it can.
+    """Why a server with `num_pages` pages, and prefill servers whose KV pools hold `prefill_tokens`, can never serve
+    this prompt; None if they can.
     """
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:
@@ -39,7 +39,9 @@ def refusal(
 
 
 def too_long(tokens: int, output_tokens: int, prefill_tokens: float) -> RequestError:
-    """The answer to a prompt that no prefill server can hold; one that has grown by its output was not too long."""
+    """The error for a prompt that no prefill server can hold. With `output_tokens`, the prompt was short enough when
+    it was submitted.
+    """
     pool = f"prefill's KV pool of {prefill_tokens:.0f} tokens"
     if output_tokens:
         return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")

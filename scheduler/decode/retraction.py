@@ -1,17 +1,16 @@
-"""Requests that gave up memory so that others can go on: who does, what becomes of its KV, and how it comes back.
+"""Retraction: requests that give up memory so that others can run. Chooses them, saves their KV, and resumes them.
 
-out of pages         hot buffers give back what they have borrowed (HiSparse). Then one of the lowest priority gives up
-                     all it has, of those the youngest that does not run, or else the youngest: its KV is copied to host
-                     memory, or computed anew by prefill where that is cheaper or host memory is used up
-out of hot buffers   (HiSparse) only for somebody of a higher priority, and only the buffer: the one that is parked is
-                     ARRIVED again, with its KV in its pages, which are in host memory anyway
+out of pages         Hot buffers return borrowed pages (HiSparse). Then one request of the lowest priority gives up all
+                     its memory: the youngest that is not running, or else the youngest. Its KV is copied to host
+                     memory, or computed again by prefill if that is cheaper or the host memory is full.
+out of hot buffers   (HiSparse) For a request of a higher priority, one request gives up its hot buffer only. It becomes
+                     ARRIVED again; its KV stays in its pages, which are in host memory.
 """
 
 import collections
 from collections.abc import Iterable
 
 from ...memory.pages import pages_for
-from ..messages.effects import DropPages, Effect
 from ..messages.lifecycle import State
 from ..rates import Rates
 from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
@@ -22,7 +21,7 @@ from .run_queue import RunQueue
 
 
 class Retractions:
-    """RETRACTED requests in line: they have no memory. `resume` gives them some; letting in is `admit()`'s business."""
+    """RETRACTED requests, which have no memory. `resume` gives them pages; `DecodeScheduler.admit()` admits them."""
 
     def __init__(
         self,
@@ -35,123 +34,120 @@ class Retractions:
         self.rates = Rates()
         self._limits = limits
         self._memory = memory
-        self._runs = runs
+        self._run_queue = runs
         self._dispatcher = dispatcher
         self._counters = counters
-        self._effects: list[Effect] = dispatcher.effects
-        self.line = WaitingQueue()
+        self.queue = WaitingQueue()
 
     def __len__(self) -> int:
-        return len(self.line)
+        return len(self.queue)
 
-    # -- giving up ---------------------------------------------------------------------------------------------
+    # -- retract -----------------------------------------------------------------------------------------------
 
     def make_room(self, request: Request, now: float) -> bool:
-        """A place for the row that the next step writes, if need be at the cost of the request that matters least,
-        which may be this one.
+        """Allocate memory for the row that the next step writes, if necessary by retracting the least important
+        request, which may be this one.
 
-        False when there is none for now: pages are coming, or somebody is in a step and will be retracted when it is
-        out. Others go on meanwhile.
+        Returns False if there is none yet: pages are about to become free, or the request to retract is still in a
+        step. Other requests run meanwhile.
         """
         while not self._memory.grow(request):
-            if self._memory.call_in(self._runs.running):
+            if self._memory.reclaim_lent(self._run_queue.running):
                 continue
-            if self._memory.pages_are_coming:
+            if self._memory.pages_pending:
                 return False
-            victim = _least((*self._runs.arrived, *self._runs.ready, *self._runs.running))
-            assert victim is not None, f"{request.rid} wants to step and nobody runs"
+            victim = _least_important((*self._run_queue.arrived, *self._run_queue.ready, *self._run_queue.running))
+            assert victim is not None, f"{request.rid} needs a page, but no request is running"
             if victim.in_flight:
-                self._runs.held_back = victim
+                self._run_queue.paused = victim
                 return False
             self._retract(victim, now)
             if victim is request:
                 break
         return True
 
-    def park_for(self, request: Request, now: float) -> bool:
-        """Take the hot buffer of a request of a lower priority; whether this one can be let in then.
+    def free_hot_buffer_for(self, request: Request, now: float) -> bool:
+        """Take the hot buffer of a request of a lower priority; returns whether this one can be admitted then.
 
-        One that is in a step is held back from the next and parked when it is out.
+        A request that is in a step gets no further step, and loses its buffer when the step has ended.
         """
-        victim = _least((*self._runs.ready, *self._runs.running))
+        victim = _least_important((*self._run_queue.ready, *self._run_queue.running))
         if victim is None or victim.priority >= request.priority:
             return False
         if victim.in_flight:
-            self._runs.held_back = victim
+            self._run_queue.paused = victim
             return False
         self._counters["retractions"] += 1
-        self.park(victim, now)
+        self.take_hot_buffer(victim, now)
         return self._memory.may_admit()
 
-    def park(self, request: Request, now: float) -> None:
-        """Take the hot buffer of a request that is in no step: it waits for another one, with its KV in its pages."""
-        self._runs.remove(request)
+    def take_hot_buffer(self, request: Request, now: float) -> None:
+        """Take the hot buffer of a request that is in no step. It waits for another one; its KV stays in its pages."""
+        self._run_queue.remove(request)
         self._memory.close_hot(request)
         request.lifecycle.advance(State.ARRIVED, now)
-        self._runs.arrived.push(request)
+        self._run_queue.arrived.push(request)
 
     def _retract(self, request: Request, now: float) -> None:
-        """Take all its memory. It keeps its tokens, and its KV where copying is cheaper than computing, or where it has
-        become too long for prefill to compute.
+        """Take all memory of a request. Its tokens are kept. Its KV is saved if a copy is cheaper than prefill, or if
+        the sequence is too long for prefill now.
         """
         self._counters["retractions"] += 1
-        self._runs.remove(request)
+        self._run_queue.remove(request)
         request.lifecycle.advance(State.RETRACTED, now)
         pages = pages_for(request.kv_tokens, self._limits.page_size)
         can_compute = request.kv_tokens + 1 <= self._dispatcher.peers.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
-            self.line.push(request)
+            self.queue.push(request)
             self._memory.save(request, pages)
         else:
             self._counters["retractions_recomputed"] += 1
             request.lifecycle.advance(State.QUEUED, now)
-            self._dispatcher.compute_anew(request, now)
+            self._dispatcher.recompute(request, now)
             self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
-        """There is room for a copy, and copying is cheaper than computing the tokens anew, which nobody may be there
-        to do.
-        """
-        saved = sum(request.saved_pages for request in self.line)
+        """Host memory is free for a copy, and a copy is cheaper than prefill, or no prefill server is there."""
+        saved = sum(request.saved_pages for request in self.queue)
         cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
         absent = self._dispatcher.peers.absent_since(request.prompt.endpoint) is not None
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
-    # -- coming back -------------------------------------------------------------------------------------------
+    # -- resume ------------------------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """Give the first in line pages, and have its KV copied there; it is ARRIVED when that is done. False when
-        nobody is in line, when it is still being saved, or when there are not enough pages for it.
+        """Allocate pages for the first in the queue and copy its KV back; it is ARRIVED when the copy has ended. False
+        if the queue is empty, if the first is still being saved, or if pages are short.
         """
-        if not len(self.line) or self._memory.copies.of(self.line.first) is not None:
+        if not len(self.queue) or self._memory.copies.of(self.queue.first) is not None:
             return False
-        request = self.line.first
+        request = self.queue.first
         most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
         growth = pages_for(most_tokens, self._limits.page_size) - request.saved_pages
         request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth)
         if request.grant is None:
             return False
         self._memory.load(request)
-        self.line.take(request)
+        self.queue.take(request)
         request.saved_pages = 0
         return True
 
     def loaded(self, request: Request, now: float) -> None:
-        """Its KV is in its pages again."""
+        """The KV of a resumed request is in its pages again."""
         request.lifecycle.advance(State.ARRIVED, now)
-        self._runs.arrived.push(request)
+        self._run_queue.arrived.push(request)
 
     def drop(self, request: Request) -> None:
-        """It has ended: what was saved of it is forgotten. One that is being loaded is in no line any more."""
-        if request in self.line:
-            self._effects.append(DropPages(request.rid))
-            self.line.remove(request)
+        """Drop the saved KV of a request that has ended. A request that is being loaded has left the queue already."""
+        if request in self.queue:
+            self._memory.drop_saved(request)
+            self.queue.remove(request)
             request.saved_pages = 0
 
 
-def _least(requests: Iterable[Request]) -> Request | None:
-    """Of the lowest priority the youngest that does not run, or else the youngest."""
+def _least_important(requests: Iterable[Request]) -> Request | None:
+    """Of the lowest priority: the youngest that is not running, or else the youngest."""
     return max(
         requests,
         key=lambda request: (

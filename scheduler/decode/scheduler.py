@@ -1,4 +1,4 @@
-"""The decode server's decisions: who gets memory, which prefill serves whom, who is in the batch, who has ended.
+"""The scheduler of a decode server: decides on memory, prefill servers, batches and the end of requests.
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
@@ -6,19 +6,19 @@ Pure: integers in, effects out; `now` is a parameter. One thread calls it, betwe
                                                    ^  ^-- out of hot buffers --'    |
                                                    '--- RETRACTED <-- out of pages -'
 
-Three rules carry the safety of the whole thing:
-- **One door.** `admit()` is the only edge into READY: after a transfer, after a retraction, after being parked.
-- **One terminal event.** `_end()` is the only place that sends Finished or Failed, and it is the edge into DRAINING.
-- **A page that a remote writer may still write is not free.** The pages of an attempt that was given up go behind a
-  fence (`quarantine.py`) until the writer has stopped.
+Three invariants:
+- `admit()` is the only transition into READY: after a transfer, after a retraction, after the loss of a hot buffer.
+- `_end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
+- A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
+  (`quarantine.py`) until the writer has stopped.
 
-Memory is over-committed on purpose: a request reserves its prompt and some growth, not all it might ever generate. When
-the pool runs dry, somebody is retracted (`retraction.py`) and goes on later with the same tokens.
+Memory is over-committed: a request reserves its prompt and some growth, not its `max_new_tokens`. When the pool is
+empty, a request is retracted (`retraction.py`) and continues later with the same tokens.
 """
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -41,9 +41,10 @@ from ...transfer.protocol.messages import (
 )
 from ...transfer.staging.receiver import StageReceiver
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import ConnectPeer, CopyPage, Effect, SendToFrontend
+from ..messages.effects import ConnectPeer, Effect, SendToFrontend
 from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from ..messages.lifecycle import State
+from ..messages.outbox import Outbox
 from .deadlines import Deadlines
 from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
 from .memory.background_copies import CopyKind
@@ -55,15 +56,15 @@ from .retraction import Retractions
 from .run_queue import DecodeRow, DecodeStep, RunQueue
 
 MAX_ATTEMPTS = 2
-"""One try and one retry, into fresh pages, on another prefill server where there is one."""
+"""One attempt and one retry, into fresh pages, on another prefill server if there is one."""
 READY_AHEAD = 4
-"""Requests that wait for places in the batch, so that one which becomes free is taken at once."""
+"""READY requests that are enough to fill the next free places in the batch."""
 _WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
 """States in which the KV of all tokens but the newest is in the request's pages."""
 
 
 class DecodeScheduler:
-    """Owns every request, the page allocator and the batch of one decode server."""
+    """Owns the requests, the page allocator and the batch of one decode server."""
 
     def __init__(
         self,
@@ -73,42 +74,40 @@ class DecodeScheduler:
         hot_limits: HotLimits | None = None,
         receivers: Sequence[StageReceiver] = (),
     ) -> None:
-        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse). `receivers` are the
-        staging rings of the ranks, if they have them.
+        """With `hot_limits`, KV is in host memory and running requests have hot buffers (HiSparse). `receivers` are the
+        staging rings of the ranks, if any.
         """
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.requests: dict[str, Request] = {}
-        """Requests whose client has no answer yet, by rid."""
+        """Requests without a terminal message, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, receivers)
-        self._effects = self.dispatcher.effects  # one list for all, so that the order is kept
-        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._effects)
-        self.commands = self.memory.commands
-        self.hot = self.memory.hot
-        self.runs = RunQueue(stages=limits.stages, overlap=limits.overlap, most_running=limits.max_running_requests)
-        self.retracted = Retractions(limits, self.memory, self.runs, self.dispatcher, self.counters)
+        self._outbox = Outbox()
+        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, self._outbox, receivers)
+        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
+        self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
+        self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
         self._starving = False
-        """A running request waits for a page: what becomes free is for it."""
+        """A running request waits for a page: the next free pages are for it."""
         self._draining: set[Request] = set()
         self._accepting = True
-        self._call: str | None = None
-        """The first prompt of the last call that was let in (`Submit.follows`)."""
+        self._accepted_call: str | None = None
+        """The first prompt of the last call that was accepted (`Submit.follows`)."""
         self._peers_changed = False
-        """Since the last turn, so that prompts in the queue may have become too long."""
+        """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
 
-    # -- what happens: events from clients ---------------------------------------------------------------------
+    # -- events: clients ---------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: float) -> None:
-        """Queue a prompt with all its samples, or answer at once why not."""
+        """Queue a prompt with all its samples, or refuse it at once."""
         rids = (submit.rid, *submit.more_rids)
         error = self._refusal(submit, now)
         if error is not None:
             self.counters["requests_refused"] += len(rids)
-            self._effects += [SendToFrontend(failed(rid, error)) for rid in rids]
+            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
             return
         deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
         prompt = self.dispatcher.new_prompt(
@@ -124,10 +123,10 @@ class DecodeScheduler:
         self.counters["requests"] += len(rids)
         self.dispatcher.enqueue(prompt, now)
         if prompt.endpoint is not None:
-            self._effects.append(ConnectPeer(prompt.endpoint, submit.client))
+            self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
-        """The client has gone or, with `stopped`, has all it wants. Unknown rids have ended already."""
+        """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
         request = self.requests.get(rid)
         if request is not None:
             self._end(request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now)
@@ -136,12 +135,16 @@ class DecodeScheduler:
         """Refuse new requests from now on (shutdown)."""
         self._accepting = False
 
-    def fail_all(self, error: RequestError, now: float) -> None:
-        """Give every open request this answer (shutdown deadline)."""
+    def fail_all(self, reason: str, now: float) -> None:
+        """Fail every open request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self._end(request, error, now)
+            self._end(request, UnavailableError(reason), now)
 
-    # -- what happens: events from prefill servers -------------------------------------------------------------
+    def flush_cache(self) -> int:
+        """Drop all cached prefixes that no request uses; returns the number of pages."""
+        return self.cache.flush()
+
+    # -- events: prefill servers -------------------------------------------------------------------------------
 
     def peer_up(
         self,
@@ -151,11 +154,10 @@ class DecodeScheduler:
         *,
         capacity: float = math.inf,
     ) -> None:
-        """A prefill server paired, which stages these links."""
-        self.dispatcher.peers.up(instance, endpoint, capacity)
-        self.dispatcher.staging.peer_up(instance, staged)
-        for prompt in self.dispatcher.queue:
-            prompt.refused_since = None  # not by this one
+        """A prefill server paired. `staged` are the regions that it sends through the staging rings; `capacity` is the
+        longest prompt that it can hold, in tokens.
+        """
+        self.dispatcher.peer_up(instance, endpoint, capacity, staged)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -166,31 +168,41 @@ class DecodeScheduler:
         self.dispatcher.peers.report(instance, load)
 
     def peer_leaving(self, instance: InstanceId, now: float) -> None:
-        """It gets no more prompts. Those that it has it may finish."""
+        """A prefill server gets no more prompts. It may finish those that it has."""
         self.dispatcher.peers.leaving(instance, now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """What it has not finished goes elsewhere, or waits a moment for it to return. It may still be writing."""
+        """A prefill server is silent or gone. Retry what it has not finished; it may still be writing."""
         self.dispatcher.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
         for prompt in self.dispatcher.of_peer(instance):
-            self.dispatcher.give_up(prompt, f"prefill server lost: {reason}", tell=True)
+            self.dispatcher.give_up(prompt, f"prefill server lost: {reason}", abort=True)
             self._retry_or_fail(prompt, now)
         self._peers_changed = True
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
-        self.dispatcher.quarantine.writer_closed(instance, now)
-        self.dispatcher.staging.peer_closed(instance, now)
+        """The connection to a prefill server is closed."""
+        self.dispatcher.peer_closed(instance, now)
+
+    def peers_unreachable(self, reasons: Mapping[str, str]) -> None:
+        """Why no server is paired, by endpoint."""
+        self.dispatcher.peers.unreachable = reasons
 
     def chunk_arrived(self, chunk: ChunkArrived) -> None:
         self.counters["chunks" if self.dispatcher.chunk_arrived(chunk) else "stale_messages"] += 1
 
     def prompt_of(self, key: TransferKey) -> Prompt | None:
-        """The prompt this transfer serves now; None for a stale or unknown key."""
+        """The prompt of this transfer; None for a stale or unknown key."""
         return self.dispatcher.prefilling.get(key)
 
+    def prefill_written(self, done: PrefillDone) -> bool:
+        """Prefill has written everything. Returns whether all of it is in its pages; if not, `part_scattered` returns
+        `done` later.
+        """
+        return self.dispatcher.written(done)
+
     def prefill_done(self, done: PrefillDone, now: float) -> None:
-        """All KV and the first token of every sample are here."""
+        """All KV and the first token of every sample have arrived."""
         self.dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
         prompt = self.dispatcher.prefilling.get(done.key)
         if prompt is None:
@@ -212,10 +224,10 @@ class DecodeScheduler:
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
-                self._effects.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
-            self.runs.arrived.push(request)
+                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+            self.run_queue.arrived.push(request)
             self._accept_token(request, done.first_tokens[request.sample], now)
-        self.commands.release(grant)
+        self.memory.release_grant(grant)
         self._admit_arrived(now)
 
     def transfer_failed(
@@ -229,13 +241,13 @@ class DecodeScheduler:
         refused: bool = False,
         full: bool = False,
     ) -> None:
-        """The writer has stopped without having finished, or has `refused` to begin because it is `full` or shuts down.
-        Nobody may be waiting any more.
+        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down. Stale
+        keys are ignored.
         """
         prompt = self.dispatcher.prefilling.get(key)
         self.counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
-            self.dispatcher.give_up(prompt, reason, tell=False)
+            self.dispatcher.give_up(prompt, reason, abort=False)
         self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
         if prompt is None:
             return
@@ -252,54 +264,55 @@ class DecodeScheduler:
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
     ) -> None:
-        """Prefill asks for room in a staging ring, has filled it or will not. One that asks for nonsense is refused."""
+        """Prefill requests a region of a staging ring, has written it, or will not write it. A request that breaks the
+        protocol fails its transfer.
+        """
         problem = self.dispatcher.staging.receive(instance, message, now)
         prompt = self.dispatcher.prefilling.get(message.part.key)
         if problem is not None and prompt is not None and prompt in self.dispatcher.of_peer(instance):
-            self.dispatcher.give_up(prompt, problem, tell=True)
+            self.dispatcher.give_up(prompt, problem, abort=True)
             self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
     def part_scattered(self, rank: int, part: StagePart) -> PrefillDone | None:
-        """A rank has scattered a staged part. The PrefillDone that has waited for it, when it was the last one."""
+        """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if this was the last part."""
         return self.dispatcher.staging.scattered(rank, part)
 
-    # -- the one door ------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, now: float) -> None:
-        """Let a request whose KV is here run: after its transfer, with or without PP, and after a retraction.
+        """Admit a request whose KV is in its pages. This is the only transition into READY.
 
-        This is the only edge into READY. What a running request needs it has by now: with HiSparse its hot buffer, with
-        all its rows where it is resident.
+        The request has all that it needs to run: with HiSparse its hot buffer, with all its rows if it is fully
+        resident.
         """
         request.lifecycle.advance(State.READY, now)
-        self.runs.ready.push(request)
+        self.run_queue.ready.push(request)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Everything that is due: deadlines, fences, memory for those that wait. Call once per loop turn."""
+        """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
         if self._peers_changed:
             self._end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self._end(request, error, now)
-        self.dispatcher.staging.due(now)
-        for quarantined in self.dispatcher.quarantine.take_due(now, scattering=self.dispatcher.staging.scattering):
+        for quarantined in self.dispatcher.take_released(now):
             self.pages.release(quarantined.grant)
             self._free_drained(quarantined.prompt, now)
         self._admit_arrived(now)
-        self._let_in(now)
-        while self.memory.call_in([*self.runs.ready, *self.runs.running]):
-            self._let_in(now)
+        self._allocate_waiting(now)
+        while self.memory.reclaim_lent([*self.run_queue.ready, *self.run_queue.running]):
+            self._allocate_waiting(now)
         self._reopen_hot(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
-        """The next decode step to give to the ranks; None when there is none to give, for now or at all."""
-        if not self.runs.may_give_step():
+        """The next decode step for the ranks, if one can start now."""
+        if not self.run_queue.may_start_step():
             return None
-        for request in self.runs.fill():
+        for request in self.run_queue.fill_batch():
             request.lifecycle.advance(State.RUNNING, now)
-        batch = self.runs.next_batch()
-        # one that lacks a page is left out until there is one
+        batch = self.run_queue.next_batch()
+        # a request without a page for its next row is left out of this step
         able = {
             request for request in batch if request.state is State.RUNNING and self.retracted.make_room(request, now)
         }
@@ -307,31 +320,33 @@ class DecodeScheduler:
         batch = [
             request
             for request in batch
-            if request in able and request.state is State.RUNNING and request is not self.runs.held_back
+            if request in able and request.state is State.RUNNING and request is not self.run_queue.paused
         ]
-        return self.runs.give(batch, self.commands.next(), self.hot) if batch else None
+        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot) if batch else None
 
     def step_done(self, command_id: int, tokens: list[TokenLogprob], now: float) -> None:
-        """The sampled token of each row. Those of requests that ended during the step are dropped."""
+        """Take the sampled token of each row. Tokens of requests that ended during the step are dropped."""
         self.counters["decode_steps"] += 1
-        for row, token in zip(self._take_step(command_id), tokens, strict=True):
+        for row, token in zip(self._finish_step(command_id), tokens, strict=True):
             if row.request.state is State.RUNNING:
                 self._accept_token(row.request, token, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
-        """The model could not run this step: its requests fail, the server goes on."""
+        """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
-        for row in self._take_step(command_id):
+        for row in self._finish_step(command_id):
             if row.request.state is State.RUNNING:
                 self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
 
     def command_done(self, command_id: int) -> None:
-        """All ranks have copied a page to another."""
-        self.commands.done(command_id)
+        """All ranks have completed a CopyPage."""
+        self.memory.command_done(command_id)
 
-    def copy_done(self, number: int, now: float) -> None:
-        """All ranks have made a copy beside the steps. Its request may have ended."""
+    def copy_done(self, number: int, seconds: float, now: float) -> None:
+        """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
         copy = self.memory.copy_done(number)
+        if copy.kind == "save":
+            self.retracted.rates.copied_pages.measured(copy.pages, seconds)
         request = copy.request
         if self.requests.get(request.rid) is not request:
             return
@@ -342,25 +357,30 @@ class DecodeScheduler:
             case "open":
                 self.admit(request, now)
             case "save":
-                pass  # it waits in line for pages
+                pass  # it waits for pages
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        effects = self._effects[:]
-        self._effects.clear()
-        return effects
+        return self._outbox.take_all()
 
-    # -- what can be seen --------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """No request anywhere, not even one that drains, and nothing under way."""
-        under_way = len(self.commands) or self.commands.resting or len(self.memory.copies)
-        return not (self.requests or self._draining or len(self.dispatcher.quarantine) or under_way)
+        """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
+        busy = self.requests or self._draining or len(self.dispatcher.quarantine)
+        return not busy and self.memory.idle
 
-    @property
-    def running(self) -> int:
-        return len(self.runs.running)
+    def gauges(self) -> dict[str, float]:
+        """Occupancy, for the metrics."""
+        return {
+            **self.memory.gauges(),
+            **self.dispatcher.staging.gauges(),
+            "running_requests": len(self.run_queue.running),
+            "fenced_pages": self.dispatcher.quarantine.pages,
+            "cached_pages": len(self.cache),
+            "saved_requests": len(self.retracted),
+        }
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in State if state is not State.FREED}
@@ -371,57 +391,58 @@ class DecodeScheduler:
     def load(self) -> Load:
         return Load(
             waiting_requests=len(self.dispatcher.queue),
-            running_requests=len(self.runs.running),
+            running_requests=len(self.run_queue.running),
             waiting_tokens=self.dispatcher.queue.tokens,
         )
 
     def check_integrity(self) -> None:
-        """Every page accounted for, every request in exactly the place its state says."""
+        """Raise unless every page is accounted for and every request is in exactly the queue of its state."""
         self.memory.check_integrity(self.requests, idle=self.idle)
         self.dispatcher.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
-            places = {
+            queued_as = {
                 State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
-                State.ARRIVED: request in self.runs.arrived or self._is_copied(request, "open"),
-                State.READY: request in self.runs.ready,
-                State.RUNNING: request in self.runs.running,
-                State.RETRACTED: request in self.retracted.line or self._is_copied(request, "load"),
+                State.ARRIVED: request in self.run_queue.arrived or self._is_copied(request, "open"),
+                State.READY: request in self.run_queue.ready,
+                State.RUNNING: request in self.run_queue.running,
+                State.RETRACTED: request in self.retracted.queue or self._is_copied(request, "load"),
             }
-            assert [state for state, there in places.items() if there] == [request.state], (request.rid, request.state)
+            found = [state for state, is_queued in queued_as.items() if is_queued]
+            assert found == [request.state], (request.rid, request.state)
 
     def _is_copied(self, request: Request, kind: CopyKind) -> bool:
         copy = self.memory.copies.of(request)
         return copy is not None and copy.kind == kind
 
-    # -- refusing ----------------------------------------------------------------------------------------------
+    # -- refusal -----------------------------------------------------------------------------------------------
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """Why this prompt is not let in. A call with several prompts is let in as a whole, if there is room for its
-        first one: with room for each alone, it would rarely find that for all at once.
+        """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
+        room for its first prompt: under load it would rarely have room for all of them.
         """
         if not self._accepting:
             return UnavailableError("the server is shutting down")
         prefill_tokens = self.dispatcher.peers.largest_prompt(submit.endpoint)
         error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
-        if error is not None or (submit.follows is not None and submit.follows == self._call):
+        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
             return error
         if len(self.dispatcher.queue) >= self.limits.max_queued_requests:
-            self._call = None
+            self._accepted_call = None
             return overloaded(self.limits.max_queued_requests, self.dispatcher.expected_wait_s(now))
-        self._call = submit.rid
+        self._accepted_call = submit.rid
         return None
 
     def _end_too_long(self, now: float) -> None:
-        """End those in the queue that none of the prefill servers there are now can hold."""
+        """End queued requests whose prompts none of the paired prefill servers can hold."""
         self._peers_changed = False
         for prompt in list(self.dispatcher.queue):
             most_tokens = self.dispatcher.peers.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
                 self._end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
 
-    # -- letting in --------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------
 
     def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
         self.counters["transfers"] += 1
@@ -432,68 +453,68 @@ class DecodeScheduler:
         self.retracted.rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
-        """A sample that has its own last prompt page gets what prefill wrote into the prompt's."""
+        """Copy the last page of the prompt to a sample that has its own."""
         full = prompt.tokens // self.limits.page_size
         if prompt.tokens % self.limits.page_size and request.pages[full] != grant.pages[full]:
-            self._effects.append(CopyPage(self.commands.next(), grant.pages[full], request.pages[full]))
+            self.memory.copy_page(grant.pages[full], request.pages[full])
 
-    def _let_in(self, now: float) -> None:
-        """Those that wait for pages: who had some before goes first, unless somebody of a higher priority waits. What
-        becomes free is for one that starves.
+    def _allocate_waiting(self, now: float) -> None:
+        """Give pages to waiting requests: first retracted ones, then prompts; of prompts only those of a higher
+        priority while a retracted request waits. While a running request lacks a page, the others get none.
         """
         if self._starving:
             return
         while self.memory.may_admit() and self.retracted.resume():
             pass
-        waits = self.retracted.line
-        above = waits.first.priority if len(waits) else None
-        for priority in self.dispatcher.dispatch(now, above=above, keep=self._growth()):
-            waits.passed_by(priority)
+        retracted = self.retracted.queue
+        above = retracted.first.priority if len(retracted) else None
+        for priority in self.dispatcher.dispatch(now, above=above, keep=self._pages_to_keep()):
+            retracted.passed_by(priority)
 
-    def _growth(self) -> int:
-        """Pages to be left for those that run, while enough wait for a place in the batch: one more of those would only
-        be retracted for them.
+    def _pages_to_keep(self) -> int:
+        """Pages to keep for running requests while enough requests are READY: a further request would only be
+        retracted when the running ones grow.
         """
-        if len(self.runs.ready) < READY_AHEAD or not len(self.dispatcher.queue):
+        if len(self.run_queue.ready) < READY_AHEAD or not len(self.dispatcher.queue):
             return 0
-        return sum(self.memory.growth(request) for request in self.runs.running)
+        return sum(self.memory.unreserved_growth(request) for request in self.run_queue.running)
 
     def _admit_arrived(self, now: float) -> None:
-        """In line; one that finds no hot buffer takes that of a request of a lower priority."""
-        self.runs.held_back = None
-        while len(self.runs.arrived):
-            request = self.runs.arrived.first
-            if not self.memory.may_admit() and not self.retracted.park_for(request, now):
+        """Admit ARRIVED requests in order. A request that finds no hot buffer takes that of a lower priority."""
+        self.run_queue.paused = None
+        while len(self.run_queue.arrived):
+            request = self.run_queue.arrived.first
+            if not self.memory.may_admit() and not self.retracted.free_hot_buffer_for(request, now):
                 return
-            self.runs.arrived.take(request)
+            self.run_queue.arrived.take(request)
             if self.memory.open_hot(request):
                 self.admit(request, now)
 
     def _reopen_hot(self, now: float) -> None:
-        """Take a request whose hot buffer cycles out of the batch, so that it comes back resident. The others go on
-        while its rows are copied.
+        """Take an evicting request out of the batch, so that it becomes fully resident. Others run while its rows are
+        copied.
         """
-        if len(self.runs.arrived):
-            return  # what room there is, is theirs
-        request = self.memory.to_reopen(self.runs.running, len(self.requests))
+        if len(self.run_queue.arrived):
+            return  # free hot pages are for them
+        request = self.memory.next_to_reopen(self.run_queue.running, len(self.requests))
         if request is None:
             return
         if request.in_flight:
-            self.runs.held_back = self.runs.held_back or request
+            self.run_queue.paused = self.run_queue.paused or request
             return
-        self.retracted.park(request, now)
+        self.retracted.take_hot_buffer(request, now)
         self._admit_arrived(now)
 
-    def _take_step(self, command_id: int) -> list[DecodeRow]:
-        rows = self.runs.take(command_id)
-        self.commands.done(command_id)
+    def _finish_step(self, command_id: int) -> list[DecodeRow]:
+        rows = self.run_queue.finish_step(command_id)
+        self.memory.command_done(command_id)
         return rows
 
     # -- retry -------------------------------------------------------------------------------------------------
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
-        """After an attempt that was lost, and may succeed another time: back to the head of the queue once, otherwise
-        the end, and the client may try again. Its pages are fenced already.
+        """After a failed attempt: queue the prompt again, once, at the head; otherwise fail with an error that allows
+        the client to retry. The pages are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
         if begun >= MAX_ATTEMPTS:
@@ -506,10 +527,10 @@ class DecodeScheduler:
         self._queue_again(prompt, now)
 
     def _refused(self, prompt: Prompt, now: float, *, full: bool) -> None:
-        """A prefill server is full or shutting down. That was no attempt: another may take it, or this one later. One
-        that is full is there, so its prompts wait as if they had not been sent.
+        """A prefill server is full or shutting down. A refusal is not counted as an attempt: another server may take
+        the prompt, or this one later. If the server is full, the prompt waits as if it had not been sent.
         """
-        assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused by nobody"
+        assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused without an attempt"
         self.dispatcher.peers.refused(prompt.attempt.instance, now)
         if not full and prompt.refused_since is None:
             prompt.refused_since = now
@@ -525,13 +546,13 @@ class DecodeScheduler:
             self._deadlines.watch(request)
         self.dispatcher.enqueue(prompt, now, again=True)
 
-    # -- tokens and endings ------------------------------------------------------------------------------------
+    # -- tokens and ends ---------------------------------------------------------------------------------------
 
     def _accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
         request.output_ids.append(token.token)
         self.counters["generation_tokens"] += 1
         logprobs = (token,) if request.logprobs is not None else ()
-        self._effects.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
+        self._outbox.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
         reason = request.finish_reason(self.eos_token_ids)
         if reason is not None:
             self._end(request, reason, now)
@@ -541,14 +562,14 @@ class DecodeScheduler:
             self._end(request, error, now)
 
     def _end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
-        """The one terminal event of a request. Its memory follows as soon as nobody can write it."""
+        """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
         match request.state:
-            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last takes it along
+            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
                 self.dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.ARRIVED if self._is_copied(request, "open"):
-                pass  # it is in no line
+                pass  # it is in no queue
             case State.ARRIVED | State.READY | State.RUNNING:
-                self.runs.remove(request)
+                self.run_queue.remove(request)
             case State.RETRACTED:
                 self.retracted.drop(request)
             case _:
@@ -561,14 +582,14 @@ class DecodeScheduler:
         request.lifecycle.advance(State.DRAINING, now)
         if isinstance(outcome, RequestError):
             self.counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
-            self._effects.append(SendToFrontend(failed(request.rid, outcome)))
+            self._outbox.append(SendToFrontend(failed(request.rid, outcome)))
         else:
             self.counters["requests_finished"] += 1
-            self._effects.append(SendToFrontend(finished(request, outcome, now)))
+            self._outbox.append(SendToFrontend(finished(request, outcome, now)))
         self._free_drained(request.prompt, now)
 
     def _free_drained(self, prompt: Prompt, now: float) -> None:
-        """Requests that have ended are gone for good once no page of their prompt can be written any more."""
+        """Free ended requests when no page of their prompt is in quarantine any more."""
         if prompt.quarantined == 0:
             for request in [request for request in prompt.members if request in self._draining]:
                 request.lifecycle.advance(State.FREED, now)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from ...configs.errors import UnavailableError
 from ...configs.words import counted
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
@@ -40,26 +39,22 @@ from ...transfer.protocol.messages import (
 )
 from ..decode.run_queue import DecodeRow
 from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import (
-    ConnectPeer,
-    CopyPage,
-    DropPages,
-    Effect,
-    LoadPages,
-    OpenHot,
-    ResizeHot,
-    SavePages,
-    SendToPeer,
-)
+from ..messages.effects import ConnectPeer, Effect, SendToPeer
 from ..messages.frontend import Cancel, FlushCache, Submit
 from ..messages.ranks import (
     CommandDone,
     CopyDone,
+    CopyPage,
+    DropPages,
     ExpectedChunk,
     HotCounters,
     KvVerified,
+    LoadPages,
+    OpenHot,
     PartScattered,
+    ResizeHot,
     RunStep,
+    SavePages,
     StepDone,
     VerifyKv,
 )
@@ -73,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _Verification:
-    """A transfer that prefill has finished, while the ranks compare what landed."""
+    """A transfer that prefill has finished, while the ranks verify its KV."""
 
     done: PrefillDone
     ranks: int = 0
@@ -81,7 +76,7 @@ class _Verification:
 
 
 class DecodeLoop(EngineLoop[DecodeScheduler]):
-    """Turns clients' requests into transfers and steps."""
+    """The engine loop with the events and effects of a decode server."""
 
     def __init__(
         self,
@@ -100,12 +95,10 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         self._hello = hello
         self._verify_kv = verify_kv
         self._verifying: dict[TransferKey, _Verification] = {}
-        self._saving: dict[int, int] = {}
-        """Pages of each SavePages under way, by the number of its copy."""
         self._hot_counters: dict[int, dict[str, float]] = {}
-        """What hot buffers have seen, by the first rank of each stage."""
+        """Totals of the hot buffers, by the first rank of each stage."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
-        """How many ranks have carried out an order or a copy."""
+        """How many ranks have completed a command or a copy."""
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
@@ -115,11 +108,13 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case Cancel(rid=rid, stopped=stopped):
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
-                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
-            case CommandDone():
-                self._order_done(event)
-            case CopyDone():
-                self._copy_done(event, now)
+                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
+            case CommandDone(command_id=command_id):
+                if self._all_done("command", command_id):
+                    scheduler.command_done(command_id)
+            case CopyDone(copy=copy, seconds=seconds):
+                if self._all_done("copy", copy):
+                    scheduler.copy_done(copy, seconds, now)
             case HotCounters(rank=rank, counters=counters):
                 self._hot_counters[rank] = counters
                 for name in counters:
@@ -130,7 +125,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case PartScattered(rank=rank, part=part):
                 done = scheduler.part_scattered(rank, part)
                 if done is not None:
-                    self._all_landed(done, now)
+                    self._all_arrived(done, now)
             case MessageReceived(
                 instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
             ):
@@ -144,7 +139,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 if not load.accepting:
                     scheduler.peer_leaving(instance, now)
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
-                assert endpoint is not None, "decode connects by endpoint"
+                assert endpoint is not None, "a decode server connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
                 capacity = layout.num_pages * layout.page_size
                 scheduler.peer_up(instance, endpoint, staged_regions(self._hello, welcome), capacity=capacity)
@@ -157,9 +152,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case SendFailed(message=KvDestination() as message, reason=reason):
                 scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
             case PeersUnreachable(reasons=reasons):
-                scheduler.dispatcher.peers.unreachable = reasons
+                scheduler.peers_unreachable(reasons)
             case PeerRefused() | SendFailed():
-                pass  # the control plane has logged it and shows it in its peers
+                pass  # logged by the control plane, and part of its peer status
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 
@@ -169,8 +164,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
             case PrefillDone():
-                if scheduler.dispatcher.written(message):
-                    self._all_landed(message, now)
+                if scheduler.prefill_written(message):
+                    self._all_arrived(message, now)
             case TransferFailed(key=key, reason=reason):
                 log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
                 scheduler.transfer_failed(
@@ -187,15 +182,15 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             case _:
                 raise TypeError(f"unexpected message from prefill: {message!r}")
 
-    def _all_landed(self, done: PrefillDone, now: float) -> None:
-        """Prefill has written everything, and what was staged is in its pages."""
+    def _all_arrived(self, done: PrefillDone, now: float) -> None:
+        """Prefill has written everything, and staged parts are in their pages."""
         if self._verify_kv:
             self._verify(done, now)
         else:
             self.scheduler.prefill_done(done, now)
 
     def _verify(self, done: PrefillDone, now: float) -> None:
-        """Have all ranks compare what landed with what was sent, unless nobody waits for it."""
+        """Have all ranks compare the KV that arrived with what was sent. Skipped if the transfer was given up."""
         prompt = self.scheduler.prompt_of(done.key)
         if prompt is None or prompt.attempt is None or prompt.grant is None:
             self.scheduler.prefill_done(done, now)
@@ -212,7 +207,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         if verification.ranks < self._world_size:
             return
         del self._verifying[report.key]
-        given_up = self.scheduler.prompt_of(report.key) is None  # its pages may have had other owners meanwhile
+        given_up = self.scheduler.prompt_of(report.key) is None  # others may have written its pages meanwhile
         if verification.problem is None or given_up:
             self.scheduler.prefill_done(verification.done, now)
         else:
@@ -225,28 +220,13 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
                 self._control.connect(endpoint, client=client)
-            case OpenHot() | ResizeHot() | PartScatter() | CopyPage() | LoadPages() | DropPages():
-                self._ranks.tell(effect)
-            case SavePages():
-                self._saving[effect.copy] = len(effect.pages)
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot() | PartScatter():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")
 
-    def _order_done(self, report: CommandDone) -> None:
-        if self._all_have("order", report.command_id):
-            self.scheduler.command_done(report.command_id)
-
-    def _copy_done(self, report: CopyDone, now: float) -> None:
-        if not self._all_have("copy", report.copy):
-            return
-        pages = self._saving.pop(report.copy, None)
-        if pages is not None:
-            self.scheduler.retracted.rates.copied_pages.measured(pages, report.seconds)
-        self.scheduler.copy_done(report.copy, now)
-
-    def _all_have(self, what: Literal["order", "copy"], number: int) -> bool:
-        """Note that another rank has carried this out; whether it was the last one."""
+    def _all_done(self, what: Literal["command", "copy"], number: int) -> bool:
+        """Count the report of one rank; returns whether it is the last."""
         self._done_by[what, number] += 1
         if self._done_by[what, number] < self._world_size:
             return False
@@ -263,20 +243,6 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
-    def _gauges(self) -> dict[str, float]:
-        hot = self.scheduler.hot
-        return {
-            **(hot.gauges() if hot is not None else {}),
-            **self.scheduler.dispatcher.staging.gauges(),
-            "running_requests": self.scheduler.running,
-            "fenced_pages": self.scheduler.dispatcher.quarantine.pages,
-            "cached_pages": len(self.scheduler.cache),
-            "saved_requests": len(self.scheduler.retracted),
-        }
-
-    def _give_up(self, reason: str, now: float) -> None:
-        self.scheduler.fail_all(UnavailableError(reason), now)
-
     def _answered(self) -> bool:
         return not self.scheduler.requests
 
@@ -285,7 +251,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
 
 
 def _step_row(row: DecodeRow) -> StepRow:
-    """What came before a token travels only where it counts: it would be most of the message."""
+    """The row as the ranks get it. It has prompt and output ids only for penalties: they would dominate the message."""
     request = row.request
     counts = request.sampling.counts_tokens
     return StepRow(

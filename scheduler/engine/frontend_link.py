@@ -1,4 +1,4 @@
-"""The leader's end of the socket to its front process: one thread, so that status flows while the model computes."""
+"""The leader's end of the socket to the frontend, on its own thread: status is sent while the engine loop is busy."""
 
 import contextlib
 import logging
@@ -19,10 +19,11 @@ STATUS_INTERVAL_S = 0.25
 
 
 class FrontendLink:
-    """Delivers the front's messages to `on_message` and sends ours in order. `send()` may be called from any thread.
+    """Delivers messages of the frontend to `on_message` and sends ours in order. `send()` may be called from any
+    thread.
 
-    `on_message` runs on the link's thread. Once `status` is set, a Status goes out four times a second, whether or not
-    the engine loop turns: that is how a stuck loop is noticed.
+    `on_message` runs on the link's thread. After `start_status`, a Status is sent four times a second, also while the
+    engine loop hangs: its `loop_age_s` shows that.
     """
 
     def __init__(self, address: str, on_message: Callable[[ToLeader], None]) -> None:
@@ -32,11 +33,11 @@ class FrontendLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup(self._context)
         self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(address,), name="front-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(address,), name="frontend-link", daemon=True)
         self._thread.start()
 
     def start_status(self, status: Callable[[], Status]) -> None:
-        """From now on report what `status` says; it is called on the link's thread."""
+        """Start to send what `status` returns; it is called on the link's thread."""
         self._status = status
 
     def send(self, *messages: ToFrontend) -> None:
@@ -85,10 +86,10 @@ class FrontendLink:
             try:
                 self._on_message(decoder.decode(socket.recv()))
             except msgspec.MsgspecError as error:
-                log.error("message from the front cannot be decoded: %s", error)
+                log.error("cannot decode a message of the frontend: %s", error)
 
     def _flush(self, socket: "zmq.Socket[bytes]", encoder: msgspec.msgpack.Encoder) -> bool:
-        """Send everything queued, at once; False once close() was reached."""
+        """Send everything queued in one message; False after close()."""
         batch: ToFrontendBatch = []
         closing = False
         with contextlib.suppress(queue.Empty):

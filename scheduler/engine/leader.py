@@ -1,8 +1,8 @@
-"""The leader engine process of a server: `python -m pdserve.scheduler.engine.leader`, started by the HTTP front.
+"""The leader process of a server: `python -m pdserve.scheduler.engine.leader`, started by the frontend.
 
-The first line on stdin is `{"config": {...}, "front": "ipc://..."}`; end of file there means that the front has gone,
-and ends this process. Threads: the engine loop (this one), rank 0, the control plane, the front link, with several
-ranks the hub to their processes, and on prefill a sender for each decode rank.
+The first line on stdin is `{"config": {...}, "front": "ipc://..."}`. End of file on stdin means that the frontend has
+exited; the leader exits too. Threads: the engine loop (main thread), rank 0, the control plane, the frontend link, with
+several ranks the hub to their processes, and on prefill a sender for each decode rank.
 """
 
 import json
@@ -46,7 +46,7 @@ from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupF
 from ..messages.ranks import RankFailed, RankReady
 from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
-from ..ranks.builder import STEP_SETTING, looks_ahead
+from ..ranks.builder import STEP_SETTING, uses_overlap
 from ..ranks.group import RankLostError, Ranks
 from .decode_loop import DecodeLoop
 from .frontend_link import FrontendLink
@@ -55,22 +55,22 @@ from .prefill_loop import NO_ROUTES, PrefillLoop
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread keeps the interpreter while another waits for it. Python's own 5 ms are a whole decode step."""
+"""How long a thread keeps the GIL while another waits for it. Python's default of 5 ms is a whole decode step."""
 CONTROL_STALL_S = 5.0
 MISSING_RANKS_S = 15.0
-"""How often the log says which ranks are waited for."""
+"""Interval of the log line about ranks that are not ready."""
 ORPHAN_GRACE_S = 3.0
 
 
 def main() -> int:
-    """Serve until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 when a rank was lost."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's: it drains us
+    """Serve until a Stop. Exit code: 0, 2 for a configuration that cannot work, 1 for a lost rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C and sends Stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     introduction = json.loads(sys.stdin.buffer.readline())
     config = parse_config(introduction["config"])
     configure_logging(config.log_level, config.role)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_watch_frontend, args=(inbox,), name="front-watch", daemon=True).start()
+    threading.Thread(target=_watch_frontend, args=(inbox,), name="frontend-watch", daemon=True).start()
     frontend = FrontendLink(introduction["front"], inbox.put)
     status, all_ended = 0, False
     try:
@@ -79,18 +79,18 @@ def main() -> int:
         frontend.send(StartupFailed(str(error)))
         status = 2
     except RankLostError as error:
-        log.error("the server ends: %s", error)
+        log.error("shutting down: %s", error)
         status = 1
     finally:
         frontend.close()
     if not all_ended:
         logging.shutdown()
-        os._exit(status)  # rank 0 may be in a long step, or stuck in a collective: a normal exit would wait for it
+        os._exit(status)  # a normal exit would wait for rank 0, which may be in a long step or stuck in a collective
     return status
 
 
 def _watch_frontend(inbox: "queue.SimpleQueue[object]") -> NoReturn:
-    """End with the front: stop the loop, and leave anyway if it does not turn (a long step, a start-up)."""
+    """Exit when the frontend exits: stop the loop, and exit anyway if it does not react (long step, start-up)."""
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
         pass
     inbox.put(Stop(drain_s=0))
@@ -99,7 +99,7 @@ def _watch_frontend(inbox: "queue.SimpleQueue[object]") -> NoReturn:
 
 
 class Leader:
-    """Builds a server's engine from its configuration, in the order in which things can fail, and runs it."""
+    """Builds the engine of a server from its configuration, the parts that can fail first, and runs it."""
 
     def __init__(self, config: AnyServerConfig, frontend: FrontendLink, inbox: "queue.SimpleQueue[object]") -> None:
         self._config = config
@@ -114,7 +114,7 @@ class Leader:
         self._ready: list[RankReady] = []
 
     def serve(self) -> bool:
-        """Run until stopped. Whether all that was started has ended."""
+        """Run until a Stop. Returns whether all ranks have ended."""
         try:
             self._ready = self._await_ranks()
             match self._config:
@@ -127,7 +127,7 @@ class Leader:
         return all_ended
 
     def _await_ranks(self) -> list[RankReady]:
-        """All ranks, loaded. Nothing but their reports and a Stop can come before the front knows that we serve."""
+        """Wait until all ranks are ready. Before Ready is sent, the inbox has only their reports and maybe a Stop."""
         ready: dict[int, RankReady] = {}
         while len(ready) < self._config.world_size:
             match self._next_report(ready):
@@ -146,11 +146,11 @@ class Leader:
                 return self._inbox.get(timeout=MISSING_RANKS_S)
             except queue.Empty:
                 missing = [rank for rank in range(self._config.world_size) if rank not in ready]
-                log.info("still loading, or not started yet: ranks %s", ", ".join(map(str, missing)))
+                log.info("waiting for ranks %s to load", ", ".join(map(str, missing)))
 
     @property
-    def _places(self) -> tuple[Rank, ...]:
-        return tuple(report.place for report in self._ready)
+    def _peer_infos(self) -> tuple[Rank, ...]:
+        return tuple(report.peer_info for report in self._ready)
 
     def _serve_decode(self, config: DecodeConfig) -> None:
         hello = Hello(
@@ -158,7 +158,7 @@ class Leader:
             instance=self._instance,
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
-            ranks=self._places,
+            ranks=self._peer_infos,
             enable_hisparse=config.enable_hisparse,
         )
         limits = DecodeLimits(
@@ -176,7 +176,7 @@ class Leader:
             prefix_cache=config.prefix_cache,
             hisparse=config.enable_hisparse,
             stages=config.pp,
-            overlap=looks_ahead(config),
+            overlap=uses_overlap(config),
         )
         scheduler = DecodeScheduler(
             limits,
@@ -207,7 +207,7 @@ class Leader:
         )
         for rank in hello.ranks:
             sessions = ", ".join(f"{session} ({transport})" for transport, session in _sessions(rank).items())
-            log.info("KV of rank %d arrives at %s", rank.rank, sessions)
+            log.info("rank %d receives KV at %s", rank.rank, sessions)
         for endpoint in config.prefill:
             control.connect(endpoint)
         try:
@@ -219,21 +219,21 @@ class Leader:
         first = self._ready[0]
         if first.hot_pages is None or first.hot_rows is None:
             return None
-        overlay = PoolOverlay.agreed([_overlay(report.place) for report in self._ready])
+        overlay = PoolOverlay.agreed([_overlay(report.peer_info) for report in self._ready])
         own_pages = min(report.hot_pages or 0 for report in self._ready) - overlay.covered
         return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, overlay=overlay)
 
     def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
-        """One for each rank, where they have rings."""
+        """One for each rank, if the ranks have staging rings."""
         return [
             StageReceiver(
-                place.rank,
-                StagingRing(place.ring.size_bytes, epoch=place.ring.epoch),
-                cell_bytes=cell_bytes(place.pools[0].layout),
+                rank.rank,
+                StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch),
+                cell_bytes=cell_bytes(rank.pools[0].layout),
                 quarantine_s=config.quarantine_s,
             )
-            for place in self._places
-            if place.ring is not None
+            for rank in self._peer_infos
+            if rank.ring is not None
         ]
 
     def _serve_prefill(self, config: PrefillConfig) -> None:
@@ -242,7 +242,7 @@ class Leader:
             instance=self._instance,
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
-            ranks=self._places,
+            ranks=self._peer_infos,
         )
         limits = PrefillLimits(
             page_size=config.page_size,
@@ -285,7 +285,7 @@ class Leader:
             routes = loop.routes if isinstance(loop, PrefillLoop) else {}
             problems = loop.problems()
             if control.progress_age_s() > CONTROL_STALL_S:
-                problems.append(f"the control thread has not turned for {control.progress_age_s():.0f} s")
+                problems.append(f"the control thread has made no progress for {control.progress_age_s():.0f} s")
             snapshot = loop.snapshot
             return Status(
                 gauges=dict(snapshot.gauges),
@@ -337,7 +337,7 @@ class Leader:
 
     @property
     def _step_limit(self) -> int:
-        """Most prompt tokens (prefill) or requests (decode) of one step."""
+        """The largest step, in prompt tokens (prefill) or requests (decode)."""
         return min(report.step_limit for report in self._ready)
 
     @property
@@ -346,12 +346,12 @@ class Leader:
 
     @property
     def _page_bytes(self) -> int:
-        """Of one page, on the rank that has most of it."""
-        return max(sum(pool.layout.page_bytes for pool in place.pools) for place in self._places)
+        """Size of a page on the rank where it is largest."""
+        return max(sum(pool.layout.page_bytes for pool in rank.pools) for rank in self._peer_infos)
 
 
 def _describe_transports(config: PrefillConfig, welcome: Welcome, hello: Hello) -> str | None:
-    """The first pair of ranks that the configured transport cannot connect."""
+    """Why the configured transport cannot connect a pair of ranks, if so."""
     for ours in welcome.ranks:
         for theirs in hello.ranks:
             problem = describe_transport_mismatch(config.transport, ours, theirs)
@@ -361,25 +361,25 @@ def _describe_transports(config: PrefillConfig, welcome: Welcome, hello: Hello) 
 
 
 def _sessions(rank: Rank) -> dict[str, str]:
-    """Where a decode rank receives, by transport."""
+    """The sessions at which a decode rank receives KV, by transport."""
     sessions = {"rdma": rank.rdma_session, "nvlink": rank.nvlink_session, "tcp": rank.session}
     return {transport: session for transport, session in sessions.items() if session is not None}
 
 
 def _overlay(rank: Rank) -> PoolOverlay:
-    """How a rank's pages of keys lie under its hot pages, which are as large as those in host memory."""
+    """How indexer keys and hot pages of a rank share memory. A hot page is as large as a page in host memory."""
     latent, keys = (pool.layout for pool in rank.pools)
     return PoolOverlay.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
 
 
 def _rank_info(report: RankReady) -> RankInfo:
-    layout = report.place.pools[0].layout
+    layout = report.peer_info.pools[0].layout
     return RankInfo(
         rank=report.rank,
         device=report.device,
         layers=(layout.layer_start, layout.layer_end),
         kv_heads=(layout.head_start, layout.head_end),
-        transports=tuple(_sessions(report.place)),
+        transports=tuple(_sessions(report.peer_info)),
     )
 
 

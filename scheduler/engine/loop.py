@@ -1,7 +1,7 @@
-"""The engine loop: takes what happened, lets the scheduler decide, tells the ranks what to do. One thread.
+"""The engine loop: takes events, calls the scheduler, performs its effects, sends steps to the ranks. One thread.
 
-Everything slow or blocking is elsewhere: sockets on the control and front threads, the model on the ranks. They put
-events into the inbox; this thread is the only one that touches the scheduler and the allocators.
+Everything slow or blocking runs on other threads: sockets on the control and frontend threads, the model on the ranks.
+They put events into the inbox. Only the loop's thread uses the scheduler and the allocators.
 """
 
 import abc
@@ -28,10 +28,10 @@ from .frontend_link import FrontendLink
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1
-"""How long an idle loop sleeps before it looks at the clock again; an event wakes it at once."""
+"""Longest sleep of an idle loop; an event wakes it at once."""
 EVENTS_S = 0.01
-"""How long events are handled before the ranks get their next step: hundreds of long prompts at once would keep them
-waiting for a second."""
+"""Longest time for events before the ranks get their next step: hundreds of long prompts at once would take a second.
+"""
 SNAPSHOT_INTERVAL_S = 0.2
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -40,17 +40,17 @@ SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What other threads may see of the engine: replaced as a whole, never changed."""
+    """State of the engine for other threads: replaced as a whole, never modified."""
 
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
     states: Mapping[str, int]
     taken_at: float
-    """Unix time, which the front shows to those who ask it."""
+    """Unix time."""
 
 
 class EngineLoop(abc.ABC, Generic[SchedulerT]):
-    """What the two roles share. `run()` returns when a Stop has been carried out."""
+    """The common part of both roles. `run()` returns after a Stop."""
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
         self._world_size = world_size
-        self._given: collections.deque[float] = collections.deque()
-        """When each step under way was given."""
+        self._step_starts: collections.deque[float] = collections.deque()
+        """When each step in flight was sent to the ranks."""
         self._lost: str | None = None
         self._step_seconds = 0.0
         self.turned_at = time.monotonic()
         self.snapshot = Snapshot({}, {}, {}, time.time())
         self.load = Load()
-        """What heartbeats tell our peers; replaced as a whole."""
+        """Sent to peers with heartbeats; replaced as a whole."""
         self._frontend = frontend
         self._inbox = inbox
         self._reports: collections.deque[Report] = collections.deque()
         self._others: collections.deque[object] = collections.deque()
-        """What was taken from the inbox and has not been handled."""
+        """Taken from the inbox, but not handled yet."""
         self._stop_at: float | None = None
-        self._gave_up = False
+        self._failed_all = False
         self._snapshot_at = 0.0
         self._checked_idle = False
         self._busy_at = 0.0
@@ -85,28 +85,28 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         self._leak: str | None = None
 
     def run(self) -> None:
-        """Raises RankLostError, after everybody has been answered, when a rank is lost."""
+        """Run until a Stop. If a rank is lost, fail all requests and raise RankLostError."""
         while not self._stopped():
             self._handle_events(IDLE_WAIT_S)
             if self._lost is not None:
                 self.scheduler.stop_accepting()
-                self._give_up(f"the server lost a rank: {self._lost}", time.monotonic())
-                self._carry_out()
+                self.scheduler.fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
+                self._perform_effects()
                 raise RankLostError(self._lost)
             self._turn()
-            self._publish(force=not self._given)
+            self._publish(force=not self._step_starts)
             self.turned_at = time.monotonic()
 
     def stalled_s(self) -> float:
-        """How long nothing has moved: the loop has not turned, or a step has been under way. Called from any thread."""
+        """Age of the last loop turn or of the oldest step in flight, whichever is older. Called from any thread."""
         try:
-            oldest = min(self._given[0], self.turned_at)
+            oldest = min(self._step_starts[0], self.turned_at)
         except IndexError:
             oldest = self.turned_at
         return time.monotonic() - oldest
 
     def problems(self) -> list[str]:
-        """What makes this server unhealthy, in words. Called from another thread."""
+        """Why this server is unhealthy, as text. Called from another thread."""
         found = [self._leak] if self._leak is not None else []
         if self._failed_steps >= FAILED_STEPS_UNTIL_UNHEALTHY:
             found.append(f"the last {self._failed_steps} model steps failed")
@@ -114,53 +114,45 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
 
     @abc.abstractmethod
     def _handle(self, event: object, now: float) -> None:
-        """Tell the scheduler about one event."""
+        """Pass one event to the scheduler."""
 
     @abc.abstractmethod
     def _perform(self, effect: Effect) -> None:
-        """Carry out one effect that is not for the front."""
+        """Perform one effect that is not for the frontend."""
 
     @abc.abstractmethod
     def _next_step(self, now: float) -> RunStep | None:
-        """The next step for the ranks, if there is one to give."""
+        """The next step for the ranks, if one can start now."""
 
     @abc.abstractmethod
     def _step_done(self, done: StepDone, now: float) -> None:
-        """Tell the scheduler how a step has ended."""
-
-    @abc.abstractmethod
-    def _gauges(self) -> dict[str, float]:
-        """Numbers of this role for the snapshot."""
-
-    @abc.abstractmethod
-    def _give_up(self, reason: str, now: float) -> None:
-        """End every request with this answer."""
+        """Pass the result of a step to the scheduler."""
 
     @abc.abstractmethod
     def _answered(self) -> bool:
-        """Every client and peer has its terminal answer."""
+        """Whether every request has its terminal message."""
 
     @abc.abstractmethod
     def _writes(self) -> bool:
-        """Something is being written into the memory of peers, who are told when that has ended."""
+        """Whether writes to peers are in flight, whose end the peers wait for."""
 
     def _turn(self) -> None:
         now = time.monotonic()
         self.scheduler.advance(now)
-        self._carry_out()
+        self._perform_effects()
         while (step := self._next_step(now)) is not None:
-            self._carry_out()  # pages that were retracted are saved before somebody else writes them
-            self._given.append(now)
+            self._perform_effects()  # pages of retracted requests are saved before this step writes them
+            self._step_starts.append(now)
             self._ranks.tell(step)
-        self._carry_out()
+        self._perform_effects()
         if not self.scheduler.idle:
             self._checked_idle, self._busy_at = False, now
         elif not self._checked_idle and now - self._busy_at >= IDLE_WAIT_S:
             self._check_idle()
 
     def _handle_events(self, wait_s: float) -> None:
-        """What is in the inbox, for EVENTS_S at most; waits up to `wait_s` for the first. One bad event does not stop
-        the others.
+        """Handle the events in the inbox, for EVENTS_S at most; wait up to `wait_s` for the first. An event that raises
+        does not stop the others.
         """
         event = self._next_event(wait_s)
         ends_at = time.monotonic() + EVENTS_S
@@ -180,14 +172,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
                     case _:
                         self._handle(event, time.monotonic())
             except Exception:
-                log.exception("event %s", type(event).__name__)
+                log.exception("error while handling event %s", type(event).__name__)
                 self.scheduler.counters["event_errors"] += 1
-            self._carry_out()
+            self._perform_effects()
             event = self._next_event(0.0) if time.monotonic() < ends_at else None
 
     def _next_event(self, wait_s: float) -> object | None:
-        """The next one to handle: what ranks report before what peers and clients say, a burst of which would otherwise
-        stand between a step that is done and the next one.
+        """The next event. Reports of ranks come before events of peers and clients, so that a burst of those does not
+        delay the next step.
         """
         with contextlib.suppress(queue.Empty):
             event = self._inbox.get(timeout=0.0 if self._reports or self._others else wait_s)
@@ -200,7 +192,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         waiting = self._reports or self._others
         return waiting.popleft() if waiting else None
 
-    def _carry_out(self) -> None:
+    def _perform_effects(self) -> None:
         to_frontend: ToFrontendBatch = []
         for effect in self.scheduler.take_effects():
             if isinstance(effect, SendToFrontend):
@@ -220,20 +212,20 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         now = time.monotonic()
         if now < self._stop_at:
             return self._answered()
-        if not self._gave_up:
-            self._gave_up = True
-            self._give_up("the server was shut down before the request was done", now)
-            self._carry_out()
+        if not self._failed_all:
+            self._failed_all = True
+            self.scheduler.fail_all("the server was shut down before the request was done", now)
+            self._perform_effects()
         return not self._writes() or now >= self._stop_at + LAST_WRITES_S
 
     def _take_step(self, done: StepDone, now: float) -> None:
-        self._step_seconds = now - self._given.popleft()
+        self._step_seconds = now - self._step_starts.popleft()
         self._failed_steps = 0 if done.error is None else self._failed_steps + 1
         self._step_done(done, now)
 
     def _check_idle(self) -> None:
-        """With nothing to do, every page must be home, and every table of the ranks sound. Looked at once, and not in
-        the moment between two requests: the check takes milliseconds, which the second would wait for.
+        """Check that every page is free and that the tables of the ranks are consistent. Runs once per idle period, and
+        only after IDLE_WAIT_S: it takes milliseconds, which would delay the next request.
         """
         self._checked_idle = True
         self._leak = None
@@ -257,7 +249,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             gauges = {"kv_pages": pages.num_pages, "kv_pages_held": pages.held, "kv_pages_available": pages.available}
             busy = {f"rank_{rank}_busy_seconds": busy_s for rank, busy_s in self._ranks.busy_seconds().items()}
             self.snapshot = Snapshot(
-                gauges={**gauges, **busy, "last_step_seconds": self._step_seconds, **self._gauges()},
+                gauges={**gauges, **busy, "last_step_seconds": self._step_seconds, **self.scheduler.gauges()},
                 counters=dict(self.scheduler.counters),
                 states=self.scheduler.state_counts(),
                 taken_at=time.time(),

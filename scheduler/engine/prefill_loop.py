@@ -36,9 +36,18 @@ from ...transfer.protocol.messages import (
     Welcome,
 )
 from ...transfer.protocol.wire import WireError
-from ..messages.effects import CancelChunks, Effect, SendToPeer
+from ..messages.effects import Effect, SendToPeer
 from ..messages.frontend import FlushCache
-from ..messages.ranks import ChunkReport, ClosePeer, OpenPeer, PartReport, PeerRoutes, RunStep, StepDone, WriteChunk
+from ..messages.ranks import (
+    CancelChunks,
+    ChunkReport,
+    ClosePeer,
+    OpenPeer,
+    PartReport,
+    PeerRoutes,
+    RunStep,
+    StepDone,
+)
 from ..messages.step import Draw, StepRow
 from ..prefill.request import PageSpace, PrefillRow
 from ..prefill.scheduler import PrefillScheduler
@@ -52,7 +61,7 @@ _ChunkRef = tuple[InstanceId, TransferKey, int]
 
 
 class KvRoutes(NamedTuple):
-    """How KV of each pool goes to a decode server, and which transports do not work and why."""
+    """The transport of each pool to a decode server, and why other transports do not work."""
 
     transports: dict[str, str]
     unusable: dict[str, str]
@@ -62,7 +71,7 @@ NO_ROUTES = KvRoutes({}, {})
 
 
 class PrefillLoop(EngineLoop[PrefillScheduler]):
-    """Turns decode's requests into chunks of KV and sends them while the next ones compute."""
+    """The engine loop with the events and effects of a prefill server."""
 
     def __init__(
         self,
@@ -79,17 +88,17 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         self._control = control
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
-        """To each decode server. Read by another thread."""
+        """By decode server. Read by another thread."""
         self._open: set[InstanceId] = set()
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
-        """Chunks that some ranks have written, and others have not."""
+        """Reports of the chunks that some ranks have written, but not all."""
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
             case FlushCache():
-                log.info("prefix cache flushed: %s", counted(scheduler.cache.flush(), "page"))
+                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
                 scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
             case MessageReceived(instance=instance, message=Abort() as message):
@@ -97,7 +106,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
             case PeerRoutes(instance=instance, transports=transports, unusable=unusable):
-                if instance in self._open:  # a rank may say so late
+                if instance in self._open:  # the report may come after ClosePeer
                     known = self.routes.get(instance, NO_ROUTES)
                     self.routes[instance] = KvRoutes(known.transports | transports, known.unusable | unusable)
             case ChunkReport(written=written):
@@ -123,7 +132,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case LoadReported() | PeerRefused() | SendFailed():
-                pass  # nothing to decide; the control plane logs what is wrong
+                pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 
@@ -131,15 +140,13 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._send(instance, message, arrays)
-            case ChunkWrite():
-                self._ranks.tell(WriteChunk(effect))
-            case CancelChunks() | PartWrite():
+            case ChunkWrite() | CancelChunks() | PartWrite():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
 
     def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
-        """An answer that is too large to be sent fails its transfer; nothing else of ours has no bound."""
+        """Send a message. A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
         try:
             self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
         except WireError as error:
@@ -151,7 +158,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
 
     def _chunk_written(self, part: ChunkWritten, now: float) -> None:
-        """A chunk has ended when all ranks have written their parts of it, or failed to."""
+        """A chunk has ended when all ranks have reported the end of their parts."""
         ref = (part.instance, part.key, part.token_start)
         parts = self._parts.setdefault(ref, [])
         parts.append(part)
@@ -170,35 +177,23 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
-    def _gauges(self) -> dict[str, float]:
-        load = self.scheduler.load()
-        return {
-            "waiting_requests": load.waiting_requests,
-            "running_requests": load.running_requests,
-            "waiting_tokens": load.waiting_tokens,
-            "cached_pages": len(self.scheduler.cache),
-            "staging_parts": self.scheduler.staging.parts,
-        }
-
-    def _give_up(self, reason: str, now: float) -> None:
-        self.scheduler.fail_all(reason, now)
-
     def _answered(self) -> bool:
         return self.scheduler.idle
 
     def _writes(self) -> bool:
-        return bool(self.scheduler.transfers)
+        return bool(self.scheduler.requests)
 
 
 def step_row(row: PrefillRow) -> StepRow:
-    """What the ranks get of a slice. The whole prompt travels only where it counts: it would be most of the message.
+    """The row as the ranks get it. It has the whole prompt only for penalties and prompt log-probabilities: it would be
+    most of the message.
 
-    Of the ids decode sent, the last `output_tokens` are output already: they count as such for penalties.
+    The last `output_tokens` of the ids that decode sent are output: they count as such for penalties.
     """
-    ids, wanted = row.transfer.prompt, row.transfer.destination
-    outputs = wanted.output_tokens
-    scored_from = wanted.logprobs.start if wanted.logprobs is not None and not outputs else None
-    counts = row.last and wanted.sampling.counts_tokens
+    ids, destination = row.request.prompt, row.request.destination
+    outputs = destination.output_tokens
+    scored_from = destination.logprobs.start if destination.logprobs is not None and not outputs else None
+    counts = row.last and destination.sampling.counts_tokens
     output = ids[len(ids) - outputs :] if counts else ()
     return StepRow(
         token_ids=ids[row.start : row.end],
@@ -206,13 +201,13 @@ def step_row(row: PrefillRow) -> StepRow:
         pages=row.pages,
         draws=tuple(Draw(sampling, outputs, output) for sampling in row.samplings()),
         prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
-        top_logprobs=wanted.logprobs.top if wanted.logprobs is not None else None,
+        top_logprobs=destination.logprobs.top if destination.logprobs is not None else None,
         prompt_logprobs_from=scored_from,
     )
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:
-    """What all ranks did for one chunk."""
+    """The reports of all ranks for one chunk as one."""
     failed = [part for part in parts if not part.ok]
     first = parts[0]
     return ChunkWritten(

@@ -1,4 +1,4 @@
-"""Everything the schedulers count, by the name it has in /metrics: there from the start, at zero."""
+"""The counters of the schedulers, by their names in /metrics. All exist from the start, with value 0."""
 
 DECODE_COUNTERS = (
     "requests",

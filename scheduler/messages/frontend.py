@@ -1,8 +1,8 @@
-"""Messages between a server's HTTP front process and its leader engine process (one local ZMQ PAIR).
+"""Messages between the frontend (the HTTP process) and the leader process of a server (one local ZMQ PAIR).
 
-The front speaks text and HTTP, the leader token ids. Every Submit is answered by exactly one terminal message,
-`Finished` or `Failed`, whatever happens in between. To the front they travel in batches: a decode step has a message
-for each of its requests, and to send them one by one costs more than what is in them.
+The frontend handles text and HTTP, the leader token ids. Every request of a Submit gets exactly one terminal message,
+`Finished` or `Failed`. Messages to the frontend are sent in batches: a decode step has one for each of its requests,
+and single sends would cost more than the content.
 """
 
 from typing import Literal
@@ -13,16 +13,16 @@ from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 
 
 class FrontendMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base; the tag is the class name."""
+    """Base of all messages; the tag is the class name."""
 
 
 class Submit(FrontendMessage, frozen=True):
-    """Generate for this prompt (decode). `endpoint` pins the prefill server: HOST:PORT of its control port.
+    """Generate for this prompt (decode). `endpoint` selects the prefill server: HOST:PORT of its control port.
 
-    Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: one prefill, one transfer, and
-    a request of its own from then on, with its own tokens and its own terminal message. The request with the higher
-    `priority` is served first. `client` is the address that the request came from. `follows` is the rid of the first
-    prompt of a call with several, which come one after another: where that was let in, so are the others.
+    Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: they share prefill and
+    transfer, and are separate requests after that, each with its own terminal message. A higher `priority` is served
+    first. `client` is the address of the HTTP client. A call with several prompts sends one Submit each, in a row;
+    `follows` is the rid of the first one. If the first was accepted, the others are accepted too.
     """
 
     rid: str
@@ -39,9 +39,9 @@ class Submit(FrontendMessage, frozen=True):
 
 
 class Cancel(FrontendMessage, frozen=True):
-    """End a request; a no-op when it has ended. It is answered with `Failed` (aborted).
+    """End a request with `Failed` (aborted); ignored if it has ended.
 
-    With `stopped`, the front has found a stop string: the request is complete, and the answer is `Finished`.
+    With `stopped`, the frontend has found a stop string: the request ends with `Finished`.
     """
 
     rid: str
@@ -49,17 +49,17 @@ class Cancel(FrontendMessage, frozen=True):
 
 
 class FlushCache(FrontendMessage, frozen=True):
-    """Forget all cached prefixes that no request uses."""
+    """Drop all cached prefixes that no request uses."""
 
 
 class Stop(FrontendMessage, frozen=True):
-    """Refuse new work, finish or fail what runs within `drain_s`, then exit."""
+    """Refuse new requests, wait up to `drain_s` for open ones, fail the rest, then exit."""
 
     drain_s: float
 
 
 class ModelInfo(FrontendMessage, frozen=True):
-    """What the front needs to know of the loaded model to validate requests."""
+    """What the frontend needs to know about the model to validate requests."""
 
     name: str
     path: str
@@ -73,7 +73,7 @@ class ModelInfo(FrontendMessage, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank: which layers and KV heads it holds (half-open), and over what it can be written to (decode)."""
+    """One rank: its layers and KV heads (half-open), and the transports on which it receives KV (decode)."""
 
     rank: int
     device: str
@@ -83,7 +83,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class Ready(FrontendMessage, frozen=True):
-    """The leader serves. `max_total_tokens` is the longest prompt + output that fits the KV pool."""
+    """The leader accepts requests. `max_total_tokens` is the longest prompt + output that fits the KV pool."""
 
     model: ModelInfo
     instance: str
@@ -92,17 +92,17 @@ class Ready(FrontendMessage, frozen=True):
     max_total_tokens: int
     ranks: tuple[RankInfo, ...] = ()
     chosen: dict[str, int] = {}
-    """Settings that were left open, as they were chosen."""
+    """Settings that were chosen automatically, with their values."""
 
 
 class StartupFailed(FrontendMessage, frozen=True):
-    """The leader cannot start and is about to exit with code 2."""
+    """The leader cannot start and exits with code 2."""
 
     message: str
 
 
 class Tokens(FrontendMessage, frozen=True):
-    """New output tokens of one request, in order, with their log-probabilities where the request wants them."""
+    """New output tokens of one request, in order, with their log-probabilities if requested."""
 
     rid: str
     token_ids: tuple[int, ...]
@@ -110,9 +110,10 @@ class Tokens(FrontendMessage, frozen=True):
 
 
 class Prefilled(FrontendMessage, frozen=True):
-    """The prompt has been computed; comes before the first Tokens.
+    """The prompt has been computed; sent before the first Tokens.
 
-    So much of it was cached. Its log-probabilities, from `LogprobParams.start` on, are there if the request wants them.
+    `cached_tokens` of it were in the prefix cache of prefill. `input_logprobs` start at `LogprobParams.start`, if
+    requested.
     """
 
     rid: str
@@ -121,7 +122,9 @@ class Prefilled(FrontendMessage, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True):
-    """`stop` names the token that ended it (`matched`; the front knows a stop string), `length` the limit reached."""
+    """`stop` has the token that ended the request (`matched`), unless the frontend found a stop string; `length` has
+    the limit.
+    """
 
     type: Literal["stop", "length"]
     matched: int | None = None
@@ -140,7 +143,7 @@ class Finished(FrontendMessage, frozen=True):
 
 
 class Failed(FrontendMessage, frozen=True):
-    """Terminal: the request ended without (all of) its result; `status` is the HTTP status, `code` its error's code."""
+    """Terminal: the request has failed. `status` is the HTTP status, `code` the error code."""
 
     rid: str
     status: int
@@ -150,7 +153,7 @@ class Failed(FrontendMessage, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """One peer server as this leader sees it."""
+    """The connection to one peer server."""
 
     endpoint: str
     state: Literal["connecting", "paired", "refused", "lost"]
@@ -158,16 +161,16 @@ class PeerStatus(msgspec.Struct, frozen=True):
     detail: str | None = None
     round_trip_ms: float | None = None
     transports: dict[str, str] = {}
-    """How KV of each pool goes there (prefill)."""
+    """The transport of each pool (prefill)."""
     unusable_transports: dict[str, str] = {}
-    """Those that should work between the two servers and do not, and why (prefill)."""
+    """Transports that should work between the two servers but do not, and why (prefill)."""
 
 
 class Status(FrontendMessage, frozen=True):
-    """The leader's gauges and counters by metric name, its peers, and how many requests are in each state.
+    """Gauges and counters of the leader by metric name, its peers, and the number of requests in each state.
 
-    Sent a few times a second. `loop_age_s` is how long ago the engine loop last turned; `problems` make it unhealthy.
-    `taken_at` is the Unix time of gauges, counters and states.
+    Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop; `problems` make the server
+    unhealthy. `taken_at` is the Unix time of gauges, counters and states.
     """
 
     gauges: dict[str, float]
@@ -182,4 +185,4 @@ class Status(FrontendMessage, frozen=True):
 ToLeader = Submit | Cancel | FlushCache | Stop
 ToFrontend = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
 ToFrontendBatch = list[ToFrontend]
-"""What one message on the socket holds, in order."""
+"""The content of one ZMQ message, in order."""

@@ -1,7 +1,6 @@
-"""The life of a request as data: states, the transitions that exist, and the time spent in each.
+"""The states of a request on each server, the legal transitions, and the time spent in each state.
 
-A decode server walks `REQUEST` (design: one door into the run queue, `admit()`, is the only edge into READY), a prefill
-server walks `TRANSFER`. Both are plain tables: what is not listed cannot happen, and raises.
+A transition that is not in the table raises. On decode, `DecodeScheduler.admit()` is the only transition into READY.
 """
 
 import enum
@@ -15,27 +14,27 @@ class State(enum.Enum):
     """A request on a decode server."""
 
     QUEUED = "queued"  # waits for memory and for a prefill server
-    RESERVED = "reserved"  # owns its pages
-    PREFILLING = "prefilling"  # a prefill server knows the pages and may write them at any time
-    ARRIVED = "arrived"  # all KV and at least the first token are here; waits for what it needs beside its pages
+    RESERVED = "reserved"  # has its pages
+    PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
+    ARRIVED = "arrived"  # all KV and the first token have arrived; waits for a hot buffer (HiSparse)
     READY = "ready"  # admitted; waits for a place in the batch
     RUNNING = "running"  # in the decode batch
-    RETRACTED = "retracted"  # gave its device memory up; keeps its tokens
-    DRAINING = "draining"  # the client has its answer; pages wait until nobody can write them
+    RETRACTED = "retracted"  # has no pages; keeps its tokens
+    DRAINING = "draining"  # the terminal message was sent; pages may be in quarantine
     FREED = "freed"
 
 
-class TransferState(enum.Enum):
+class PrefillState(enum.Enum):
     """A request on a prefill server."""
 
-    WAITING = "waiting"  # queued for pages
-    COMPUTING = "computing"  # owns pages; chunks are computed, and sent as they are ready
-    SENDING = "sending"  # all computed; the last writes are on their way
-    CLOSING = "closing"  # failed or aborted; waits for its writes to stop
+    WAITING = "waiting"  # waits for pages
+    COMPUTING = "computing"  # has pages; chunks are computed, and sent when they are ready
+    SENDING = "sending"  # all computed; the last writes are in flight
+    CLOSING = "closing"  # failed or aborted; waits for its writes to end
     CLOSED = "closed"
 
 
-REQUEST: Mapping[State, frozenset[State]] = {
+DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
     State.RESERVED: frozenset({State.PREFILLING}),
     State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
@@ -47,24 +46,24 @@ REQUEST: Mapping[State, frozenset[State]] = {
     State.FREED: frozenset(),
 }
 
-TRANSFER: Mapping[TransferState, frozenset[TransferState]] = {
-    TransferState.WAITING: frozenset({TransferState.COMPUTING, TransferState.CLOSING}),
-    TransferState.COMPUTING: frozenset({TransferState.SENDING, TransferState.CLOSING}),
-    TransferState.SENDING: frozenset({TransferState.CLOSING, TransferState.CLOSED}),
-    TransferState.CLOSING: frozenset({TransferState.CLOSED}),
-    TransferState.CLOSED: frozenset(),
+PREFILL_TRANSITIONS: Mapping[PrefillState, frozenset[PrefillState]] = {
+    PrefillState.WAITING: frozenset({PrefillState.COMPUTING, PrefillState.CLOSING}),
+    PrefillState.COMPUTING: frozenset({PrefillState.SENDING, PrefillState.CLOSING}),
+    PrefillState.SENDING: frozenset({PrefillState.CLOSING, PrefillState.CLOSED}),
+    PrefillState.CLOSING: frozenset({PrefillState.CLOSED}),
+    PrefillState.CLOSED: frozenset(),
 }
 
 
 class IllegalTransitionError(PdserveError):
-    """A transition that the table does not have: a bug in the scheduler."""
+    """A transition that is not in the table: a bug in the scheduler."""
 
 
 S = TypeVar("S", bound=enum.Enum)
 
 
 class Lifecycle(Generic[S]):
-    """Where one request is, since when, and how long it stayed in each state before."""
+    """The state of one request, since when, and the time spent in each state."""
 
     def __init__(self, table: Mapping[S, frozenset[S]], first: S, now: float) -> None:
         self._table = table

@@ -1,20 +1,23 @@
-"""What the leader tells its ranks and what they report. Steps and page copies are carried out in the order of telling.
+"""Commands from the leader to its ranks, and the reports of the ranks.
 
-Rank 0 is a thread of the leader and gets these objects as they are; the others are processes, and get them as msgpack,
-steps as SentStep.
+Ranks run compute commands in order. Those with a `command_id` are acknowledged (StepDone, CommandDone); those without
+are complete when the next one with a `command_id` is. A command with a `copy` number starts in that order and then runs
+beside the steps, until CopyDone (`decode/memory/background_copies.py`).
+
+Rank 0 is a thread of the leader and gets these objects. The other ranks are processes and get them as msgpack, steps as
+SentStep.
 """
 
 import msgspec
 
-from ...memory.index_spaces import KvPage
+from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ...transfer.protocol.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
-from .effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from .step import StepResult, StepRow
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Base of what the leader tells its ranks, beside the page effects of a scheduler."""
+    """Base of the commands; the tag is the class name."""
 
 
 class RunStep(Command, frozen=True):
@@ -25,7 +28,7 @@ class RunStep(Command, frozen=True):
 
 
 class SentRow(msgspec.Struct, array_like=True, frozen=True):
-    """A row without its pages: those are in a table of the rank, `kept` so far, and after them `new_pages`."""
+    """A row without its pages. The rank has the first `kept` of them in its page table `table`; `new_pages` follow."""
 
     row: StepRow
     table: int
@@ -34,17 +37,68 @@ class SentRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentStep(Command, frozen=True):
-    """RunStep as rank processes get it: page_tables.py makes one of the other. Tables in `forgotten` will not come up
-    again.
-    """
+    """RunStep as rank processes get it; `ranks/page_tables.py` converts. Tables in `forgotten` are not used again."""
 
     command_id: int
     rows: tuple[SentRow, ...]
     forgotten: tuple[int, ...]
 
 
+class CopyPage(Command, frozen=True):
+    """Copy the last page of a prompt to that of a sample, in order with the steps. Reported as CommandDone."""
+
+    command_id: int
+    source: KvPage
+    destination: KvPage
+
+
+class SavePages(Command, frozen=True):
+    """Copy these pages to host memory under this rid (retraction). Reported as CopyDone, by every rank."""
+
+    copy: int
+    rid: str
+    pages: tuple[KvPage, ...]
+
+
+class LoadPages(Command, frozen=True):
+    """Copy what was saved under this rid to these pages, and drop it. Reported as CopyDone, by every rank."""
+
+    copy: int
+    rid: str
+    pages: tuple[KvPage, ...]
+
+
+class DropPages(Command, frozen=True):
+    """Drop what was saved under this rid, after the copy to host memory has ended."""
+
+    rid: str
+
+
+class OpenHot(Command, frozen=True):
+    """Set up the hot buffer of a request that is admitted (HiSparse).
+
+    The rows of its first `tokens` tokens are in host memory, in `pages`. If they fit into `capacity`, they are copied;
+    `copy` is the number of that copy. Reported as CopyDone, by every rank.
+    """
+
+    copy: int | None
+    slot: RequestSlot
+    hot_pages: tuple[HotPage, ...]
+    pages: tuple[KvPage, ...]
+    tokens: int
+    capacity: int
+
+
+class ResizeHot(Command, frozen=True):
+    """Change the pages and the capacity of a hot buffer."""
+
+    slot: RequestSlot
+    hot_pages: tuple[HotPage, ...]
+    capacity: int
+
+
 class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens [token_start, token_end) of a transfer and the checksum that each decode rank should find."""
+    """Tokens [token_start, token_end) of a transfer, and the expected checksum on each decode rank."""
 
     token_start: int
     token_end: int
@@ -52,7 +106,7 @@ class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class VerifyKv(Command, frozen=True):
-    """Compare what landed in `pages` with what was sent. Reported as KvVerified, by every rank."""
+    """Compare the KV that arrived in `pages` with what was sent. Reported as KvVerified, by every rank."""
 
     key: TransferKey
     pages: list[KvPage]
@@ -60,60 +114,65 @@ class VerifyKv(Command, frozen=True):
 
 
 class CheckCache(Command, frozen=True):
-    """The server is idle: see whether the tables of the cache are sound. Reported as CacheChecked, by every rank."""
+    """Check the tables of the cache; sent when the server is idle. Reported as CacheChecked, by every rank."""
 
 
 class OpenPeer(Command, frozen=True):
-    """A decode server paired: KV may be written to its ranks (prefill). `welcome` has the layouts of our own."""
+    """A decode server paired: KV may be written to its ranks (prefill). `welcome` has our own layouts."""
 
     hello: Hello
     welcome: Welcome
 
 
 class ClosePeer(Command, frozen=True):
-    """A decode server is gone (prefill)."""
+    """The connection to a decode server is closed (prefill)."""
 
     instance: InstanceId
 
 
-class WriteChunk(Command, frozen=True):
-    """Write this rank's part of a chunk that is computed (prefill). Reported as ChunkReport, by every rank."""
+class CancelChunks(Command, frozen=True):
+    """Stop writing for this transfer (prefill). Each chunk in flight still reports its end."""
 
-    chunk: ChunkWrite
+    instance: InstanceId
+    key: TransferKey
 
 
 class LeaderAlive(Command, frozen=True):
-    """Sent now and then: a rank on another machine that hears nothing ends."""
+    """Heartbeat: a rank on another machine exits when it gets nothing for LEADER_SILENCE_S."""
 
 
 class StopRank(Command, frozen=True):
-    """End this rank."""
+    """Exit."""
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-InlineCommand = PageCommand | OpenHot | ResizeHot | VerifyKv | CheckCache | StopRank
+HotCommand = OpenHot | ResizeHot
+InlineCommand = PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
-"""Carried out by the thread that computes, in order."""
+"""Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
-"""For one rank, that which writes the part or takes it."""
-TransferCommand = OpenPeer | ClosePeer | WriteChunk | CancelChunks | PartCommand
-"""About KV that is complete: carried out at once, in order among themselves."""
+"""For one rank: the one that writes the part, or the one that receives it."""
+TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand
+"""About KV that is complete: run at once, in order among themselves, without waiting for steps. A ChunkWrite is for all
+ranks, each of which writes its part and reports a ChunkReport.
+"""
 RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
-"""What travels to rank processes."""
+"""What is sent to rank processes."""
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Base of what ranks report."""
+    """Base of the reports; the tag is the class name."""
 
     rank: int
 
 
 class RankReady(Report, frozen=True):
-    """Loaded, with its KV in place. `place` is what peers need to know of it; `hot_pages` there are with HiSparse.
-    `step_limit` is the most that a step may hold: prompt tokens on prefill, requests on decode.
+    """The weights are loaded and the KV cache exists. `peer_info` is what Hello and Welcome tell peers about this rank.
+    `step_limit` is the largest step: in prompt tokens on prefill, in requests on decode. The `hot_` fields are set with
+    HiSparse.
     """
 
-    place: Rank
+    peer_info: Rank
     num_pages: int
     step_limit: int
     dtype: str
@@ -123,14 +182,14 @@ class RankReady(Report, frozen=True):
 
 
 class RankFailed(Report, frozen=True):
-    """The rank cannot start or go on; `startup` when the user can mend it."""
+    """The rank cannot start or cannot continue. With `startup` it is an error that the user can fix."""
 
     reason: str
     startup: bool = False
 
 
 class StepDone(Report, frozen=True):
-    """From the rank that samples: the results of a step, whose KV is complete on all ranks, or why it failed."""
+    """From the rank that samples: the results of a step, or its error. The KV of the step is complete on all ranks."""
 
     command_id: int
     results: tuple[StepResult, ...]
@@ -138,20 +197,20 @@ class StepDone(Report, frozen=True):
 
 
 class CommandDone(Report, frozen=True):
-    """From every rank: a page was copied to another."""
+    """From every rank: a CopyPage is done."""
 
     command_id: int
 
 
 class CopyDone(Report, frozen=True):
-    """From every rank: a copy beside the steps has ended."""
+    """From every rank: a copy that ran beside the steps has ended."""
 
     copy: int
     seconds: float
 
 
 class KvVerified(Report, frozen=True):
-    """From every rank: how many chunks it compared, and the first difference."""
+    """From every rank: the number of chunks that it compared, and the first difference."""
 
     key: TransferKey
     chunks: int
@@ -159,7 +218,7 @@ class KvVerified(Report, frozen=True):
 
 
 class CacheChecked(Report, frozen=True):
-    """From every rank: what is wrong with its cache; None when nothing is."""
+    """From every rank: what is wrong with its cache, if anything."""
 
     problem: str | None
 
@@ -171,25 +230,25 @@ class ChunkReport(Report, frozen=True):
 
 
 class PartReport(Report, frozen=True):
-    """From the rank that writes it: a staged part has ended (prefill)."""
+    """From the rank that writes the part: the write has ended (prefill)."""
 
     written: PartWritten
 
 
 class PartScattered(Report, frozen=True):
-    """From the rank that takes it: a staged part is in its pages (decode)."""
+    """From the rank that receives the part: it is in its pages (decode)."""
 
     part: StagePart
 
 
 class HotCounters(Report, frozen=True):
-    """From the first rank of each stage, now and then: what its hot buffers have seen so far (HiSparse)."""
+    """From the first rank of each stage, a few times a second: the totals of its hot buffers (HiSparse)."""
 
     counters: dict[str, float]
 
 
 class PeerRoutes(Report, frozen=True):
-    """How this rank's KV goes to a decode server: a transport for each pool, and why others do not work (prefill)."""
+    """How this rank writes to a decode server: the transport of each pool, and why others do not work (prefill)."""
 
     instance: InstanceId
     transports: dict[str, str]
@@ -197,8 +256,8 @@ class PeerRoutes(Report, frozen=True):
 
 
 class RankAlive(Report, frozen=True):
-    """Sent a few times a second; `problems` make the server unhealthy. `busy_s` is the time spent on steps, less that
-    spent waiting for the stage before.
+    """Heartbeat, a few times a second. `problems` make the server unhealthy. `busy_s` is the time spent on steps, minus
+    the time spent waiting for the previous pipeline stage.
     """
 
     problems: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A step as the ranks get it, and what comes of it. Plain data: it travels from the leader to its rank processes."""
+"""A model step and its results, as plain data that the leader and its rank processes exchange."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from ...memory.index_spaces import RequestSlot
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """One token to choose after a row's last one. Its seed is `sampling.seed`.
+    """One token to sample after the last token of a row, with the seed `sampling.seed`.
 
-    `output_index` is the token's index in its output. `output_ids` is the output so far; only penalties look at it.
+    `output_index` is the index of the token in its output. `output_ids` is the output so far; only penalties need it.
     """
 
     sampling: SamplingParams
@@ -20,14 +20,16 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepRow(msgspec.Struct, array_like=True, frozen=True):
-    """One sequence of a step: run `token_ids` from position `start`, then choose a token for each draw.
+    """One sequence of a step: run `token_ids` from position `start`, then sample a token for each draw.
 
-    With `follows` there are no `token_ids`: the one token to run is what that row of the step before has drawn. A chunk
-    that does not end its prompt has no draws; several draws are samples of one prompt. `prompt_ids` is the whole
-    prompt, for the repetition penalty and the prompt's log-probabilities. `top_logprobs` alternatives come with each
-    log-probability; None wants none for the draws. With `prompt_logprobs_from`, the results of a prompt's chunks have,
-    joined, one entry per prompt token from that position on: if the position is p, the first chunk to ask starts at or
-    before p - 1, whose logits they are (0 for the first token, which has no log-probability).
+    With `follows` there are no `token_ids`: the row runs the one token that row `follows` of the previous step sampled.
+    A chunk that does not end its prompt has no draws; several draws are samples of one prompt. `prompt_ids` is the
+    whole prompt, for the repetition penalty and the log-probabilities of the prompt. Each log-probability comes with
+    `top_logprobs` alternatives; None means no log-probabilities for the draws.
+
+    With `prompt_logprobs_from` = p, the results of all chunks of a prompt, joined, have one entry per prompt token from
+    position p on. The entry of p needs the logits of p - 1, so the first chunk starts at or before p - 1 (at 0 for
+    p = 0: the first token has no log-probability).
     """
 
     token_ids: Sequence[int]
@@ -39,7 +41,7 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs_from: int | None = None
     follows: int | None = None
     hot_slot: RequestSlot | None = None
-    """Its hot buffer (HiSparse)."""
+    """The slot of its hot buffer (HiSparse)."""
 
     @property
     def length(self) -> int:
@@ -48,7 +50,7 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def scored(self) -> range:
-        """Positions of the prompt whose log-probabilities this step's logits give."""
+        """Positions of the prompt whose log-probabilities come from the logits of this row."""
         if self.prompt_logprobs_from is None:
             return range(0)
         end = self.start + self.length
@@ -56,7 +58,9 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """What a row's step gave: a token per draw (with a log-probability where asked for), and its prompt's part."""
+    """The result of a row: a token per draw (with its log-probability if requested), and log-probabilities of the
+    prompt.
+    """
 
     drawn: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]

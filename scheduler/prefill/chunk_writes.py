@@ -1,4 +1,4 @@
-"""What the ranks are told of a chunk of a transfer: its tokens, and the pages of both sides that hold them."""
+"""The ChunkWrite of a chunk: its tokens, and the pages on both sides that hold them."""
 
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
@@ -7,26 +7,26 @@ from ...transfer.plan.staged_regions import pages_holding
 from .request import PageSpace, PrefillRequest
 
 
-def chunk_order(
-    transfer: PrefillRequest, grant: PageGrant[KvPage], start: int, end: int, *, page_size: int, theirs: PageSpace
+def chunk_write(
+    request: PrefillRequest, grant: PageGrant[KvPage], start: int, end: int, *, page_size: int, theirs: PageSpace
 ) -> ChunkWrite | None:
-    """The order to write what decode lacks of tokens [start, end); None when it has them all.
+    """Write those of tokens [start, end) that decode does not have; None if it has all of them.
 
-    `grant` has our pages of the transfer, of `page_size` tokens each; `theirs` are decode's.
+    `grant` has our pages of the request, of `page_size` tokens each; `theirs` is the page space of decode.
     """
-    destination = transfer.destination
+    destination = request.destination
     prefix = destination.prefix_tokens
-    start = max(start, prefix)  # [0, prefix) is on decode already
+    start = max(start, prefix)  # decode has [0, prefix)
     if start >= end:
         return None
     pages, _ = pages_holding(grant.pages, page_size, start, end)
     if destination.granularity == "token":
-        indices = transfer.indices[start - prefix : end - prefix]
-    else:  # the prefix ends on a border of decode's pages
-        indices, _ = pages_holding(transfer.indices, theirs.page_size, start - prefix, end - prefix)
+        indices = request.indices[start - prefix : end - prefix]
+    else:  # the prefix ends on a page boundary of decode
+        indices, _ = pages_holding(request.indices, theirs.page_size, start - prefix, end - prefix)
     return ChunkWrite(
-        instance=transfer.instance,
-        key=transfer.key,
+        instance=request.instance,
+        key=request.key,
         token_start=start,
         token_end=end,
         source_pages=pages,

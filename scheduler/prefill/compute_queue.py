@@ -1,4 +1,4 @@
-"""Transfers that compute: which slices are in the next step, which steps are under way, and how long they take."""
+"""COMPUTING requests: chooses the slices of the next step, tracks the steps in flight, and measures their rate."""
 
 import collections
 import itertools
@@ -11,137 +11,139 @@ from .request import PrefillRequest, PrefillRow, PrefillStep
 
 
 class ComputeQueue:
-    """COMPUTING transfers in line, and the steps that they are in.
+    """The queue of COMPUTING requests, and the steps that they are in.
 
-    The highest priority has the step. Half of it is for its oldest transfer, so nobody needs more than twice the steps
-    that first come, first served would take; the other half for those that need least, so a short prompt does not wait
-    for the long ones before it. What they leave goes to the next ones in line. Where a short prompt ends in the
-    step, it goes to other short ones alone, and the step is the shorter for it.
+    A step is for the highest priority. Half of it goes to the oldest request of that priority, so no request needs more
+    than twice the steps of first come, first served. The other half goes to the requests with the fewest tokens left,
+    so a short prompt does not wait behind long ones. What they leave goes to the next requests in the queue; but if a
+    short prompt ends in the step, only to other prompts that end in it, so that the step is shorter.
     """
 
     def __init__(self, limits: PrefillLimits) -> None:
         self._limits = limits
-        self._line = FairQueue()
-        """Those of which something is in no step yet."""
-        self._given: set[PrefillRequest] = set()
-        """Those that are in steps with all that is left of them."""
+        self._queue = FairQueue()
+        """Requests with tokens that are in no step yet."""
+        self._fully_scheduled: set[PrefillRequest] = set()
+        """Requests whose remaining tokens are all in steps in flight."""
         self._steps: collections.deque[tuple[PrefillStep, float]] = collections.deque()
-        """Under way, oldest first, and when each was given."""
+        """In flight, oldest first, with the time of their start."""
         self._ended_at: collections.deque[float] = collections.deque(maxlen=limits.stages)
-        """When the last steps have ended: as many as the pipeline has stages."""
+        """When the last steps ended; as many as the pipeline has stages."""
         self._owed = 0
-        """Tokens of steps that the oldest is owed: its half may be no whole page."""
+        """Tokens that earlier steps owe to the oldest request: its half may be less than a page."""
         self._commands = 0
         self.rate = Rate()
-        """Tokens a second, while there is something to compute."""
+        """Tokens per second, while there is something to compute."""
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._given)
+        return len(self._queue) + len(self._fully_scheduled)
 
     def __iter__(self) -> Iterator[PrefillRequest]:
-        return itertools.chain(self._line, self._given)
+        return itertools.chain(self._queue, self._fully_scheduled)
 
     @property
     def steps(self) -> int:
-        """Steps under way."""
+        """Steps in flight."""
         return len(self._steps)
 
     @property
     def running(self) -> set[PrefillRequest]:
-        """Those that are in steps under way. The others wait."""
-        return {row.transfer for step, _ in self._steps for row in step.rows}
+        """Requests in steps in flight. The others wait."""
+        return {row.request for step, _ in self._steps for row in step.rows}
 
     def computing_for(self, seconds: float, now: float) -> list[PrefillRequest]:
-        """Those in the step that ends next, if that has been under way for so long."""
+        """The requests of the oldest step in flight, if it started at least `seconds` ago."""
         if not self._steps or now - self._steps[0][1] < seconds:
             return []
-        return [row.transfer for row in self._steps[0][0].rows]
+        return [row.request for row in self._steps[0][0].rows]
 
-    def add(self, transfer: PrefillRequest) -> None:
-        """It has its pages."""
-        self._line.push(transfer)
+    def add(self, request: PrefillRequest) -> None:
+        """Add a request that has its pages."""
+        self._queue.push(request)
 
-    def remove(self, transfer: PrefillRequest) -> None:
-        """All of it is computed, or it has ended. Steps that it is in go on without meaning."""
-        if transfer in self._line:
-            self._line.remove(transfer)
+    def remove(self, request: PrefillRequest) -> None:
+        """Remove a request that is computed or has ended. Its rows in steps in flight are ignored."""
+        if request in self._queue:
+            self._queue.remove(request)
         else:
-            self._given.remove(transfer)
+            self._fully_scheduled.remove(request)
 
     def next_step(self, now: float) -> PrefillStep | None:
-        """The slices of the next step, of `chunk_size` tokens at most; None when there is nothing to do, or enough is
-        under way.
+        """The next step, of at most `chunk_size` tokens; None if there is nothing to compute, or enough steps are in
+        flight.
         """
-        if len(self._steps) >= self._limits.steps_in_flight or not len(self._line):
+        if len(self._steps) >= self._limits.steps_in_flight or not len(self._queue):
             return None
-        ends = self._share_out()
-        rows = [_row(transfer, end) for transfer, end in ends.items()]
-        leading = rows[0].transfer.priority
-        self._line.turn({row.transfer for row in rows if row.transfer.priority == leading})
+        ends = self._divide_step()
+        rows = [_row(request, end) for request, end in ends.items()]
+        leading = rows[0].request.priority
+        self._queue.turn({row.request for row in rows if row.request.priority == leading})
         for row in rows:
-            row.transfer.given = row.end
+            row.request.scheduled = row.end
             if row.last:
-                self._line.remove(row.transfer)
-                self._given.add(row.transfer)
+                self._queue.remove(row.request)
+                self._fully_scheduled.add(row.request)
         self._commands += 1
         step = PrefillStep(self._commands, rows)
         self._steps.append((step, now))
         return step
 
     def take(self, command_id: int, now: float) -> list[PrefillRow]:
-        """The rows of a step that has ended. Their transfers have computed since it began: when it was given, or when
-        the pipeline was done with the step before it.
+        """The rows of a step that has ended. Its compute time counts from its start, or from when the pipeline was free
+        for it.
         """
-        step, given_at = self._steps.popleft()
+        step, started_at = self._steps.popleft()
         assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"
-        entered_at = self._ended_at[0] if len(self._ended_at) == self._limits.stages else given_at
-        last_ended_at = self._ended_at[-1] if self._ended_at else given_at
+        entered_at = self._ended_at[0] if len(self._ended_at) == self._limits.stages else started_at
+        last_ended_at = self._ended_at[-1] if self._ended_at else started_at
         self._ended_at.append(now)
-        for transfer in {row.transfer for row in step.rows}:
-            transfer.compute_s += now - max(given_at, entered_at, transfer.computed_at)
-            transfer.computed_at = now
-        self.rate.measured(sum(row.end - row.start for row in step.rows), now - max(given_at, last_ended_at))
+        for request in {row.request for row in step.rows}:
+            request.compute_s += now - max(started_at, entered_at, request.computed_at)
+            request.computed_at = now
+        self.rate.measured(sum(row.end - row.start for row in step.rows), now - max(started_at, last_ended_at))
         return step.rows
 
-    def _share_out(self) -> dict[PrefillRequest, int]:
-        """Up to which token each transfer is computed in the next step; there is somebody in line."""
-        first, budget = self._line.first, self._limits.chunk_size
+    def _divide_step(self) -> dict[PrefillRequest, int]:
+        """The token up to which each request is computed in the next step; the queue is not empty."""
+        first, budget = self._queue.first, self._limits.chunk_size
         ends: dict[PrefillRequest, int] = {}
-        if not self._line.oldest_is_due:
+        if not self._queue.oldest_is_due:
             self._owed = min(budget, self._owed + budget // 2)
-            kept = self._slice(first, first.given, self._owed) - first.given
-            leading = [transfer for transfer in self._line if transfer.priority == first.priority]
-            shortest_first = sorted(leading, key=lambda transfer: transfer.left)
+            kept = self._slice(first, first.scheduled, self._owed) - first.scheduled
+            leading = [request for request in self._queue if request.priority == first.priority]
+            shortest_first = sorted(leading, key=lambda request: request.left)
             budget = kept + self._fill(ends, shortest_first, budget - kept)
-            if any(end == transfer.prompt_tokens for transfer, end in ends.items() if transfer is not first):
+            if any(end == request.prompt_tokens for request, end in ends.items() if request is not first):
                 budget -= kept - self._fill(ends, [first], kept)
                 self._fill(ends, shortest_first, budget, whole=True)
                 budget = 0
-        self._fill(ends, self._line, budget)
-        self._owed = max(0, self._owed - (ends.get(first, first.given) - first.given))
+        self._fill(ends, self._queue, budget)
+        self._owed = max(0, self._owed - (ends.get(first, first.scheduled) - first.scheduled))
         return ends
 
     def _fill(
-        self, ends: dict[PrefillRequest, int], transfers: Iterable[PrefillRequest], budget: int, *, whole: bool = False
+        self, ends: dict[PrefillRequest, int], requests: Iterable[PrefillRequest], budget: int, *, whole: bool = False
     ) -> int:
-        """Give them, in this order, what they lack of up to `budget` tokens, or only `whole` prompts. What is left."""
-        for transfer in transfers:
-            start = ends.get(transfer, transfer.given)
-            end = self._slice(transfer, start, budget)
-            if start < transfer.prompt_tokens and (end == start or (whole and end < transfer.prompt_tokens)):
-                break  # not even a page
-            ends[transfer] = end
+        """Add slices of these requests, in this order, up to `budget` tokens; with `whole`, only to the end of a
+        prompt. Returns the rest of the budget.
+        """
+        for request in requests:
+            start = ends.get(request, request.scheduled)
+            end = self._slice(request, start, budget)
+            if start < request.prompt_tokens and (end == start or (whole and end < request.prompt_tokens)):
+                break  # less than a page is left
+            ends[request] = end
             budget -= end - start
         return budget
 
-    def _slice(self, transfer: PrefillRequest, start: int, tokens: int) -> int:
-        """Where a slice of at most so many tokens ends. One that does not end its prompt ends on a page border, so no
-        page is sent twice.
+    def _slice(self, request: PrefillRequest, start: int, tokens: int) -> int:
+        """The end of a slice of at most `tokens` tokens. A slice that does not end its prompt ends on a page boundary,
+        so no page is sent twice.
         """
-        end = min(transfer.prompt_tokens, start + tokens)
-        return end if end == transfer.prompt_tokens else max(start, end - end % self._limits.page_size)
+        end = min(request.prompt_tokens, start + tokens)
+        return end if end == request.prompt_tokens else max(start, end - end % self._limits.page_size)
 
 
-def _row(transfer: PrefillRequest, end: int) -> PrefillRow:
-    assert transfer.grant is not None, f"{transfer.ref} computes without pages"
-    return PrefillRow(transfer, transfer.given, end, transfer.grant.pages, end == transfer.prompt_tokens)
+def _row(request: PrefillRequest, end: int) -> PrefillRow:
+    assert request.grant is not None, f"{request.ref} computes without pages"
+    return PrefillRow(request, request.scheduled, end, request.grant.pages, end == request.prompt_tokens)

@@ -1,4 +1,4 @@
-"""What the prefill scheduler works with: a prompt on its way to a decode server, and the pieces it is computed in."""
+"""A request on a prefill server, and the slices in which its prompt is computed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from ...configs.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...transfer.protocol.messages import InstanceId, KvDestination, TransferKey
-from ..messages.lifecycle import TRANSFER, Lifecycle, TransferState
+from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 
 DEADLINE_GRACE_S = 2.0
-"""Decode ends a request at its deadline and says Abort; ours is for the case that it does not."""
+"""Decode aborts a request at its deadline. Our own deadline, later by this, is for a decode server that does not."""
 
 TransferRef = tuple[InstanceId, TransferKey]
-"""Keys are minted by each decode instance on its own."""
+"""Identifies a transfer: each decode instance numbers its keys on its own."""
 
 
 class PageSpace(NamedTuple):
-    """Pages that decode names in its destinations."""
+    """The page ids of a decode server."""
 
     num_pages: int
     page_size: int
 
 
 class PrefillRequest:
-    """One prompt on its way to one decode server. Mutable, owned by the scheduler."""
+    """One prompt whose KV goes to one decode server. Owned by the scheduler."""
 
     def __init__(
         self,
@@ -42,24 +42,25 @@ class PrefillRequest:
         self.prompt = prompt
         self.indices = indices
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
-        self.lifecycle = Lifecycle(TRANSFER, TransferState.WAITING, now)
+        self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)
         self.grant: PageGrant[KvPage] | None = None
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache."""
-        self.given = 0
-        """Tokens [0, given) are computed or in a step under way."""
+        self.scheduled = 0
+        """Tokens [0, scheduled) are computed or in a step in flight."""
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
         self.compute_s = 0.0
-        """How long steps that it was in have computed; the rest of its time here it has waited."""
+        """Compute time of the steps that it was in; it waited the rest of its time."""
         self.computed_at = now
-        """When the last of them has ended."""
-        self.said_begun = False
-        """Decode knows that the first one is under way."""
-        self.no_room_at: int | None = None
-        """`PageAllocator.chances` when there were not enough pages for it: looking for its prefix takes long."""
+        """When the last of these steps ended."""
+        self.begun_reported = False
+        """Decode knows that the first step has begun."""
+        self.refused_at_chances: int | None = None
+        """`PageAllocator.chances` when pages were short. Its prefix is looked up again, which is slow, after a change.
+        """
         self.sending = 0
-        """Chunks handed to the sender that have not reported their end."""
+        """Chunks in flight: handed to the ranks, without a report of their end."""
         self.chunks = 0
         self.writes = 0
         self.bytes_written = 0
@@ -69,7 +70,7 @@ class PrefillRequest:
         self.failure: str | None = None
         self.retryable = True
         self.aborted = False
-        """Decode asked for the end: it is owed an AbortAck, not a TransferFailed."""
+        """Decode sent Abort: it gets an AbortAck instead of a TransferFailed."""
 
     @property
     def key(self) -> TransferKey:
@@ -84,7 +85,7 @@ class PrefillRequest:
         return self.instance, self.key
 
     @property
-    def state(self) -> TransferState:
+    def state(self) -> PrefillState:
         return self.lifecycle.state
 
     @property
@@ -94,31 +95,33 @@ class PrefillRequest:
     @property
     def left(self) -> int:
         """Tokens that are in no step yet."""
-        return self.prompt_tokens - self.given
+        return self.prompt_tokens - self.scheduled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One slice of a prefill step: compute tokens [start, end) of this prompt; draw first tokens when `last`."""
+    """One slice of a prefill step: compute tokens [start, end) of the prompt; sample first tokens if `last`."""
 
-    transfer: PrefillRequest
+    request: PrefillRequest
     start: int
     end: int
     pages: list[KvPage]
     last: bool
 
     def samplings(self) -> list[SamplingParams]:
-        """How to draw each sample's first token; none before the prompt's end."""
+        """The sampling parameters of each sample's first token; none before the end of the prompt."""
         if not self.last:
             return []
-        wanted = self.transfer.destination
-        seed = wanted.sampling.seed
-        return [msgspec.structs.replace(wanted.sampling, seed=seed + index) for index in range(wanted.samples)]
+        destination = self.request.destination
+        seed = destination.sampling.seed
+        return [
+            msgspec.structs.replace(destination.sampling, seed=seed + index) for index in range(destination.samples)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """A batch that is under way. Steps end in the order in which they were given."""
+    """A batch in flight. Steps end in the order in which they were started."""
 
     command_id: int
     rows: list[PrefillRow]

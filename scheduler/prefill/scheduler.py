@@ -1,12 +1,12 @@
-"""The prefill server's decisions: which prompts get pages, what the next step computes, when a transfer has ended.
+"""The scheduler of a prefill server: decides which prompts get pages, what the next step computes, when a request ends.
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
     KvDestination -> WAITING -> COMPUTING -> SENDING -> CLOSED        (PrefillDone)
                         any of them -> CLOSING -> CLOSED              (TransferFailed or AbortAck)
 
-A chunk is handed to the sender as soon as it is computed and is on the wire while the next one computes. Pages are
-released, and decode is told, only after every chunk that was handed out has reported its end.
+A chunk is sent as soon as it is computed, while the next one computes. Pages are released, and decode gets the terminal
+message, only after all chunks in flight have reported their end.
 """
 
 import collections
@@ -34,9 +34,11 @@ from ...transfer.protocol.messages import (
     TransferFailed,
 )
 from ..messages.counters import PREFILL_COUNTERS
-from ..messages.effects import CancelChunks, Effect, SendToPeer
-from ..messages.lifecycle import TransferState
-from .chunk_writes import chunk_order
+from ..messages.effects import Effect, SendToPeer
+from ..messages.lifecycle import PrefillState
+from ..messages.outbox import Outbox
+from ..messages.ranks import CancelChunks
+from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .fair_queue import FairQueue
 from .limits import PrefillLimits
@@ -44,15 +46,15 @@ from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
 from .staged_sends import StagedSends
 
 MAX_MISFITS = 8
-"""Transfers that find no pages before a turn stops looking for one that does."""
+"""A turn stops after this many requests that find no pages."""
 BEGUN_AFTER_S = 1.0
-"""Decode is told of a step that takes longer before its chunks are there, and does not take its prompts for waiting."""
+"""Decode is told about a step that takes longer than this, so that its prompts do not count as waiting there."""
 ROUND_TRIP_S = 0.1
-"""The next prompt comes within this long after decode has heard of the end of another, on a machine with much to do."""
+"""Within this time after the end of a prompt, the next one arrives from decode, also on a loaded machine."""
 
 
 class Refusal(NamedTuple):
-    """Why a transfer is not taken, and whether another try may help. With `full` there are too many."""
+    """Why a request is refused, and whether a retry may succeed. With `full`, too many requests are queued."""
 
     reason: str
     retryable: bool
@@ -60,39 +62,39 @@ class Refusal(NamedTuple):
 
 
 class PrefillScheduler:
-    """Owns every transfer and the page allocator of one prefill server."""
+    """Owns the requests and the page allocator of one prefill server."""
 
     def __init__(self, limits: PrefillLimits, pages: PageAllocator[KvPage]) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
-        self.transfers: dict[TransferRef, PrefillRequest] = {}
+        self.requests: dict[TransferRef, PrefillRequest] = {}
         self._waiting = FairQueue()
         self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
-        self._look_at = math.inf
-        """Before that no transfer is due: they are not looked at in every turn."""
-        self._effects: list[Effect] = []
-        self.staging = StagedSends(limits.page_size, self.counters, self._effects)
+        self._expire_at = math.inf
+        """No deadline passes before this time, so requests are not scanned in every turn."""
+        self._outbox = Outbox()
+        self.staging = StagedSends(limits.page_size, self.counters, self._outbox)
         self._accepting = True
 
-    # -- what happens ------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------
 
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
-        """A decode server paired; these are the pages of its pools, and the links that are staged to it."""
+        """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
         self._spaces[instance] = pages
         self.staging.peer_up(instance, staged)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Nobody waits for its transfers any more."""
+        """A decode server is silent or gone: end its requests."""
         self._spaces.pop(instance, None)
-        for transfer in [t for t in self.transfers.values() if t.instance == instance]:
-            self._close(transfer, f"prefill lost the decode server: {reason}", now)
+        for request in [t for t in self.requests.values() if t.instance == instance]:
+            self._close(request, f"prefill lost the decode server: {reason}", now)
         self.staging.peer_lost(instance)
 
     def peer_closed(self, instance: InstanceId) -> None:
-        """A lost decode server is not coming back."""
+        """The connection to a lost decode server is closed."""
         self.staging.peer_closed(instance)
 
     def receive(
@@ -103,67 +105,71 @@ class PrefillScheduler:
         indices: list[int],
         now: float,
     ) -> None:
-        """Queue a transfer, or answer at once why not."""
-        transfer = PrefillRequest(instance, destination, prompt, indices, now)
-        if transfer.ref in self.transfers:
+        """Queue a request, or refuse it at once."""
+        request = PrefillRequest(instance, destination, prompt, indices, now)
+        if request.ref in self.requests:
             self.counters["stale_messages"] += 1
             return
         if len(self._waiting) >= self.limits.max_queued_requests:
             self._start_waiting(now)  # many may come in one turn
-        refusal = self._refusal(transfer)
+        refusal = self._refusal(request)
         if refusal is not None:
             self.counters["requests_refused"] += 1
             failed = TransferFailed(
-                transfer.key,
+                request.key,
                 refusal.reason,
                 refusal.retryable,
                 refused=True,
                 leaving=not self._accepting,
                 full=refusal.full,
             )
-            self._tell(transfer, failed)
+            self._reply(request, failed)
             return
         self.counters["requests"] += 1
-        self.transfers[transfer.ref] = transfer
-        self._look_at = min(self._look_at, transfer.deadline)
-        self._waiting.push(transfer)
+        self.requests[request.ref] = request
+        self._expire_at = min(self._expire_at, request.deadline)
+        self._waiting.push(request)
 
     def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
-        """Decode gives a transfer up. One that we do not know has ended: nothing of it is being written."""
-        transfer = self.transfers.get((instance, message.key))
-        if transfer is None:
-            self._effects.append(SendToPeer(instance, AbortAck(message.key)))
+        """Decode aborts a request. An unknown request has ended: none of its writes are in flight."""
+        request = self.requests.get((instance, message.key))
+        if request is None:
+            self._outbox.append(SendToPeer(instance, AbortAck(message.key)))
         else:
-            self._close(transfer, message.reason, now, aborted=True)
+            self._close(request, message.reason, now, aborted=True)
 
     def stop_accepting(self) -> None:
-        """Refuse new transfers from now on; decode servers are told to look elsewhere (shutdown, a lost rank)."""
+        """Refuse new requests from now on; decode servers use other prefill servers (shutdown, lost rank)."""
         self._accepting = False
 
     def fail_all(self, reason: str, now: float) -> None:
-        """End every transfer (shutdown deadline)."""
-        for transfer in list(self.transfers.values()):
-            self._close(transfer, reason, now)
+        """Fail every request (shutdown deadline, lost rank)."""
+        for request in list(self.requests.values()):
+            self._close(request, reason, now)
+
+    def flush_cache(self) -> int:
+        """Drop all cached prefixes that no request uses; returns the number of pages."""
+        return self.cache.flush()
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Everything that is due: deadlines, and pages for the queue. Call once per loop turn."""
-        if now >= self._look_at:
+        """Handle what is due: deadlines, pages for waiting requests. Call once per loop turn."""
+        if now >= self._expire_at:
             self._expire(now)
         self.staging.due(now)
         self._take_ended_chunks(now)
         self._start_waiting(now)
-        self._say_what_has_begun(now)
+        self._report_begun(now)
 
     def next_step(self, now: float) -> PrefillStep | None:
-        """The next step to give to the ranks; None when there is nothing to do, or enough is under way. Room for what
-        it will compute is asked for, so that it is there when the step is done.
+        """The next step for the ranks, if one can start now. Requests staging regions for its chunks, so that they are
+        granted when the step is done.
         """
         step = self._computing.next_step(now)
         for row in step.rows if step is not None else ():
-            transfer = row.transfer
-            self.staging.request(transfer.ref, max(row.start, transfer.destination.prefix_tokens), row.end, now)
+            request = row.request
+            self.staging.request(request.ref, max(row.start, request.destination.prefix_tokens), row.end, now)
         return step
 
     def step_done(
@@ -173,176 +179,186 @@ class PrefillScheduler:
         input_logprobs: Sequence[tuple[TokenLogprob, ...]],
         now: float,
     ) -> None:
-        """The KV of these slices is in our pages, or will be once the chunk's ready event fires; send it.
+        """The KV of the rows of a step is in our pages: send it.
 
-        One entry per row: the first token of each sample for a prompt's last slice, and the logprobs of prompt tokens
-        that the slice yields.
+        One entry per row: the first token of each sample if the row ends its prompt, and the log-probabilities of
+        prompt tokens that the row yields.
         """
         self.counters["prefill_steps"] += 1
         for row, tokens, logprobs in zip(
             self._computing.take(command_id, now), first_tokens, input_logprobs, strict=True
         ):
-            transfer = row.transfer
-            if transfer.state is not TransferState.COMPUTING:
+            request = row.request
+            if request.state is not PrefillState.COMPUTING:
                 continue
             self.counters["prompt_tokens"] += row.end - row.start
-            transfer.computed = row.end
-            transfer.input_logprobs += logprobs
-            self._send(transfer, row.start, row.end, now)
+            request.computed = row.end
+            request.input_logprobs += logprobs
+            self._send(request, row.start, row.end, now)
             if row.last:
-                transfer.first_tokens = tokens
-                self.cache.insert(transfer.prompt, row.pages)
-                self._computing.remove(transfer)
-                transfer.lifecycle.advance(TransferState.SENDING, now)
-                self._finish_if_sent(transfer, now)
+                request.first_tokens = tokens
+                self.cache.insert(request.prompt, row.pages)
+                self._computing.remove(request)
+                request.lifecycle.advance(PrefillState.SENDING, now)
+                self._finish_if_sent(request, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
-        """The model could not run this step: its transfers fail, the server goes on."""
+        """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
         for row in self._computing.take(command_id, now):
-            if row.transfer.state is TransferState.COMPUTING:
-                self._close(row.transfer, f"the prefill step failed: {reason}", now)
+            if row.request.state is PrefillState.COMPUTING:
+                self._close(row.request, f"the prefill step failed: {reason}", now)
 
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
-        """The direct writes of a chunk that was handed out have ended on all ranks, one way or the other."""
+        """The direct writes of a chunk have ended on all ranks, or failed."""
         self.staging.chunk_written(written, now)
         self._take_ended_chunks(now)
 
     def part_written(self, written: PartWritten, now: float) -> None:
-        """A staged part has ended on its rank, one way or the other."""
+        """The write of a staged part has ended on its rank, or failed."""
         self.staging.part_written(written, now)
         self._take_ended_chunks(now)
 
     def stage_message(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
-        """Decode grants room for a staged part, or is done with it."""
+        """Decode grants a region for a staged part, or has scattered it."""
         self.staging.receive(instance, message, now)
         self._take_ended_chunks(now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        effects = self._effects[:]
-        self._effects.clear()
-        return effects
+        return self._outbox.take_all()
 
-    # -- what can be seen --------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        return not (self.transfers or self._computing.steps)
+        return not (self.requests or self._computing.steps)
 
     def state_counts(self) -> dict[str, int]:
-        """Those that have their pages and stand behind others for the next step are waiting, too."""
-        counts = {state.value: 0 for state in TransferState if state is not TransferState.CLOSED}
-        for transfer in self.transfers.values():
-            counts[transfer.state.value] += 1
-        behind_others = len(self._computing) - self._running
-        counts[TransferState.COMPUTING.value] -= behind_others
-        counts[TransferState.WAITING.value] += behind_others
+        """Requests that have pages, but are in no step in flight, count as waiting."""
+        counts = {state.value: 0 for state in PrefillState if state is not PrefillState.CLOSED}
+        for request in self.requests.values():
+            counts[request.state.value] += 1
+        in_no_step = len(self._computing) - self._running
+        counts[PrefillState.COMPUTING.value] -= in_no_step
+        counts[PrefillState.WAITING.value] += in_no_step
         return counts
+
+    def gauges(self) -> dict[str, float]:
+        """Occupancy, for the metrics."""
+        load = self.load()
+        return {
+            "waiting_requests": load.waiting_requests,
+            "running_requests": load.running_requests,
+            "waiting_tokens": load.waiting_tokens,
+            "cached_pages": len(self.cache),
+            "staging_parts": self.staging.parts,
+        }
 
     def load(self) -> Load:
         backlog, running, limits = [*self._waiting, *self._computing], self._running, self.limits
-        on_the_way = ROUND_TRIP_S * (self._computing.rate.per_s or 0.0)
+        computed_in_round_trip = ROUND_TRIP_S * (self._computing.rate.per_s or 0.0)
         return Load(
             waiting_requests=len(backlog) - running,
             running_requests=running,
-            waiting_tokens=sum(transfer.prompt_tokens - transfer.computed for transfer in backlog),
+            waiting_tokens=sum(request.prompt_tokens - request.computed for request in backlog),
             accepting=self._accepting,
-            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(on_the_way)),
+            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(computed_in_round_trip)),
         )
 
     def check_integrity(self) -> None:
-        """Every page accounted for; all free when there is no transfer."""
-        self.pages.check_integrity(idle=not self.transfers)
+        """Raise unless every page is accounted for, and free if there is no request."""
+        self.pages.check_integrity(idle=not self.requests)
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------
 
     @property
     def _running(self) -> int:
-        """Transfers of which something is being computed."""
-        return sum(transfer.state is TransferState.COMPUTING for transfer in self._computing.running)
+        """Requests that are in steps in flight."""
+        return sum(request.state is PrefillState.COMPUTING for request in self._computing.running)
 
-    def _refusal(self, transfer: PrefillRequest) -> Refusal | None:
+    def _refusal(self, request: PrefillRequest) -> Refusal | None:
         if not self._accepting:
             return Refusal("the prefill server is shutting down", retryable=True)
         if len(self._waiting) >= self.limits.max_queued_requests:
             reason = f"prefill has {len(self._waiting)} requests queued (max_queued_requests)"
             return Refusal(reason, retryable=True, full=True)
-        if transfer.instance not in self._spaces:
+        if request.instance not in self._spaces:
             return Refusal("the decode server is not paired", retryable=True)
-        problem = self.limits.describe_problem(transfer, self._spaces[transfer.instance], self.pages.num_pages)
+        problem = self.limits.describe_problem(request, self._spaces[request.instance], self.pages.num_pages)
         return Refusal(problem, retryable=False) if problem is not None else None
 
     def _expire(self, now: float) -> None:
-        """End transfers whose time is up."""
-        open_ones = [t for t in self.transfers.values() if t.state is not TransferState.CLOSING]
-        self._look_at = min((t.deadline for t in open_ones if t.deadline > now), default=math.inf)
-        for transfer in [t for t in open_ones if t.deadline <= now]:
-            transfer.retryable = False
-            self._close(transfer, f"not done within the {transfer.destination.timeout_s:.1f} s it was given", now)
+        """End requests whose deadline has passed."""
+        still_open = [request for request in self.requests.values() if request.state is not PrefillState.CLOSING]
+        self._expire_at = min((request.deadline for request in still_open if request.deadline > now), default=math.inf)
+        for request in [request for request in still_open if request.deadline <= now]:
+            request.retryable = False
+            self._close(request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now)
 
-    def _say_what_has_begun(self, now: float) -> None:
-        for transfer in self._computing.computing_for(BEGUN_AFTER_S, now):
-            if transfer.said_begun or transfer.state is not TransferState.COMPUTING or transfer.destination.verify:
+    def _report_begun(self, now: float) -> None:
+        """Tell decode which prompts have begun, with an empty chunk, if their step takes long."""
+        for request in self._computing.computing_for(BEGUN_AFTER_S, now):
+            if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
                 continue
-            transfer.said_begun = True
-            start = transfer.destination.prefix_tokens
-            self._tell(transfer, ChunkArrived(transfer.key, start, start))
+            request.begun_reported = True
+            start = request.destination.prefix_tokens
+            self._reply(request, ChunkArrived(request.key, start, start))
 
     def _start_waiting(self, now: float) -> None:
         while self._start_next(now):
             pass
 
     def _start_next(self, now: float) -> bool:
-        """Give the first that finds enough pages its own. Smaller ones may pass one that does not until it is due; then
-        pages gather for it.
+        """Start the first request that finds enough pages. Smaller requests may overtake one that does not, until it is
+        the oldest and due; then free pages are kept for it.
         """
-        for transfer in itertools.islice(self._waiting, MAX_MISFITS):
-            if self._start(transfer, now):
-                self._waiting.take(transfer)
+        for request in itertools.islice(self._waiting, MAX_MISFITS):
+            if self._start(request, now):
+                self._waiting.take(request)
                 return True
             if self._waiting.oldest_is_due:
                 return False
         return False
 
-    def _start(self, transfer: PrefillRequest, now: float) -> bool:
-        """Give a transfer its pages: those of the cached prefix, and new ones. The last token is always computed."""
-        if transfer.no_room_at == self.pages.chances:
+    def _start(self, request: PrefillRequest, now: float) -> bool:
+        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached."""
+        if request.refused_at_chances == self.pages.chances:
             return False
-        most = transfer.prompt_tokens - 1
-        wanted = transfer.destination.logprobs
-        if wanted is not None and wanted.start is not None:
-            most = min(most, max(0, wanted.start - 1))  # logits at the position before the first one asked for
-        prefix = self.cache.match(transfer.prompt, most)
-        pages = self._pages_for(transfer.prompt_tokens)
-        grant = self.pages.grant(transfer.destination.rid, pages - len(prefix), shared=prefix)
+        most = request.prompt_tokens - 1
+        logprobs = request.destination.logprobs
+        if logprobs is not None and logprobs.start is not None:
+            most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
+        prefix = self.cache.match(request.prompt, most)
+        pages = pages_for(request.prompt_tokens, self.limits.page_size)
+        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix)
         if grant is None:
-            transfer.no_room_at = self.pages.chances
+            request.refused_at_chances = self.pages.chances
             return False
-        transfer.grant = grant
-        transfer.cached = transfer.computed = transfer.given = len(prefix) * self.limits.page_size
-        self.counters["prefix_tokens_reused"] += transfer.cached
-        transfer.lifecycle.advance(TransferState.COMPUTING, now)
-        self._computing.add(transfer)
-        # checksums are made of a whole chunk in host memory: not of a cached prefix of any length
-        span = self.limits.chunk_size if transfer.destination.verify else max(1, transfer.cached)
-        for start in range(0, transfer.cached, span):
-            self._send(transfer, start, min(start + span, transfer.cached), now)
+        request.grant = grant
+        request.cached = request.computed = request.scheduled = len(prefix) * self.limits.page_size
+        self.counters["prefix_tokens_reused"] += request.cached
+        request.lifecycle.advance(PrefillState.COMPUTING, now)
+        self._computing.add(request)
+        # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
+        span = self.limits.chunk_size if request.destination.verify else max(1, request.cached)
+        for start in range(0, request.cached, span):
+            self._send(request, start, min(start + span, request.cached), now)
         return True
 
-    def _send(self, transfer: PrefillRequest, start: int, end: int, now: float) -> None:
-        assert transfer.grant is not None, f"{transfer.ref} sends without pages"
-        chunk = chunk_order(
-            transfer,
-            transfer.grant,
+    def _send(self, request: PrefillRequest, start: int, end: int, now: float) -> None:
+        assert request.grant is not None, f"{request.ref} sends without pages"
+        chunk = chunk_write(
+            request,
+            request.grant,
             start,
             end,
             page_size=self.limits.page_size,
-            theirs=self._spaces[transfer.instance],
+            theirs=self._spaces[request.instance],
         )
         if chunk is not None:
-            transfer.sending += 1
-            self._effects.append(chunk)
+            request.sending += 1
+            self._outbox.append(chunk)
             self.staging.send(chunk, now)
 
     def _take_ended_chunks(self, now: float) -> None:
@@ -350,94 +366,91 @@ class PrefillScheduler:
             self._chunk_ended(written, now)
 
     def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
-        """All that was to be written of a chunk has been, or will not be."""
-        transfer = self.transfers.get((written.instance, written.key))
-        if transfer is None:
+        """All writes of a chunk have ended, or failed."""
+        request = self.requests.get((written.instance, written.key))
+        if request is None:
             self.counters["stale_messages"] += 1
             return
-        transfer.sending -= 1
-        transfer.late_writes |= written.late_writes
-        transfer.writes += written.writes
-        transfer.bytes_written += written.bytes_written
+        request.sending -= 1
+        request.late_writes |= written.late_writes
+        request.writes += written.writes
+        request.bytes_written += written.bytes_written
         self.counters["transfer_writes"] += written.writes
         self.counters["transfer_bytes"] += written.bytes_written
-        if transfer.state is TransferState.CLOSING:
-            self._conclude_if_drained(transfer, now)
+        if request.state is PrefillState.CLOSING:
+            self._conclude_if_drained(request, now)
         elif written.ok:
-            transfer.chunks += 1
+            request.chunks += 1
             self.counters["chunks"] += 1
-            self._tell(transfer, ChunkArrived(transfer.key, written.token_start, written.token_end, written.checksums))
-            self._finish_if_sent(transfer, now)
+            self._reply(request, ChunkArrived(request.key, written.token_start, written.token_end, written.checksums))
+            self._finish_if_sent(request, now)
         else:
-            self._close(transfer, written.reason, now)
+            self._close(request, written.reason, now)
 
-    def _finish_if_sent(self, transfer: PrefillRequest, now: float) -> None:
-        if transfer.state is not TransferState.SENDING or transfer.sending:
+    def _finish_if_sent(self, request: PrefillRequest, now: float) -> None:
+        if request.state is not PrefillState.SENDING or request.sending:
             return
-        assert transfer.first_tokens, f"{transfer.ref} was computed without a first token"
-        before_s = transfer.lifecycle.spent(TransferState.WAITING, now) + transfer.lifecycle.spent(
-            TransferState.COMPUTING, now
+        assert request.first_tokens, f"{request.ref} was computed without a first token"
+        before_s = request.lifecycle.spent(PrefillState.WAITING, now) + request.lifecycle.spent(
+            PrefillState.COMPUTING, now
         )
-        self._tell(
-            transfer,
+        self._reply(
+            request,
             PrefillDone(
-                key=transfer.key,
-                first_tokens=transfer.first_tokens,
-                prompt_tokens=transfer.prompt_tokens,
-                chunks=transfer.chunks,
-                writes=transfer.writes,
-                bytes_written=transfer.bytes_written,
-                queue_s=max(0.0, before_s - transfer.compute_s),
-                compute_s=transfer.compute_s,
-                transfer_tail_s=transfer.lifecycle.spent(TransferState.SENDING, now),
-                cached_tokens=transfer.cached,
-                input_logprobs=tuple(transfer.input_logprobs),
+                key=request.key,
+                first_tokens=request.first_tokens,
+                prompt_tokens=request.prompt_tokens,
+                chunks=request.chunks,
+                writes=request.writes,
+                bytes_written=request.bytes_written,
+                queue_s=max(0.0, before_s - request.compute_s),
+                compute_s=request.compute_s,
+                transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
+                cached_tokens=request.cached,
+                input_logprobs=tuple(request.input_logprobs),
             ),
         )
         self.counters["requests_finished"] += 1
-        self._release(transfer, now)
+        self._release(request, now)
 
-    def _close(self, transfer: PrefillRequest, reason: str, now: float, *, aborted: bool = False) -> None:
-        """Stop: no further chunk is computed or handed out; what is on its way is cancelled and waited for."""
-        transfer.aborted |= aborted
-        if transfer.state is TransferState.CLOSING:
+    def _close(self, request: PrefillRequest, reason: str, now: float, *, aborted: bool = False) -> None:
+        """Stop computing and sending a request; cancel its chunks in flight and wait for their end."""
+        request.aborted |= aborted
+        if request.state is PrefillState.CLOSING:
             return
-        if transfer.state is TransferState.WAITING:
-            self._waiting.remove(transfer)
-        elif transfer.state is TransferState.COMPUTING:
-            self._computing.remove(transfer)
-        transfer.failure = reason
-        transfer.lifecycle.advance(TransferState.CLOSING, now)
-        if transfer.sending:
-            self._effects.append(CancelChunks(transfer.instance, transfer.key))
-        self.staging.abort(transfer.ref, reason, now)
-        self._conclude_if_drained(transfer, now)
+        if request.state is PrefillState.WAITING:
+            self._waiting.remove(request)
+        elif request.state is PrefillState.COMPUTING:
+            self._computing.remove(request)
+        request.failure = reason
+        request.lifecycle.advance(PrefillState.CLOSING, now)
+        if request.sending:
+            self._outbox.append(CancelChunks(request.instance, request.key))
+        self.staging.abort(request.ref, reason, now)
+        self._conclude_if_drained(request, now)
 
-    def _conclude_if_drained(self, transfer: PrefillRequest, now: float) -> None:
-        if transfer.sending:
+    def _conclude_if_drained(self, request: PrefillRequest, now: float) -> None:
+        if request.sending:
             return
-        reason = transfer.failure or "unknown"
-        if transfer.aborted:
+        reason = request.failure or "unknown"
+        if request.aborted:
             self.counters["requests_aborted"] += 1
-            self._tell(transfer, AbortAck(transfer.key, transfer.late_writes))
+            self._reply(request, AbortAck(request.key, request.late_writes))
         else:
             self.counters["requests_failed"] += 1
             leaving = not self._accepting
-            self._tell(
-                transfer,
-                TransferFailed(transfer.key, reason, transfer.retryable, transfer.late_writes, leaving=leaving),
+            self._reply(
+                request,
+                TransferFailed(request.key, reason, request.retryable, request.late_writes, leaving=leaving),
             )
-        self._release(transfer, now)
+        self._release(request, now)
 
-    def _release(self, transfer: PrefillRequest, now: float) -> None:
-        transfer.lifecycle.advance(TransferState.CLOSED, now)
-        del self.transfers[transfer.ref]
-        if transfer.grant is not None:
-            self.pages.release(transfer.grant)
-            transfer.grant = None
+    def _release(self, request: PrefillRequest, now: float) -> None:
+        request.lifecycle.advance(PrefillState.CLOSED, now)
+        del self.requests[request.ref]
+        if request.grant is not None:
+            self.pages.release(request.grant)
+            request.grant = None
 
-    def _tell(self, transfer: PrefillRequest, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
-        self._effects.append(SendToPeer(transfer.instance, message))
-
-    def _pages_for(self, tokens: int) -> int:
-        return pages_for(tokens, self.limits.page_size)
+    def _reply(self, request: PrefillRequest, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
+        self._outbox.append(SendToPeer(request.instance, message))

@@ -1,4 +1,4 @@
-"""What a rank computes with: weights, memory that steps need, a KV cache in what is left, CUDA graphs."""
+"""Builds the executor of a rank: weights, memory for steps, a KV cache in the rest, CUDA graphs."""
 
 import logging
 import time
@@ -15,6 +15,7 @@ from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.hot_buffer_size import resolve_hot_rows
 from ...memory.hisparse.sizing import hisparse_size
 from ...memory.kv_pool import KvCache
+from ...memory.pages import pages_for
 from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
 from ...models.layers.parallel import Parallel
@@ -28,14 +29,14 @@ from .executor import Executor
 log = logging.getLogger(__name__)
 
 PREFILL_POOL_CONTEXTS = 8
-"""An automatic prefill pool holds this many prompts of full length: more would never be used at once."""
+"""An automatic prefill pool holds this many prompts of full length: more are never in use at once."""
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 STAGED_RANKS = 8
-"""Decode ranks that a prefill rank keeps memory for, to gather parts for them; further ones have to find their own."""
+"""Decode ranks for which a prefill rank keeps memory to gather staged parts; for more ranks it allocates on demand."""
 
 
 class RankBuilder:
-    """Builds the executor of one rank. Raises StartupError for what the user can mend."""
+    """Builds the executor of one rank. Raises StartupError for errors that the user can fix."""
 
     def __init__(self, config: AnyServerConfig, source: ModelSource, parallel: Parallel, device: torch.device) -> None:
         self._config = config
@@ -43,9 +44,9 @@ class RankBuilder:
         self._parallel = parallel
         self._device = device
         self._share = KvShare(0.0)
-        """Of what is free; known when the weights are loaded."""
+        """The share of free memory; known after the weights are loaded."""
         self.step_limit = self._choose_step_limit()
-        """Most prompt tokens (prefill) or requests (decode) of one step."""
+        """The largest step, in prompt tokens (prefill) or requests (decode)."""
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
@@ -53,7 +54,7 @@ class RankBuilder:
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
         check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
-        parallel.agree_minimum(0)  # nobody loads before all have looked at what is free
+        parallel.agree_minimum(0)  # a barrier: all ranks read the free memory before any of them loads
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
         runner = ModelRunner.load(
             source,
@@ -67,7 +68,7 @@ class RankBuilder:
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
         self._share = auto_kv_share(config, self._device, weight_bytes)
         step_bytes = self._measure_steps(runner)
-        parallel.agree_minimum(0)  # what is free is free when all ranks have their weights
+        parallel.agree_minimum(0)  # a barrier: free memory is measured after all ranks have their weights
         if isinstance(config, DecodeConfig) and config.enable_hisparse:
             cache: KvCache = self._make_hisparse_cache(runner, config, step_bytes)
         else:
@@ -98,7 +99,7 @@ class RankBuilder:
                 self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
-        return Executor(runner, cache, source.config.eos_token_ids, overlap=looks_ahead(config))
+        return Executor(runner, cache, source.config.eos_token_ids, overlap=uses_overlap(config))
 
     def _choose_step_limit(self) -> int:
         config, model = self._config, self._source.config
@@ -117,14 +118,14 @@ class RankBuilder:
         return auto_running_requests(config, self._device, tables // config.pp)
 
     def _describe_share(self) -> str:
-        """How the size of the pool was found, where that was left to us."""
+        """How the size of the pool was chosen, if it was automatic."""
         if self._config.kv_tokens is not None or self._config.kv_memory_gib is not None:
             return ""
         return f" ({self._share.fraction:g} of free memory, {self._share.reason})"
 
     def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
         dsa = self._source.config.dsa
-        assert dsa is not None, "the frontend has looked (server/launch/startup_checks.py)"
+        assert dsa is not None, "checked by the frontend (server/launch/startup_checks.py)"
         latent, keys = runner.make_cache(1, 1).pools
         hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
         size = hisparse_size(
@@ -150,8 +151,8 @@ class RankBuilder:
             max_context=min(context, num_pages * config.page_size),
         )
         log.info(
-            "HiSparse: %d hot pages of %d rows, and up to %d more in lots of %d while pages of keys are free; %d rows "
-            "in the buffer of a request",
+            "HiSparse: %d hot pages of %d rows, and up to %d more in units of %d while KV pages are free; %d rows per "
+            "hot buffer",
             hot_pages,
             config.page_size,
             cache.overlay.count * cache.overlay.hot_pages,
@@ -161,7 +162,7 @@ class RankBuilder:
         return cache
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
-        """As many on every rank: a page id means the same everywhere."""
+        """Pages of the pool; the same on every rank, because they share page ids."""
         config = self._config
         concurrent = self.step_limit if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
         pages = pool_pages(
@@ -174,19 +175,21 @@ class RankBuilder:
         return self._parallel.agree_minimum(pages)
 
     def _staging_bytes(self, runner: ModelRunner) -> int:
-        """What staged transfers will take beside the pool: the ring on decode, buffers to gather parts in on prefill.
-        Nothing where KV has no heads to share out.
+        """Memory of staged transfers beside the pool: the ring on decode, gather buffers on prefill. 0 if the KV has no
+        heads to distribute.
         """
         config, token_bytes = self._config, runner.kv_token_bytes
         if self._source.config.dsa is not None or not may_stage(config, self._source.config.num_kv_heads):
             return 0
         if isinstance(config, DecodeConfig):
             return ring_bytes(config, token_bytes)
-        # rings of the default size take parts of at most RING_TOKENS tokens
+        # a ring of the default size takes parts of at most RING_TOKENS tokens
         return STAGED_RANKS * gather_bytes(min(RING_TOKENS * token_bytes, MAX_PART_BYTES))
 
     def _prepare_staging(self, runner: ModelRunner, cache: KvCache) -> None:
-        """Say what staging takes, and compile what prefill needs for it; decode's PartScatterer does that itself."""
+        """Log the memory of staging, and compile the gather kernel of prefill; on decode the PartScatterer compiles its
+        own.
+        """
         size = self._staging_bytes(runner)
         if not size:
             return
@@ -200,7 +203,7 @@ class RankBuilder:
         else:
             log.info(
                 "staging buffers: up to %.1f MiB (for each of %d decode ranks two parts of %d tokens, at most %d MiB "
-                "each), taken when a decode server pairs that shares heads out differently",
+                "each), allocated when a decode server with another distribution of heads pairs",
                 size / MIB,
                 STAGED_RANKS,
                 RING_TOKENS,
@@ -210,26 +213,28 @@ class RankBuilder:
 
     @property
     def _sharers(self) -> int:
-        """Ranks of this machine that have their memory from where this one has it, itself included."""
+        """Ranks of this machine that share the memory of this rank, including itself."""
         shared = self._device.type == "cpu" or self._config.ranks_share_gpu
         return len(self._config.local_ranks) if shared else 1
 
     def _free_bytes(self) -> int:
-        """This rank's share of what is free. Ranks that share it look before any of them takes its part: whoever asks
-        agrees with the others on what to take.
+        """This rank's share of the free memory. Every caller agrees on a size with the other ranks afterwards, so all
+        ranks read the free memory before any of them allocates.
         """
         return free_memory_bytes(self._device) // self._sharers
 
     def _capture_graphs(self, runner: ModelRunner, cache: KvCache, context: int) -> bool:
-        """Whether decode steps over `cache`, of sequences up to `context` tokens, are CUDA graphs from now on."""
+        """Capture CUDA graphs for decode steps over `cache`, of sequences up to `context` tokens. False if they are off
+        or not available.
+        """
         config = self._config
         if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
             return False
         return runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context) is not None
 
     def _measure_steps(self, runner: ModelRunner) -> int:
-        """Device memory that steps need beside weights and KV, found by running the largest. It also compiles kernels,
-        which the first request would otherwise wait for.
+        """Device memory that steps need beside weights and KV, measured by running the largest ones. This also compiles
+        kernels, so that the first request does not wait for them.
         """
         if self._device.type != "cuda":
             return 0
@@ -243,13 +248,13 @@ class RankBuilder:
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"{STEP_SETTING[config.role]} = {self.step_limit}: {self._device} has not enough memory for such a "
-                f"step beside the weights: {error}"
+                f"step in addition to the weights: {error}"
             ) from error
-        log.info("steps tried in %.1f s: %.2f GiB at most", time.monotonic() - started, needed / GIB)
+        log.info("steps measured in %.1f s: %.2f GiB at most", time.monotonic() - started, needed / GIB)
         return needed
 
     def _dry_run(self, runner: ModelRunner, longest: int) -> None:
-        """Steps of all kinds, over a cache of a single page that stands for all others."""
+        """Run all trial steps, over a cache of a single page that stands for all others."""
         config = self._config
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
@@ -260,13 +265,13 @@ class RankBuilder:
 
 
 def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[list[StepRow]]:
-    """Steps that need most memory or other kernels than the rest: of decode, the largest batch; of prefill, a chunk at
-    the end of a prompt of `longest` tokens, and chunks of several prompts, up to as many as there may be.
+    """The steps that need most memory or special kernels. Decode: the largest batch. Prefill: a chunk at the end of a
+    prompt of `longest` tokens, and chunks of several prompts, up to the largest number.
     """
-    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # sampling that needs most
+    sampling = SamplingParams(temperature=1.0, top_p=0.99)  # needs most memory
 
     def row(start: int, tokens: int) -> StepRow:
-        pages = [0] * -(-(start + tokens) // config.page_size)
+        pages = [0] * pages_for(start + tokens, config.page_size)
         return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
 
     if isinstance(config, DecodeConfig):
@@ -277,6 +282,6 @@ def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[
     return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]
 
 
-def looks_ahead(config: AnyServerConfig) -> bool:
-    """Whether steps are given before the tokens they feed are known: with one stage, which has them on the device."""
+def uses_overlap(config: AnyServerConfig) -> bool:
+    """Whether overlap scheduling is on: with one pipeline stage, whose device has the last sampled tokens."""
     return isinstance(config, DecodeConfig) and config.pp == 1

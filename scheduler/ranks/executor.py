@@ -1,4 +1,4 @@
-"""Runs steps on one rank: its part of the model, and on the rank that has the logits the choice of tokens."""
+"""Runs steps on one rank: its part of the model and, on the rank that has the logits, sampling."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,14 @@ from ...models.sampling.sampler import Sampler
 from ..messages.step import StepResult, StepRow
 
 _SCORED_ELEMENTS = 1 << 24
-"""Logits of prompt tokens that exist at once: a chunk of 8192 tokens would have gigabytes of them."""
+"""Most logits of prompt tokens in memory at once: those of a chunk of 8192 tokens would take gigabytes."""
 _UNKNOWN = (0,)
-"""Stands in a slice for a token that only the device knows."""
+"""Placeholder in a slice for a token that is only on the device."""
 
 
 class PendingStep:
-    """A step that was started. `finish()` waits until its KV is complete and returns one result per row; None on all
-    ranks but the one that samples.
+    """A step in flight. `finish()` waits until its KV is complete and returns one result per row; None on ranks that do
+    not sample.
     """
 
     def __init__(self, device: torch.device, collect: Callable[[], list[StepResult]] | None = None) -> None:
@@ -35,7 +35,7 @@ class PendingStep:
 
     @property
     def done(self) -> bool:
-        """Whether `finish` would not wait. A step that has failed is done: `finish` raises."""
+        """Whether `finish` returns without waiting. A failed step is done: `finish` raises."""
         try:
             return self._done is None or self._done.query()  # type: ignore[no-untyped-call]  # torch leaves it so
         except RuntimeError:
@@ -50,8 +50,8 @@ class PendingStep:
 class Executor:
     """The model and its KV on one rank. Called from one thread; every rank of a server makes the same calls.
 
-    None of `eos_token_ids`, nor of a request's stop tokens, is drawn before its `min_new_tokens`. With `overlap` a
-    step may follow the one before it: the tokens drawn last stay on the device, on every rank of the only stage.
+    Before `min_new_tokens`, neither `eos_token_ids` nor stop tokens of the request are sampled. With `overlap`, rows
+    may follow rows of the previous step: its sampled tokens stay on the device, on every rank of the only stage.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Executor:
     ) -> None:
         self._runner = runner
         self._sampler = Sampler([token for token in eos_token_ids if token < runner.config.vocab_size])
-        self._look_ahead = overlap
+        self._overlap = overlap
         self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
         self.cache = cache
 
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it."""
         following = self._following_tokens(rows)
-        self._drawn = self._drawn[:0]  # until this step has drawn its own
+        self._drawn = self._drawn[:0]  # until this step has sampled
         return self._start(rows, following)
 
     @torch.inference_mode()
@@ -92,13 +92,13 @@ class Executor:
             for draw in row.draws
         ]
         if logits is None:
-            if self._look_ahead:
+            if self._overlap:
                 self._share_drawn(torch.empty(len(choices), dtype=torch.long, device=self.cache.device))
             return PendingStep(self.cache.device)
         return self._draw(rows, choices, logits, prompt_parts)
 
     def _following_tokens(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
-        """The tokens to run, on the device, where some are those that the last step drew; None where all are known."""
+        """The tokens to run, on the device, if some were sampled by the last step; None if all are known."""
         if all(row.follows is None for row in rows):
             return None
         sources, drawn = [row.follows for row in rows], len(self._drawn)
@@ -106,7 +106,7 @@ class Executor:
             raise RuntimeError("the step that this one follows has failed")
         if sources == list(range(drawn)):
             return self._drawn
-        # a known token is taken from behind the drawn ones
+        # known tokens are appended to the sampled ones
         known = [row.token_ids[0] if row.follows is None else 0 for row in rows]
         picks = [drawn + at if source is None else source for at, source in enumerate(sources)]
         both = upload([known, picks], torch.long, self._drawn.device)
@@ -117,7 +117,7 @@ class Executor:
         self._drawn = tokens
 
     def _score_prompts(self, rows: Sequence[StepRow], hidden: torch.Tensor) -> list[tuple[int, Logprobs]]:
-        """Log-probabilities of the prompt tokens that rows want, in blocks: (index of the row, a block), in order."""
+        """Log-probabilities of prompt tokens, in blocks: (index of the row, block), in order."""
         parts: list[tuple[int, Logprobs]] = []
         block = max(1, _SCORED_ELEMENTS // self._runner.config.vocab_size)
         offset = 0
@@ -139,12 +139,12 @@ class Executor:
         logits: torch.Tensor,
         prompt_parts: Sequence[tuple[int, Logprobs]],
     ) -> PendingStep:
-        """Choose all tokens and start to read them back, together with the prompts' parts."""
+        """Sample all tokens and start to read them back, together with the log-probabilities of prompts."""
         tensors = [tensor for _, part in prompt_parts for tensor in part.tensors]
         tops = {at: top for at, choice in enumerate(choices) if (top := rows[choice.row].top_logprobs) is not None}
         if choices:
             tokens = self._sampler.sample(logits, choices)
-            if self._look_ahead:
+            if self._overlap:
                 self._share_drawn(tokens)
             tensors.append(tokens)
             if tops:
@@ -159,19 +159,21 @@ class Executor:
 def _results(
     rows: Sequence[StepRow], drawn: int, tops: dict[int, int], scored: Sequence[int], values: list[list[float]]
 ) -> list[StepResult]:
-    """`values` as they were read back: four lists per block of prompt tokens, the tokens, their log-probabilities."""
+    """The results of all rows. `values` was read back: four lists per block of prompt tokens, the sampled tokens, and
+    their log-probabilities.
+    """
     prompts: list[list[TokenLogprob]] = [_first_token(row) for row in rows]
     for at, index in enumerate(scored):
         part = values[4 * at : 4 * at + 4]
         prompts[index] += entries(part, [rows[index].top_logprobs or 0] * len(part[0]))
-    chosen: list[TokenLogprob] = []
+    sampled: list[TokenLogprob] = []
     if drawn:
         tokens, *logprobs = values[4 * len(scored) :]
-        chosen = [TokenLogprob(int(token), None) for token in tokens]
+        sampled = [TokenLogprob(int(token), None) for token in tokens]
         if tops:
             for at, entry in zip(tops, entries(logprobs, list(tops.values())), strict=True):
-                chosen[at] = entry
-    in_order = iter(chosen)
+                sampled[at] = entry
+    in_order = iter(sampled)
     return [
         StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt))
         for row, prompt in zip(rows, prompts, strict=True)
@@ -179,7 +181,7 @@ def _results(
 
 
 def _first_token(row: StepRow) -> list[TokenLogprob]:
-    """The entry of the prompt's first token, where it is this step's to give."""
+    """The entry of the prompt's first token, if it belongs to this row."""
     if row.prompt_logprobs_from == 0 and row.start == 0:
         return [TokenLogprob(row.prompt_ids[0], None)]
     return []

@@ -1,6 +1,6 @@
-"""All ranks of a server as its leader drives them: rank 0 on a thread of the leader, the others in their processes.
+"""All ranks of a server, as the leader uses them: rank 0 is a thread of the leader, the others are processes.
 
-The leader never computes on its own thread, so it answers clients and notices lost ranks while a step hangs.
+The leader's engine loop does not compute, so it serves clients and detects lost ranks while a step hangs.
 """
 
 import logging
@@ -45,21 +45,21 @@ from .rank import RankEngine
 log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 3.0
-"""A rank that says nothing for this long is lost: it hangs, or is stopped."""
+"""A rank that sends nothing for this long is lost: it hangs, or is stopped."""
 STARTUP_SILENCE_S: Final = 60.0
-"""The same while it loads: libraries and drivers may hold up all its threads for a while."""
+"""The same while a rank loads: libraries and drivers may block all its threads for some time."""
 TICK_S: Final = 0.25
 
 
 class RankLostError(PdserveError):
-    """A rank has failed, ended or gone silent: the server cannot go on without it."""
+    """A rank has failed, exited or become silent: the server cannot continue without it."""
 
 
 class Ranks:
-    """Starts the ranks of this machine, gives them all their commands in order and collects their reports.
+    """Starts the ranks of this machine, sends all ranks their commands in order and collects their reports.
 
-    `on_report` is called on other threads. A rank that is lost is reported once, as RankFailed. `tell()` belongs to the
-    engine thread.
+    `on_report` is called on other threads. A lost rank is reported once, as RankFailed. `tell()` is for the engine
+    thread only.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Ranks:
         self._lost = False
         if config.world_size > 1:
             self._meet_at, self._listener = _open_meeting_point(config)
-            if keys is None:  # on one machine: the ranks get a key of their own, on their stdin
+            if keys is None:  # on one machine: a new key for the ranks, passed on their stdin
                 cluster_key = secrets.token_hex(32)
                 config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
                 keys = ClusterKeys(cluster_key)
@@ -96,13 +96,13 @@ class Ranks:
         self._thread.start()
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Give a command to every rank, or to the one that it is for."""
+        """Send a command to every rank, or to the one that it is for."""
         only = _only_for(command)
         match command:
             case _ if only not in (None, 0):
                 pass
             case _ if isinstance(command, TransferCommand):
-                assert self._engine is not None, "commands come after all ranks are ready"
+                assert self._engine is not None, "a command was sent before all ranks were ready"
                 self._engine.transfer(command)
             case _:
                 self._local.put(command)
@@ -110,20 +110,20 @@ class Ranks:
             self._hub.tell(command, only)
 
     def problems(self) -> list[str]:
-        """What is wrong with the ranks' transfers, in words. Called from another thread."""
+        """What is wrong with the transfers of the ranks, as text. Called from another thread."""
         found = list(self._engine.problems()) if self._engine is not None else []
         return found + (self._hub.problems() if self._hub is not None else [])
 
     def busy_seconds(self) -> dict[int, float]:
-        """How long each rank has worked on steps, as last heard. Called from another thread."""
+        """Time that each rank has spent on steps, as last reported. Called from another thread."""
         local = {0: self._engine.busy_s} if self._engine is not None else {}
         return local | (self._hub.busy_seconds() if self._hub is not None else {})
 
     def close(self) -> bool:
-        """End all ranks: politely, then not. False when rank 0 is left behind, in a step or stuck: then this process
-        must not wait for its threads.
+        """Stop all ranks; kill those that do not exit in time. False if rank 0 is still in a step or stuck: then this
+        process must not wait for its threads.
 
-        After one is lost the others may wait for it in vain: nothing is gained by waiting for them.
+        If a rank is lost, others may hang in a collective with it, so the wait is short.
         """
         self._closing = True
         self.tell(StopRank())
@@ -133,7 +133,7 @@ class Ranks:
         self._thread.join(stop_s)
         for process in self._processes:
             if process.wait(max(0.0, deadline - time.monotonic())) is None:
-                log.warning("rank %d has not ended; killing it", process.rank)
+                log.warning("rank %d has not exited; killing it", process.rank)
                 process.kill()
                 process.wait()
         if self._hub is not None:
@@ -153,8 +153,8 @@ class Ranks:
             self._report(RankFailed(0, str(error), startup=True))
         except Exception as error:
             if self._hub is not None:
-                time.sleep(2 * TICK_S)  # it may be how we see the end of another rank, of which others know more
-            log.log(logging.DEBUG if self._lost else logging.ERROR, "rank 0 cannot go on", exc_info=True)
+                time.sleep(2 * TICK_S)  # it may follow from the loss of another rank, whose own report is better
+            log.log(logging.DEBUG if self._lost else logging.ERROR, "rank 0 failed", exc_info=True)
             self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
 
     def _report(self, report: RankReport) -> None:
@@ -166,14 +166,14 @@ class Ranks:
 
     def _watch(self, process: RankProcess) -> None:
         status = process.wait()
-        time.sleep(TICK_S)  # its own account of what went wrong comes first
+        time.sleep(TICK_S)  # its own RankFailed, if any, comes first
         self._report(
-            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) ended with status {status}")
+            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) exited with status {status}")
         )
 
 
 class _Hub:
-    """The socket to rank processes: a thread of its own."""
+    """The socket to the rank processes, with its own thread."""
 
     def __init__(
         self,
@@ -188,13 +188,13 @@ class _Hub:
         self._decoder = msgspec.msgpack.Decoder(RankReport)
         self._tables = SentTables()
         self._heard: dict[int, float] = {}
-        """When each rank was last heard."""
-        self._looked_at = time.monotonic()
-        """When silent ranks were last looked for."""
+        """When each rank last sent something."""
+        self._checked_at = time.monotonic()
+        """Time of the last check for silent ranks."""
         self._ready: set[int] = set()
         self._lost: set[int] = set()
         self._alive: dict[int, RankAlive] = {}
-        """The latest word of each rank."""
+        """The latest heartbeat of each rank."""
         self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
         """By routing id."""
         self._noise = rate_limited(log)
@@ -219,7 +219,7 @@ class _Hub:
         self._thread.start()
 
     def tell(self, command: ComputeCommand | TransferCommand, only: int | None) -> None:
-        """To every rank, or to `only` this one. Steps go to every one, in the order of telling: page tables need it."""
+        """Send to every rank, or to `only` this one. Steps go to every rank, in order: page tables need that."""
         message = self._tables.pack(command) if isinstance(command, RunStep) else command
         self._outbox.put((only, self._encoder.encode(message)))
         self._wakeup.ring()
@@ -242,7 +242,7 @@ class _Hub:
         try:
             self._serve()
         except Exception as error:
-            log.exception("the link to the ranks")
+            log.exception("the link to the ranks failed")
             self._on_report(RankFailed(0, f"the link to the ranks failed: {type(error).__name__}: {error}"))
         finally:
             self._monitor.close()
@@ -270,7 +270,7 @@ class _Hub:
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + TICK_S
                 self._send(None, self._encoder.encode(LeaderAlive()))
-                self._look_for_silence()
+                self._check_silence()
                 self._strangers.look()
 
     def _read_connections(self) -> None:
@@ -282,7 +282,7 @@ class _Hub:
                     self._strangers.closed(fd)
 
     def _flush(self) -> bool:
-        """Send everything queued; False once close() was reached."""
+        """Send everything queued; False after close()."""
         while True:
             try:
                 message = self._outbox.get_nowait()
@@ -294,16 +294,16 @@ class _Hub:
 
     def _send(self, only: int | None, message: bytes) -> None:
         for identity in self._ranks if only is None else [b"rank-%d" % only]:
-            self._socket.send_multipart((identity, message))  # dropped for one that has not come or is gone
+            self._socket.send_multipart((identity, message))  # dropped if the rank is not connected
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, *payloads = frames
         rank = self._ranks.get(identity.bytes)
         if rank is None or len(payloads) != 1:
-            self._noise.warning("a message of %r is ignored: it is no report of a rank", identity.bytes[:64])
+            self._noise.warning("ignoring a message of %r: it is not a rank report", identity.bytes[:64])
             return
         if rank not in self._heard:
-            self._read_connections()  # that it was accepted comes first
+            self._read_connections()  # the event of its accept comes first
             self._strangers.introduced(int(identity.get(zmq.SRCFD)))
         try:
             report = self._decoder.decode(payloads[0].buffer)
@@ -318,22 +318,22 @@ class _Hub:
         else:
             self._on_report(report)
 
-    def _look_for_silence(self) -> None:
+    def _check_silence(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at > SILENCE_S / 2:
-            # This process was stopped or starved. What ranks have said meanwhile may still be in the kernel's buffers.
-            log.info("the link to the ranks did not run for %.1f s", now - self._looked_at)
+        if now - self._checked_at > SILENCE_S / 2:
+            # This process was stopped or starved. Messages of ranks may still be in the kernel's buffers.
+            log.info("the link to the ranks did not run for %.1f s", now - self._checked_at)
             self._heard = dict.fromkeys(self._heard, now)
-        self._looked_at = now
+        self._checked_at = now
         for rank, heard in self._heard.items():
             limit_s = SILENCE_S if rank in self._ready else STARTUP_SILENCE_S
             if now - heard > limit_s and rank not in self._lost:
                 self._lost.add(rank)
-                self._on_report(RankFailed(rank, f"rank {rank} has said nothing for {now - heard:.1f} s"))
+                self._on_report(RankFailed(rank, f"rank {rank} has sent nothing for {now - heard:.1f} s"))
 
 
 def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
-    """The rank that a command is for; None when it is for all."""
+    """The rank that a command is for; None for all ranks."""
     match command:
         case PartWrite(part=part):
             return part.writer
@@ -344,7 +344,9 @@ def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
 
 
 def _open_meeting_point(config: AnyServerConfig) -> tuple[tuple[str, int], socket.socket]:
-    """Where the other ranks find rank 0, and the socket that already listens there: nobody else can take the port."""
+    """The address at which the other ranks find rank 0, and a socket that listens there already, so that no other
+    process can take the port.
+    """
     host, port = meeting_point(config) if config.dist_init_addr is not None else ("127.0.0.1", 0)
     try:
         listener = listen(host, port)

@@ -1,9 +1,9 @@
-"""A rank as a process of its own: `python -m pdserve.scheduler.ranks.main`, started by the leader or, on another
-machine, by `pdserve` with --node-rank.
+"""A rank process: `python -m pdserve.scheduler.ranks.main`, started by the leader or, on another machine, by `pdserve`
+with --node-rank.
 
-The first line on stdin is `{"config": {...}, "rank": N, "leader": "tcp://...", "meet_at": ["host", port]}`; end of file
-there means that the parent has gone, and ends this process. Threads: this one computes, one reads the leader's
-commands, one tells it that we are alive, and on prefill there is a sender for each decode rank.
+The first line on stdin is `{"config": {...}, "rank": N, "leader": "tcp://...", "meet_at": ["host", port]}`. End of file
+on stdin means that the parent has exited; this process exits too. Threads: the main thread computes, one reads the
+commands of the leader, one sends heartbeats, and on prefill there is a sender for each decode rank.
 """
 
 import json
@@ -44,26 +44,26 @@ log = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.3
 LEADER_SILENCE_S = 10.0
-"""A leader on another machine that says nothing for this long is gone."""
+"""A leader that sends nothing for this long is lost."""
 
 
 class LeaderGoneError(PdserveError):
-    """The connection to the leader was closed. ZMQ would make a new one, but commands have gone with the old one."""
+    """The connection to the leader was closed. ZMQ would reconnect, but commands are lost with the old connection."""
 
 
 class LeaderLink:
     """The rank's end of the socket to its leader. `report()` may be called from any thread.
 
-    The rank ends when the link does: a command or a report that is lost would be waited for for ever.
+    The rank exits when the connection closes, because a lost command or report is never sent again.
     """
 
     def __init__(self, address: str, rank: int, keys: ClusterKeys | None) -> None:
         self.commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
         self.engine: RankEngine | None = None
-        """Set when it is built: it carries out transfer commands."""
+        """Runs transfer commands; set when it is built."""
         self._rank = rank
         self._stopping = False
-        """The leader has told us to end, and may end before us."""
+        """StopRank has arrived; the leader may exit before us."""
         self.heard_at = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankCommand)
@@ -84,21 +84,21 @@ class LeaderLink:
         threading.Thread(target=self._run, name="leader-link", daemon=True).start()
 
     def report(self, report: RankReport) -> None:
-        with self._lock:  # ZMQ sockets are for one thread at a time
+        with self._lock:  # a ZMQ socket is not thread-safe
             self._outbox.send(self._encoder.encode(report))
 
     def _run(self) -> None:
         try:
             self._serve()
         except LeaderGoneError as error:
-            log.error("rank %d ends: %s", self._rank, error)
-            _leave(1)
+            log.error("rank %d exits: %s", self._rank, error)
+            _exit(1)
         except Exception as error:
-            log.exception("the link to the leader")
-            # the socket is this thread's: it has the last word itself
+            log.exception("the link to the leader failed")
+            # report() would queue it for this thread
             failed = RankFailed(self._rank, f"the link to the leader failed: {type(error).__name__}: {error}")
             self._socket.send(self._encoder.encode(failed))
-            _leave(1)
+            _exit(1)
 
     def _serve(self) -> NoReturn:
         inbox = self._context.socket(zmq.PULL)
@@ -128,22 +128,22 @@ class LeaderLink:
             case SentStep():
                 self.commands.put(self._tables.unpack(command))
             case _ if isinstance(command, TransferCommand):
-                assert self.engine is not None, "the leader sends nothing before this rank is ready"
+                assert self.engine is not None, "a command arrived before this rank was ready"
                 self.engine.transfer(command)
             case _:
                 self.commands.put(command)
 
 
 def main() -> int:
-    """Compute until told to stop; the exit code is 0, 2 when the configuration cannot work, 1 for anything else."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's
+    """Run until StopRank. Exit code: 0, 2 for a configuration that cannot work, 1 for any other error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
     introduction = json.loads(sys.stdin.buffer.readline())
     config, rank = parse_config(introduction["config"]), int(introduction["rank"])
     configure_logging(config.log_level, f"{config.role} rank {rank}")
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
     link = LeaderLink(introduction["leader"], rank, keys)
-    threading.Thread(target=_say_alive, args=(link, rank), name="alive", daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(link, rank), name="heartbeat", daemon=True).start()
     try:
         host, port = introduction["meet_at"]
         source = locate_model(config.model, config.load_format)
@@ -155,16 +155,16 @@ def main() -> int:
         engine.close()
     except StartupError as error:
         link.report(RankFailed(rank, str(error), startup=True))
-        return _leave(2)
+        return _exit(2)
     except Exception as error:
-        log.exception("rank %d cannot go on", rank)
+        log.exception("rank %d failed", rank)
         link.report(RankFailed(rank, f"{type(error).__name__}: {error}"))
-        return _leave(1)
+        return _exit(1)
     return 0
 
 
-def _leave(status: int) -> NoReturn:
-    """End after the last report is out, whatever other threads wait for."""
+def _exit(status: int) -> NoReturn:
+    """Exit after the last report is sent, without waiting for other threads."""
     time.sleep(0.5)
     os._exit(status)
 
@@ -175,7 +175,8 @@ def _watch_parent() -> NoReturn:
     os._exit(1)
 
 
-def _say_alive(link: LeaderLink, rank: int) -> NoReturn:
+def _send_heartbeats(link: LeaderLink, rank: int) -> NoReturn:
+    """Send RankAlive, and exit if the leader is silent."""
     while True:
         engine = link.engine
         link.report(RankAlive(rank) if engine is None else RankAlive(rank, engine.problems(), engine.busy_s))
@@ -183,10 +184,10 @@ def _say_alive(link: LeaderLink, rank: int) -> NoReturn:
         time.sleep(ALIVE_INTERVAL_S)
         now = time.monotonic()
         if now - slept_at - ALIVE_INTERVAL_S > LEADER_SILENCE_S / 2:
-            link.heard_at = now  # we were stopped, or starved: what the leader has said meanwhile is still to be read
+            link.heard_at = now  # this process was stopped or starved: messages of the leader are still unread
         silent_s = now - link.heard_at
         if silent_s > LEADER_SILENCE_S:
-            log.error("the leader has said nothing for %.0f s: rank %d ends", silent_s, rank)
+            log.error("the leader has sent nothing for %.0f s: rank %d exits", silent_s, rank)
             os._exit(1)
 
 

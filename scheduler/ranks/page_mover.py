@@ -1,8 +1,8 @@
-"""The copies of a rank that go on beside its steps: pages to host memory and back, rows into hot buffers.
+"""The copies that a rank makes beside its steps: pages to host memory and back, rows into hot buffers.
 
-A thread and, on a GPU, a stream of their own. A copy begins when the steps that were enqueued before it are done: they
-may have written what it reads, or read what it overwrites. Steps that come after it touch none of its memory before it
-has been reported (scheduler/decode/memory/background_copies.py).
+They run on their own thread and, on a GPU, on their own stream. A copy begins when the steps enqueued before it are
+done: these may write what it reads, or read what it overwrites. Later steps do not access its memory before the end of
+the copy is reported (scheduler/decode/memory/background_copies.py).
 """
 
 import logging
@@ -17,7 +17,7 @@ from ...kernels.backends.streams import use_own_stream, wait_for_stream
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ...memory.page_store import PageStore
-from ..messages.effects import DropPages, LoadPages, OpenHot, SavePages
+from ..messages.ranks import DropPages, LoadPages, OpenHot, SavePages
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ CopyCommand = SavePages | LoadPages | DropPages | OpenHot
 
 
 class PageMover:
-    """Carries out copies one after another. Owns a thread and the store of retracted requests.
+    """Runs copies one after another. Owns a thread and the store of retracted requests.
 
-    `on_done` is called on that thread with the number of a copy and the seconds it took. After a failure, which
-    `on_failed` hears of, nothing more is copied.
+    On that thread, `on_done` is called with the number of a copy and its duration. After a failure, `on_failed` is
+    called and nothing more is copied.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class PageMover:
         self._thread = threading.Thread(target=self._work, name="page-mover", daemon=True)
         self._thread.start()
 
-    def give(self, command: CopyCommand) -> None:
-        """Queue a copy, to begin after what this thread has enqueued so far. Returns at once."""
+    def enqueue(self, command: CopyCommand) -> None:
+        """Queue a copy that begins after the work that this thread has enqueued so far. Returns at once."""
         enqueued: torch.cuda.Event | None = None
         if self._cache.device.type == "cuda":
             enqueued = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -56,7 +56,7 @@ class PageMover:
         self._commands.put((command, enqueued))
 
     def close(self) -> None:
-        """Make the copies that are queued, and end."""
+        """Make the queued copies, then end the thread."""
         self._commands.put(None)
         self._thread.join()
         self._store.close()
@@ -68,12 +68,12 @@ class PageMover:
                 command, enqueued = entry
                 if enqueued is not None:
                     enqueued.synchronize()
-                self._carry_out(command)
+                self._run(command)
         except Exception as error:
-            log.exception("copying KV beside the steps")
-            self._on_failed(f"copying KV beside the steps failed: {type(error).__name__}: {error}")
+            log.exception("a background copy of KV failed")
+            self._on_failed(f"a background copy of KV failed: {type(error).__name__}: {error}")
 
-    def _carry_out(self, command: CopyCommand) -> None:
+    def _run(self, command: CopyCommand) -> None:
         started = time.monotonic()
         match command:
             case SavePages(rid=rid, pages=pages):

@@ -1,9 +1,9 @@
-"""Page lists on their way to rank processes: every page travels once.
+"""Page lists in steps to rank processes: every page id is sent once.
 
-A long sequence has thousands of pages and gets one now and then, but a step names them all. So the leader and each rank
-process keep the lists, as numbered tables, and a step carries what is new. Tables only grow: a list that is no longer
-what was sent becomes a table with a new number. The steps come over one ordered connection, so both ends have the same
-tables; were a step lost, the next one to build on it would not fit, and the rank ends.
+A long sequence has thousands of pages and rarely gets a new one, but a step names them all. So the leader and each rank
+process keep the lists as numbered tables, and a step has only the new pages. Tables only grow: a list that has changed
+otherwise becomes a new table. Steps are sent over one ordered connection, so both ends have the same tables. If a step
+were lost, the next one would not match, and the rank would exit.
 """
 
 import collections
@@ -18,17 +18,17 @@ from ..messages.ranks import RunStep, SentRow, SentStep
 from ..messages.step import StepRow
 
 FORGET_AFTER_STEPS: Final = 64
-"""A table that no step has used for this long is forgotten. Requests take turns with several stages, and prompts that
-come in chunks wait for each other, but seldom for so many steps; one that does is sent again.
+"""A table is dropped when no step has used it for this long. A request may skip steps, with several stages or between
+chunks of its prompt, but rarely so many; then its table is sent again.
 """
 
 
 class UnknownPagesError(PdserveError):
-    """A step builds on pages that this rank was never sent: a bug."""
+    """A step extends a page table that this rank does not have: a bug."""
 
 
 class _Table:
-    """A list of pages as the ranks have it."""
+    """A list of pages that the ranks have."""
 
     __slots__ = ("number", "sent", "used_in")
 
@@ -36,15 +36,14 @@ class _Table:
         self.number = number
         self.sent = list(pages)
         self.used_in = 0
-        """The last step."""
+        """The last step that used it."""
 
 
 class SentTables:
-    """The leader's end: knows what the ranks know.
+    """The leader's end: tracks the tables of the ranks.
 
-    A sequence is recognised by its list, the very object, which grows from step to step (PageGrant). That says where to
-    look, no more: whether the ranks have its pages is seen by comparing them. A list may change, and one that is gone
-    may leave its id to another.
+    Tables are found by the id() of the page list of a sequence, which grows from step to step (PageGrant). The pages
+    are compared as well: a list may change, and the id of a deleted list may be reused.
     """
 
     def __init__(self, forget_after_steps: int = FORGET_AFTER_STEPS) -> None:
@@ -52,15 +51,12 @@ class SentTables:
         self._numbers = itertools.count()
         self._steps = 0
         self._tables: collections.OrderedDict[int, _Table] = collections.OrderedDict()
-        """By the id of the list; the one that was used last comes last."""
+        """By the id() of the list, in the order of their last use."""
         self._forgotten: list[int] = []
-        """Numbers that the next message tells the ranks to forget."""
-
-    def __len__(self) -> int:
-        return len(self._tables)
+        """Numbers of the tables that the next message tells the ranks to drop."""
 
     def pack(self, step: RunStep) -> SentStep:
-        """What to send of a step. It must reach the ranks, before any step that is packed later."""
+        """The message for a step. It must reach the ranks before any step that is packed later."""
         self._steps += 1
         rows = tuple(self._pack_row(row) for row in step.rows)
         self._forget_unused()
@@ -72,12 +68,12 @@ class SentTables:
         return SentRow(msgspec.structs.replace(row, pages=()), table, kept, new_pages)
 
     def _extend(self, pages: Sequence[int]) -> tuple[int, int, list[int]]:
-        """The number of the table that holds `pages`, how many of them it held before, and the others."""
+        """The number of the table for `pages`, how many pages the ranks have of it, and the new pages."""
         table = self._tables.get(id(pages))
         if table is not None:
             kept = len(table.sent)
             table.sent += pages[kept:]
-            if table.sent != pages:  # looks at all of them, but compares pointers: a nanosecond or two each
+            if table.sent != pages:  # compares pointers: 1 to 2 ns per page
                 self._forgotten.append(table.number)
                 table = None
         if table is None:
@@ -97,23 +93,20 @@ class SentTables:
 
 
 class KnownTables:
-    """A rank's end. A sequence has the same list in every step, as on rank 0: it grows, also while a step that was
-    unpacked before is under way, and what is in it never changes.
+    """A rank's end. As on rank 0, a sequence has the same list object in every step. The list grows, also while an
+    earlier step is in flight; its existing entries never change.
     """
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     def unpack(self, sent: SentStep) -> RunStep:
-        """The step that was packed. Raises UnknownPagesError when one before it was not unpacked here."""
+        """The step that was packed. Raises UnknownPagesError if an earlier step was not unpacked here."""
         step = RunStep(sent.command_id, tuple(self._unpack_row(row, sent.command_id) for row in sent.rows))
         for number in sent.forgotten:
             if self._tables.pop(number, None) is None:
                 raise UnknownPagesError(
-                    f"step {sent.command_id} forgets page table {number}, which this rank does not have"
+                    f"step {sent.command_id} drops page table {number}, which this rank does not have"
                 )
         return step
 

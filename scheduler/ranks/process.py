@@ -1,4 +1,4 @@
-"""Rank processes as their parent holds them: the leader or, on other machines, `pdserve` with --node-rank. No torch."""
+"""Rank processes, seen from their parent: the leader or, on other machines, `pdserve` with --node-rank. No torch."""
 
 import json
 import subprocess
@@ -9,26 +9,26 @@ from ...configs.schema import AnyServerConfig
 
 
 def meeting_point(config: AnyServerConfig) -> tuple[str, int]:
-    """Where the ranks of a server on several machines find each other."""
-    assert config.dist_init_addr is not None, "the configuration asks for it with nnodes > 1"
+    """The address of the rendezvous of the ranks, for a server on several machines."""
+    assert config.dist_init_addr is not None, "the configuration requires it with nnodes > 1"
     host, _, port = config.dist_init_addr.rpartition(":")
     return host, int(port)
 
 
 def leader_address(meet_at: tuple[str, int]) -> str:
-    """Where the leader of a server on several machines takes its ranks' connections."""
+    """The address at which the leader accepts its ranks, for a server on several machines."""
     return f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
 
 
 class RankProcess:
-    """A rank process that this process has started. It ends with us: its stdin is a pipe that only we hold."""
+    """A rank process that this process has started. It exits when we do: its stdin is a pipe that only we hold."""
 
-    # -P keeps the working directory out of sys.path: in a checkout it holds folders named like other people's packages.
+    # -P keeps the working directory out of sys.path: in a checkout its folders have the names of other packages.
     COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.ranks.main")
 
     def __init__(self, config: AnyServerConfig, rank: int, *, leader: str, meet_at: tuple[str, int]) -> None:
         self.rank = rank
-        # a process group of its own: Ctrl-C in a terminal reaches the front alone, which then drains everything
+        # its own process group: Ctrl-C in a terminal reaches only the frontend, which drains all processes
         self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0)
         introduction = {"config": revealed_dict(config), "rank": rank, "leader": leader, "meet_at": meet_at}
         assert self._process.stdin is not None
@@ -40,7 +40,7 @@ class RankProcess:
         return self._process.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit status as in subprocess, None when it has not ended in time."""
+        """Its exit status as in subprocess; None if it has not exited in time."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -50,6 +50,6 @@ class RankProcess:
         self._process.kill()
 
     def let_go(self) -> None:
-        """Close its stdin, which ends it."""
+        """Close its stdin; it exits then."""
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -1,8 +1,8 @@
-"""One rank at work: its part of the model, its KV, its side of the transfers, driven by the leader's commands.
+"""One rank: its part of the model, its KV, its side of the transfers. It runs the commands of the leader.
 
 build     weights -> KV cache -> CUDA graphs -> transfer engines -> RankReady
 serve     commands in order; steps may overlap: the results of one are read while the next one runs
-transfer  commands about KV that is complete do not wait in that line
+transfer  commands about complete KV, which do not wait for steps
 """
 
 import collections
@@ -30,7 +30,7 @@ from ...models.config.sharding import Shard
 from ...models.layers.parallel import Backend, Parallel
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
-from ...transfer.data.chunks import PartScatter, PartWrite
+from ...transfer.data.chunks import ChunkWrite, PartScatter, PartWrite
 from ...transfer.data.local_pool import LocalPool
 from ...transfer.data.receivers import Receivers
 from ...transfer.mooncake.transports import machine_id
@@ -39,17 +39,21 @@ from ...transfer.protocol.checksum import add_sums, block_sum
 from ...transfer.protocol.layout import KvLayout, Plane
 from ...transfer.protocol.messages import Pool, Rank, StageRing
 from ...transfer.staging.part_scatterer import PartScatterer
-from ..messages.effects import CancelChunks, CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from ..messages.ranks import (
     CacheChecked,
+    CancelChunks,
     CheckCache,
     ChunkReport,
     ClosePeer,
     CommandDone,
     ComputeCommand,
     CopyDone,
+    CopyPage,
+    DropPages,
     HotCounters,
     KvVerified,
+    LoadPages,
+    OpenHot,
     OpenPeer,
     PartReport,
     PartScattered,
@@ -57,12 +61,13 @@ from ..messages.ranks import (
     RankFailed,
     RankReady,
     RankReport,
+    ResizeHot,
     RunStep,
+    SavePages,
     StepDone,
     StopRank,
     TransferCommand,
     VerifyKv,
-    WriteChunk,
 )
 from .builder import RankBuilder
 from .executor import PendingStep
@@ -71,14 +76,14 @@ from .page_mover import PageMover
 log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait of a rank for the others. Lost ones are noticed by their silence, long before."""
+"""Longest wait of a rank for the others. A lost rank is detected long before, by its silence."""
 HOT_REPORT_S = 0.2
 COMMAND_POLL_S = 1e-4
-"""Between two looks at whether a step is done: what its tokens may wait while there is nothing else to start."""
+"""Interval of the checks whether a step is done; its tokens wait at most this long for the check."""
 
 
 class PendingCommand(NamedTuple):
-    """A step, or a copy of a page, that the device may still be at."""
+    """A step, or a copy of a page, that may still run on the device."""
 
     command_id: int
     step: PendingStep
@@ -86,7 +91,7 @@ class PendingCommand(NamedTuple):
 
 
 class RankEngine:
-    """Everything of one rank. Built, run and closed on one thread; `report` must be callable from any."""
+    """All parts of one rank. Built, run and closed on one thread; `report` must be callable from any thread."""
 
     def __init__(
         self,
@@ -98,8 +103,8 @@ class RankEngine:
         report: Callable[[RankReport], None],
         listener: socket.socket | None = None,
     ) -> None:
-        """`meet_at` is where the ranks of this server find each other, None for the only one; `listener` is what rank 0
-        listens on there. Raises StartupError.
+        """`meet_at` is the rendezvous address of the ranks, None for a single rank; `listener` is the socket on which
+        rank 0 listens there. Raises StartupError.
         """
         self._config = config
         self._source = source
@@ -145,17 +150,17 @@ class RankEngine:
                     on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
                 )
         self._pending: collections.deque[PendingCommand] = collections.deque()
-        # on the CPU, and through gloo, a step is done when it was started: its tokens need not wait for the next one
+        # on the CPU, and with gloo, `start` returns when the step is done: its tokens do not wait for the next step
         self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
         self._stepping_s = 0.0
         self._hot_report_at = 0.0
 
     def announce(self) -> None:
-        """Report that commands may come."""
+        """Report that this rank is ready for commands."""
         self._report(self._ready())
 
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with this rank's transfers. May be called from another thread."""
+        """What is wrong with the transfers of this rank. May be called from another thread."""
         return tuple(self._writer.problems()) if self._writer is not None else ()
 
     @property
@@ -164,11 +169,11 @@ class RankEngine:
 
     @property
     def busy_s(self) -> float:
-        """Time spent on steps, less that spent waiting for the stage before. May be read from another thread."""
+        """Time spent on steps, minus the time spent waiting for the previous stage. May be read from another thread."""
         return self._stepping_s - self._parallel.waited_s
 
     def serve(self, commands: "queue.SimpleQueue[ComputeCommand]") -> None:
-        """Carry out commands until StopRank."""
+        """Run commands until StopRank."""
         while True:
             command = next_command(commands, self._pending, self._steps_ahead)
             if command is None:
@@ -176,31 +181,31 @@ class RankEngine:
             elif isinstance(command, StopRank):
                 return
             else:
-                self._carry_out(command)
+                self._run(command)
 
     def transfer(self, command: TransferCommand) -> None:
-        """Carry out a command that concerns KV which is complete. Called from another thread; does not wait.
+        """Run a command about complete KV. Called from another thread; does not wait.
 
-        Does not raise: why a transfer failed is in its report, and a rank that cannot do as it is told has failed.
+        Does not raise: the report of a transfer has its error, and any other error is reported as RankFailed.
         """
         try:
             self._transfer(command)
         except Exception as error:
             name = type(command).__name__
-            log.exception("rank %d: %s", self._rank, name)
-            self._report(RankFailed(self._rank, f"{name} could not be carried out: {type(error).__name__}: {error}"))
+            log.exception("rank %d: %s failed", self._rank, name)
+            self._report(RankFailed(self._rank, f"{name} failed: {type(error).__name__}: {error}"))
 
     def _transfer(self, command: TransferCommand) -> None:
         if isinstance(command, PartScatter):
-            assert self._scatterer is not None, "a rank without a ring gets nothing to scatter"
+            assert self._scatterer is not None, "PartScatter for a rank without a staging ring"
             self._scatterer.scatter(command)
             return
         assert self._writer is not None, "only prefill ranks write chunks"
         match command:
             case PartWrite():
                 self._writer.write_part(command)
-            case WriteChunk(chunk=chunk):
-                self._writer.write(chunk)
+            case ChunkWrite():
+                self._writer.write(command)
             case CancelChunks(instance=instance, key=key):
                 self._writer.cancel(instance, key)
             case OpenPeer(hello=hello, welcome=welcome):
@@ -209,7 +214,7 @@ class RankEngine:
                 self._writer.close(instance)
 
     def close(self) -> None:
-        """Let go of the other ranks and of all memory that peers could write."""
+        """Leave the process group and release all memory that peers could write."""
         self._mover.close()
         if self._writer is not None:
             self._writer.close_all()
@@ -220,14 +225,14 @@ class RankEngine:
         self._executor.cache.close()
         self._parallel.close()
 
-    def _carry_out(self, command: ComputeCommand) -> None:
+    def _run(self, command: ComputeCommand) -> None:
         match command:
             case RunStep():
                 self._start_step(command)
             case CopyPage():
                 self._copy_page(command)
             case SavePages() | LoadPages() | DropPages():
-                self._mover.give(command)
+                self._mover.enqueue(command)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
             case CheckCache():
@@ -241,7 +246,9 @@ class RankEngine:
     # -- steps and pages ---------------------------------------------------------------------------------------
 
     def _start_step(self, command: RunStep) -> None:
-        """A lone rank survives a step that fails; of several, the others would wait for it for ever."""
+        """Start a step. A single rank continues after a failed step; one of several ranks exits, because the others
+        would wait for it in collectives.
+        """
         started = time.monotonic()
         if self._receivers is not None:
             wait_for_arrivals(self._device)
@@ -272,32 +279,32 @@ class RankEngine:
         self._report_hot()
 
     def _step_failed(self, command_id: int, error: Exception) -> None:
-        while self._pending:  # reports are in order
+        while self._pending:  # reports are sent in order
             self._finish_step()
         log.exception("step %d failed", command_id, exc_info=error)
         self._report(StepDone(self._rank, command_id, (), f"{type(error).__name__}: {error}"))
 
     def _copy_page(self, command: CopyPage) -> None:
-        """In line with the steps, like one of them: done when it is reported, and peers may write the page then."""
+        """Copy a page in order with the steps. Its end is reported; after that, peers may write the page."""
         wait_for_arrivals(self._device)
         self._executor.cache.copy_page(command.source, command.destination)
         self._pending.append(PendingCommand(command.command_id, PendingStep(self._device), is_step=False))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:
-        """In line with the steps: the device does it after those that were started."""
+        """Set up or resize a hot buffer in order with the steps: the device does it after those already started."""
         cache = self._executor.cache
         assert isinstance(cache, HiSparseCache), "only a HiSparse cache has hot buffers"
         match command:
             case OpenHot():
                 cache.open(command.slot, command.hot_pages, command.tokens, command.capacity)
                 if command.copy is not None:
-                    self._mover.give(command)
+                    self._mover.enqueue(command)
             case ResizeHot():
                 cache.resize(command.slot, command.hot_pages, command.capacity)
 
     def _report_hot(self, *, settled: bool = False) -> None:
-        """What the hot buffers have seen, a few times a second and, to the last row, when there is nothing to do. All
-        ranks of a stage see the same.
+        """Report the totals of the hot buffers, a few times a second, and with `settled` the exact totals of an idle
+        rank. All ranks of a stage have the same totals, so only the first reports.
         """
         cache, now = self._executor.cache, time.monotonic()
         if not isinstance(cache, HiSparseCache) or self._parallel.shard.tp_rank != 0:
@@ -334,7 +341,7 @@ class RankEngine:
         return len(command.chunks), None
 
     def _make_ring(self, config: DecodeConfig) -> None:
-        """Room for what prefill stages, where KV has heads. Before peers hear of this rank: it has to be registered."""
+        """Allocate the staging ring, if the KV has heads. It is registered before peers know this rank."""
         dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
         if dense is None or not may_stage(config, self._source.config.num_kv_heads):
             return
@@ -364,7 +371,7 @@ class RankEngine:
         ]
         return RankReady(
             self._rank,
-            place=Rank(
+            peer_info=Rank(
                 rank=self._rank,
                 session=sessions.get("tcp"),
                 pools=tuple(pools),
@@ -404,11 +411,12 @@ def next_command(
     pending: "collections.deque[PendingCommand]",
     steps_ahead: int,
 ) -> ComputeCommand | None:
-    """What to do next; None when the first of the `pending` steps has to be finished before: there is no room for
-    another, or it is done and nothing else is due.
+    """The next command to run; None if the first of the `pending` steps has to be finished before: no further step may
+    start, or that step is done and no command waits.
 
-    While a step runs, the leader decides on the one after it, because the one before it has ended. That takes a moment:
-    who waited for the device meanwhile would start that step late, and the device would have nothing to do.
+    With overlap scheduling, the leader sends the next step while the current one runs, some time after the end of the
+    previous one. So this function waits for commands and not for the device: otherwise the next step would start late,
+    and the device would idle.
     """
     if not pending:
         return commands.get()
@@ -442,9 +450,9 @@ def _meet(
     shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
     if meet_at is None:
         return Parallel(shard, device=device)
-    # NCCL wants a GPU for each rank
+    # NCCL needs a GPU for each rank
     backend: Backend = "nccl" if device.type == "cuda" and not config.ranks_share_gpu else "gloo"
-    log.info("rank %d of %d meets the others at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
+    log.info("rank %d of %d: joining the process group at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
     host, port = meet_at
     return Parallel.connect(
         shard,

@@ -12,11 +12,11 @@ from typing_extensions import TypedDict
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...scheduler.messages.frontend import PeerStatus, Ready
-from ...scheduler.messages.lifecycle import State, TransferState
+from ...scheduler.messages.lifecycle import PrefillState, State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
 
-WAITING_STATES = (State.QUEUED.value, TransferState.WAITING.value)
+WAITING_STATES = (State.QUEUED.value, PrefillState.WAITING.value)
 
 
 def package_version() -> str:

@@ -18,7 +18,7 @@ from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.models.layers.batch import ForwardBatch
 from pdserve.models.layers.latent_rows import new_token_rows
-from pdserve.scheduler.messages.effects import CopyPage, OpenHot, ResizeHot
+from pdserve.scheduler.messages.ranks import CopyPage, OpenHot, ResizeHot
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers
 from pdserve.scheduler.decode.memory.page_lending import Loan
 from pdserve.scheduler.decode.memory.command_log import CommandLog

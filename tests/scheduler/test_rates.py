@@ -1,13 +1,11 @@
-"""Copy or compute anew: decided by what was measured lately, and not by the last measurement alone."""
+"""Copy KV or compute it again: decided by the last measurements, not by a single one."""
 
 import queue
 from unittest.mock import Mock
 
 import pytest
 
-from pdserve.memory.index_spaces import KvPage
 from pdserve.scheduler.engine.decode_loop import DecodeLoop
-from pdserve.scheduler.messages.effects import SavePages
 from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, Rates
 from tests.scheduler.simulation.simulator import Simulator
@@ -22,7 +20,7 @@ def rate(*samples: tuple[int, float]) -> Rate:
 
 @pytest.mark.parametrize("seconds", [0.001, 10.0], ids=["fast", "slow"])
 @pytest.mark.parametrize("when", [0, 2, 4])
-def test_one_outlier_does_not_decide(seconds: float, when: int) -> None:
+def test_one_outlier_does_not_change_the_rate(seconds: float, when: int) -> None:
     samples = [(1000, 0.1 + 0.001 * number) for number in range(4)]
     samples.insert(when, (1000, seconds))
     found = rate(*samples).per_s
@@ -30,39 +28,39 @@ def test_one_outlier_does_not_decide(seconds: float, when: int) -> None:
     assert 1000 / 0.103 <= found <= 1000 / 0.1
 
 
-def test_short_ones_do_not_outvote_a_long_one() -> None:
-    """To begin takes 50 ms: a prompt that was almost wholly cached says nothing of how fast a long one is."""
+def test_short_measurements_do_not_outvote_a_long_one() -> None:
+    """The fixed cost is 50 ms: a prompt that was almost fully cached does not show the rate of a long one."""
     assert rate((8000, 1.0), *[(16, 0.05)] * 8).per_s == 8000
 
 
-def test_what_has_changed_for_good_is_followed() -> None:
+def test_rate_follows_a_lasting_change() -> None:
     measured = rate(*[(100, 1.0)] * SAMPLES)
     for _ in range(SAMPLES // 2 + 1):
         measured.measured(100, 0.1)
     assert measured.per_s == 1000
     for _ in range(SAMPLES // 2):
         measured.measured(100, 4.0)
-    assert measured.per_s == 25, "the slower half counts, and the oldest are forgotten"
+    assert measured.per_s == 25, "the slower half counts, and the oldest are dropped"
 
 
-def test_nothing_is_known_of_what_was_nothing_or_took_no_time() -> None:
+def test_empty_measurements_are_ignored() -> None:
     assert rate().per_s is None
     assert rate((0, 1.0), (5, 0.0)).per_s is None
 
 
-def test_kv_is_copied_unless_computing_is_known_to_be_cheaper() -> None:
-    """Ten pages go out and come back, or 160 tokens are computed."""
+def test_kv_is_copied_unless_prefill_is_known_to_be_cheaper() -> None:
+    """Ten pages are copied out and back, or 160 tokens are computed."""
     rates = Rates()
     assert rates.copy_is_cheaper(10, 160)
     rates.copied_pages.measured(10, 1.0)
-    assert rates.copy_is_cheaper(10, 160), "two seconds, but of prefill nothing is known"
+    assert rates.copy_is_cheaper(10, 160), "two seconds, but the rate of prefill is unknown"
     rates.prefilled_tokens.measured(160, 1.9)
     assert not rates.copy_is_cheaper(10, 160)
     rates.prefilled_tokens.measured(1000, 1000 / 160 * 2.1)
     assert rates.copy_is_cheaper(10, 160)
 
 
-def test_what_prefill_computed_is_measured_and_not_what_it_had() -> None:
+def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
     simulator = Simulator(prefix_cache=False)
     simulator.kill(1)
     for tokens in (9, 19):
@@ -75,11 +73,11 @@ def test_what_prefill_computed_is_measured_and_not_what_it_had() -> None:
             simulator.deliver(0, up=True)
             simulator.pass_time(0.01)
     done = list(simulator.decode.retracted.rates.prefilled_tokens._samples)
-    assert [tokens for _, tokens in done] == [9, 11], "four pages of the second were there"
+    assert [tokens for _, tokens in done] == [9, 11], "four pages of the second prompt were cached"
     simulator.finish()
 
 
-def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
+def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     scheduler = Simulator().decode
     loop = DecodeLoop(
         scheduler,
@@ -91,10 +89,9 @@ def test_what_ranks_copied_is_measured_when_all_of_them_have() -> None:
         hello=Mock(),
         verify_kv=False,
     )
-    scheduler.copy_done = Mock()  # type: ignore[method-assign]  # it knows of no such copy
-    loop._perform(SavePages(4, "r", (KvPage(1), KvPage(2), KvPage(3))))
-    loop._handle(CopyDone(1, 4, 0.25), 0.0)
+    copy = scheduler.memory.copies.begin("save", Mock())
+    copy.pages = 3
+    loop._handle(CopyDone(1, copy.number, 0.25), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s is None
-    loop._handle(CopyDone(0, 4, 0.5), 0.0)
-    scheduler.copy_done.assert_called_once_with(4, 0.0)
+    loop._handle(CopyDone(0, copy.number, 0.5), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s == 6

@@ -7,7 +7,7 @@ import msgspec
 from ..protocol.messages import InstanceId, StagePart, TransferKey
 
 
-class ChunkWrite(msgspec.Struct, array_like=True, frozen=True):
+class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Write KV of tokens [token_start, token_end) into the memory of a decode server.
 
     `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and

@@ -1,40 +1,42 @@
-"""Prompts on their way in: from the queue, with memory reserved, to a prefill server, until their KV has arrived.
+"""Sends prompts to prefill servers: takes them from the queue, reserves memory, and tracks them until their KV arrives.
 
-Knows prompts, pages and peers. It ends no request: what becomes of one whose prompt did not make it is the scheduler's.
+It knows prompts, pages and peers. It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
+from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ....transfer.staging.receiver import StageReceiver
-from ...messages.effects import ConnectPeer, Effect, SendToPeer
+from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
+from ...messages.outbox import Outbox
 from ..requests.dispatch_window import PromptKind
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
 from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
-from .quarantine import Quarantine
+from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
 from .staged_arrivals import StagedArrivals
 
 MAX_OVERTAKES = 16
-"""How many smaller prompts may pass one that waits for memory; then memory is left to gather for it."""
+"""How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
 MAX_MISFITS = 8
-"""Prompts that do not fit before a turn stops looking for one that does."""
+"""A turn stops after this many prompts that do not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLimits:
-    """The bounds a decode scheduler works within."""
+    """The limits of a decode scheduler."""
 
     page_size: int
     max_running_requests: int
@@ -50,13 +52,13 @@ class DecodeLimits:
     prefix_cache: bool = True
     hisparse: bool = False
     stages: int = 1
-    """Pipeline stages: so many batches are under way at once, of different requests."""
+    """Pipeline stages: the number of batches in flight, each of different requests."""
     overlap: bool = False
-    """With one stage: the next step of a batch is given before the tokens of the last one are known."""
+    """Overlap scheduling, with one stage: the next step starts before the tokens of the last one are known."""
 
 
 class PrefillDispatcher:
-    """The queue, the prefill servers, the transfers under way and the fences around those that were given up."""
+    """Owns the queue, the prefill servers, the transfers in flight and the quarantine of those that were given up."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class PrefillDispatcher:
         pages: PageAllocator[KvPage],
         cache: PrefixCache,
         counters: "collections.Counter[str]",
+        outbox: Outbox,
         receivers: Sequence[StageReceiver] = (),
     ) -> None:
         self.limits = limits
@@ -73,9 +76,8 @@ class PrefillDispatcher:
         self.peers = PrefillPeers()
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
-        self.effects: list[Effect] = []
-        """What is to be sent; the scheduler takes it."""
-        self.staging = StagedArrivals(receivers, limits.page_size, counters, self.effects)
+        self.staging = StagedArrivals(receivers, limits.page_size, counters, outbox)
+        self._outbox = outbox
         self._pages = pages
         self._cache = cache
         self._prompt_ids = itertools.count(1)
@@ -90,7 +92,7 @@ class PrefillDispatcher:
         output_tokens: int = 0,
         now: float,
     ) -> Prompt:
-        """A prompt that is not in the queue yet."""
+        """A prompt that is not in the queue yet. Prompt ids are unique on this server."""
         return Prompt(
             next(self._prompt_ids),
             token_ids,
@@ -102,12 +104,12 @@ class PrefillDispatcher:
         )
 
     def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
-        """Have it wait for memory and for a prefill server; `again` if it was let in before."""
-        prompt.busy_mark = self.pace.busy_s(prompt.endpoint, now)
+        """Queue a prompt; `again` if it was dispatched before."""
+        prompt.busy_s_when_queued = self.pace.busy_s(prompt.endpoint, now)
         self.queue.push(prompt, again=again)
 
-    def compute_anew(self, request: Request, now: float) -> None:
-        """Queue a request whose KV is gone, before those that are new: what it has said is part of its prompt now."""
+    def recompute(self, request: Request, now: float) -> None:
+        """Queue a request whose KV was dropped, before new ones. Its output becomes part of the prompt."""
         old = request.prompt
         request.prompt = self.new_prompt(
             (*request.prompt_ids, *request.output_ids),
@@ -119,15 +121,32 @@ class PrefillDispatcher:
         request.prompt.members.append(request)
         self.enqueue(request.prompt, now, again=True)
         if old.endpoint is not None:
-            self.effects.append(ConnectPeer(old.endpoint))  # it may have been given up since
+            self._outbox.append(ConnectPeer(old.endpoint))  # the connection may have been closed since
+
+    def peer_up(self, instance: InstanceId, endpoint: str, capacity: float, staged: Iterable[StagedRegion]) -> None:
+        """A prefill server paired."""
+        self.peers.up(instance, endpoint, capacity)
+        self.staging.peer_up(instance, staged)
+        for prompt in self.queue:
+            prompt.refused_since = None  # this server has not refused it
+
+    def peer_closed(self, instance: InstanceId, now: float) -> None:
+        """The connection to a prefill server is closed."""
+        self.quarantine.writer_closed(instance, now)
+        self.staging.peer_closed(instance, now)
+
+    def take_released(self, now: float) -> list[QuarantinedPages]:
+        """The pages whose quarantine is over; the caller releases their grants."""
+        self.staging.due(now)
+        return self.quarantine.take_due(now, scattering=self.staging.scattering)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
-        """Prompts that this prefill server has, and has not finished."""
+        """Prompts that this prefill server has and has not finished."""
         attempts = ((prompt, _attempt(prompt)) for prompt in self.prefilling.values())
         return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
 
     def chunk_arrived(self, chunk: ChunkArrived) -> bool:
-        """Note it; False when nobody waits for it."""
+        """Record a chunk; False if its transfer is not in flight."""
         prompt = self.prefilling.get(chunk.key)
         if prompt is None:
             return False
@@ -143,7 +162,9 @@ class PrefillDispatcher:
         return True
 
     def written(self, done: PrefillDone) -> bool:
-        """Prefill has written everything. Whether all of it is in its pages: if not, staging returns `done` later."""
+        """Prefill has written everything. Returns whether all of it is in its pages; if not, `staging.scattered()`
+        returns `done` later.
+        """
         prompt = self.prefilling.get(done.key)
         if prompt is not None and not (attempt := _attempt(prompt)).written:
             attempt.written = True
@@ -151,7 +172,7 @@ class PrefillDispatcher:
         return not self.staging.hold(done)
 
     def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
-        """What is missing although prefill says that it is done."""
+        """What is missing, if anything, from a transfer that prefill reports as done."""
         arrived = _attempt(prompt).tokens_arrived()
         if arrived != prompt.tokens:
             return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
@@ -161,22 +182,22 @@ class PrefillDispatcher:
         return None
 
     def expected_wait_s(self, now: float) -> float:
-        """How long a prompt that comes now would be in the queue: nobody is for longer than `queue_timeout_s`."""
+        """Expected time in the queue of a prompt that arrives now; at most `queue_timeout_s`."""
         return self.pace.wait_s(len(self.queue), now, most_s=self.limits.queue_timeout_s)
 
     def dispatch(self, now: float, *, above: int | None = None, keep: int = 0) -> list[int]:
-        """Let prompts in, in order of the queue; only those of a priority `above` that of somebody who waits as well.
-        Returns the priorities of those that were let in.
+        """Dispatch prompts in the order of the queue; with `above`, only those of a higher priority. `keep` pages stay
+        free. Returns the priorities of the dispatched prompts.
 
-        One that does not fit may be passed by smaller ones, but not for ever; one whose prefill server is away holds up
-        nobody.
+        Smaller prompts may overtake one that does not fit, MAX_OVERTAKES times. A prompt whose prefill server is absent
+        or busy does not delay others.
         """
         blocked: list[Prompt] = []
         sent: list[int] = []
         busy: set[str | None] = set()
 
         def may_send(prompt: Prompt) -> bool:
-            """Prefill servers that are there and take no prompt are busy."""
+            """Prefill servers that are paired and take no prompt are busy."""
             if self.peers.choose(prompt, now) is not None:
                 return True
             if self.peers.absent_since(prompt.endpoint) is None:
@@ -211,7 +232,7 @@ class PrefillDispatcher:
         return sent
 
     def _most_pages(self, prompt: Prompt) -> int:
-        """What it is let in with, if none of it is cached."""
+        """Pages that it needs at dispatch if nothing of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
         return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
 
@@ -225,7 +246,7 @@ class PrefillDispatcher:
         self.prefilling[key] = prompt
         peer.window.sent(kind, tokens)
         members = prompt.waiting
-        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_mark
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
         for request, grant in zip(members, reservation.members, strict=True):
             request.grant = grant
             request.prefill_wait_s += busy_s
@@ -248,23 +269,23 @@ class PrefillDispatcher:
         )
         new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
-        self.effects.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
+        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
 
-    def give_up(self, prompt: Prompt, reason: str, *, tell: bool) -> None:
-        """QuarantinedPages the pages of an attempt; `tell` its writer to stop unless it has."""
+    def give_up(self, prompt: Prompt, reason: str, *, abort: bool) -> None:
+        """Quarantine the pages of an attempt. With `abort`, tell its writer to stop."""
         attempt = _attempt(prompt)
         prompt.last_problem = reason
-        if tell:
-            self.effects.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
+        if abort:
+            self._outbox.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
         self.quarantine.put(prompt)
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
-        """The writer of a transfer will issue nothing more, neither into its pages nor into the rings."""
+        """The writer of a transfer issues no more writes, neither into its pages nor into the staging rings."""
         self.quarantine.writer_stopped(key, late_writes=late_writes, now=now)
         self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:
-        """The transfer is over, done or given up: nothing more of it is scattered."""
+        """The transfer is done or given up: nothing more of it is scattered."""
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
@@ -272,20 +293,22 @@ class PrefillDispatcher:
             self._leave_prefill(attempt)
 
     def _leave_prefill(self, attempt: Attempt) -> None:
-        """Prefill has nothing more to do for it. One that was lost has left its window behind."""
+        """Prefill has nothing more to do for this attempt: remove it from the dispatch window, if the server is still
+        paired.
+        """
         window = self.peers.window(attempt.instance)
         if window is not None:
             window.returned(attempt.kind, attempt.tokens_left)
         attempt.tokens_left = 0
 
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
-        """Nobody wants this prompt any more: out of the queue, or stop its writer."""
+        """No request needs this prompt any more: remove it from the queue, or stop its writer."""
         if prompt in self.queue:
             self.queue.remove(prompt)
             return
         attempt = _attempt(prompt)
-        if prompt.grant is not None:  # not fenced yet
-            self.give_up(prompt, reason, tell=not attempt.written)
+        if prompt.grant is not None:  # not in quarantine yet
+            self.give_up(prompt, reason, abort=not attempt.written)
             if attempt.written:
                 self.writer_stopped(attempt.key, late_writes=False, now=now)
         self.leave(prompt)

@@ -1,4 +1,4 @@
-"""The prefill servers a decode server is paired with, and which of them gets the next prompt."""
+"""The prefill servers that a decode server is paired with, and the choice of one for each prompt."""
 
 import dataclasses
 import math
@@ -12,21 +12,21 @@ from ..requests.request import Prompt
 
 @dataclasses.dataclass(slots=True)
 class PrefillPeer:
-    """A paired prefill server; more than one endpoint may lead to it."""
+    """A paired prefill server; it may be known by several endpoints."""
 
     instance: InstanceId
     endpoints: set[str]
     capacity: float = math.inf
     """Tokens of the longest prompt that its KV pool holds."""
-    rests_until: float = -math.inf
-    """It has refused a prompt, and gets none before."""
+    backoff_until: float = -math.inf
+    """It has refused a prompt, and gets none before this time."""
     leaving: bool = False
-    """It is about to end, and gets no more prompts."""
+    """It is shutting down, and gets no more prompts."""
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
 
 
-REFUSED_REST_S = 0.5
-"""How long one that refuses prompts, because it is full or shutting down, is left alone."""
+REFUSED_BACKOFF_S = 0.5
+"""How long a server gets no prompts after it has refused one, because it is full or shutting down."""
 
 
 class PrefillPeers:
@@ -35,12 +35,9 @@ class PrefillPeers:
     def __init__(self) -> None:
         self._peers: dict[InstanceId, PrefillPeer] = {}
         self._lost_at: dict[str | None, float] = {}
-        """When the last server was lost: at each endpoint where there is none any more, and of all."""
+        """When the last server was lost, by endpoint without a server; None is for all endpoints together."""
         self.unreachable: Mapping[str, str] = {}
-        """Why no server is paired, by endpoint, where that is known."""
-
-    def __len__(self) -> int:
-        return len(self._peers)
+        """Why no server is paired, by endpoint, if known."""
 
     def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
         window = self.window(instance) or DispatchWindow()
@@ -59,7 +56,7 @@ class PrefillPeers:
             self._note_absence(peer, now)
 
     def leaving(self, instance: InstanceId, now: float) -> None:
-        """It takes no more prompts, whether or not it is still there."""
+        """The server takes no more prompts; it may still be connected."""
         peer = self._peers.get(instance)
         if peer is not None and not peer.leaving:
             peer.leaving = True
@@ -74,37 +71,35 @@ class PrefillPeers:
         return self._peers[instance].window if instance in self._peers else None
 
     def refused(self, instance: InstanceId, now: float) -> None:
-        """It did not take a prompt, and may take that or another one later."""
+        """The server has refused a prompt; it may take one later."""
         if instance in self._peers:
-            self._peers[instance].rests_until = now + REFUSED_REST_S
+            self._peers[instance].backoff_until = now + REFUSED_BACKOFF_S
 
     def absent_since(self, endpoint: str | None) -> float | None:
-        """Since when there is no server at this endpoint, or none at all: for ever, where there never was. None while
-        there is one.
-        """
+        """Since when no server is at this endpoint, or none at all; -inf if there never was one, None if one is."""
         return None if self._of(endpoint) else self._lost_at.get(endpoint, -math.inf)
 
     def describe_absence(self, endpoint: str | None) -> str:
-        """Why no server is paired at this endpoint, or none at all; empty where nothing is known."""
+        """Why no server is paired at this endpoint, or none at all; empty if unknown."""
         if endpoint is not None:
             return self.unreachable.get(endpoint, "")
         return describe_absence(self.unreachable)
 
     def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
-        """Of those that can hold the prompt and whose window is open to it the one with the fewest tokens ahead of it;
-        one that just failed comes last. None while there is none.
+        """The server with the fewest tokens ahead, of those that can hold the prompt and whose dispatch window is open
+        to it; the server of the last attempt comes last. None if there is none.
         """
         kind = PromptKind.of(prompt.priority, prompt.tokens)
         peers = [
             peer
             for peer in self._of(prompt.endpoint)
-            if peer.rests_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
+            if peer.backoff_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
         ]
         last = prompt.attempt.instance if prompt.attempt is not None else None
         return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
 
     def largest_prompt(self, endpoint: str | None) -> float:
-        """Tokens that the largest of them, or the pinned one, can hold. Nobody is paired: as many as you like."""
+        """Tokens that the largest server, or the one at this endpoint, can hold; inf if none is paired."""
         return max((peer.capacity for peer in self._of(endpoint)), default=math.inf)
 
     def _note_absence(self, peer: PrefillPeer, now: float) -> None:
@@ -117,7 +112,7 @@ class PrefillPeers:
             self._lost_at.pop(served, None)
 
     def _of(self, endpoint: str | None) -> list[PrefillPeer]:
-        """Those that may be given prompts, now or later."""
+        """The servers at this endpoint, or all, except those that are leaving."""
         return [
             peer
             for peer in self._peers.values()

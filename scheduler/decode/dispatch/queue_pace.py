@@ -1,16 +1,16 @@
-"""How fast the queue of a decode server moves, and how long it stood because prefill servers were busy."""
+"""How fast the queue of a decode server moves, and how long it waited because prefill servers were busy."""
 
 import collections
 from collections.abc import Collection
 
 MEASURED_S = 30.0
-"""The prompts of this long, or since the queue was empty, make the rate."""
+"""The rate is measured over this time, or since the queue was empty."""
 SHORTEST_S = 1.0
-"""A rate of less is that of a burst."""
+"""Shortest time to compute a rate from: less would measure a burst."""
 
 
 class _Busy:
-    """Of the prefill servers at one endpoint, or of all: since when they take no prompt, and how long before that."""
+    """Since when the prefill servers at an endpoint (or all) take no prompt, and for how long in total before that."""
 
     __slots__ = ("before_s", "since")
 
@@ -23,7 +23,7 @@ class _Busy:
 
 
 class QueuePace:
-    """Looked at in every turn, so that it takes time into account in which nothing happens."""
+    """Updated in every turn, so that idle time counts too."""
 
     def __init__(self) -> None:
         self._busy: dict[str | None, _Busy] = {}
@@ -31,7 +31,7 @@ class QueuePace:
         self._waiting_since: float | None = None
 
     def note(self, queued: int, busy: Collection[str | None], now: float) -> None:
-        """So many are left in the queue; at these endpoints because prefill servers have enough."""
+        """`queued` prompts are left in the queue; at the endpoints in `busy`, because prefill servers take no more."""
         if not queued:
             self._busy.clear()
             self._served.clear()
@@ -47,11 +47,11 @@ class QueuePace:
                 clock.since = now
 
     def is_busy(self, endpoint: str | None) -> bool:
-        """Whether those for this endpoint wait because prefill servers have enough."""
+        """Whether prompts for this endpoint wait because prefill servers take no more."""
         return endpoint in self._busy and self._busy[endpoint].since is not None
 
     def busy_s(self, endpoint: str | None, now: float) -> float:
-        """For how long that was so, in all; what counts is by how much it grows while somebody waits."""
+        """Total busy time. Only the difference between two calls has a meaning."""
         return self._busy[endpoint].total_s(now) if endpoint in self._busy else 0.0
 
     def served(self, now: float) -> None:
@@ -60,7 +60,7 @@ class QueuePace:
             self._served.append(now)
 
     def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
-        """How long a prompt would wait behind `queued` others, `most_s` at most."""
+        """Expected wait of a prompt behind `queued` others, `most_s` at most."""
         if self._waiting_since is None:
             return 0.0
         begin = max(self._waiting_since, now - MEASURED_S)

@@ -1,8 +1,8 @@
-"""What the ranks have been told and have not done yet, and the pages that rest until they have.
+"""Commands that the ranks have not completed yet, and the pages that wait for them.
 
-Ranks carry out steps and page copies in the order in which they are told, a moment later. A page that an order may
-still touch must not go to a prompt that a prefill server then writes into: that writer does not wait in our line. So
-pages are let go only when everything told before has been done.
+Ranks run steps and page copies in the order of the commands, some time after the scheduler has decided. A prefill
+server does not wait for that order. So a page that a command may still read or write must not go to a new prompt: pages
+are released when all earlier commands are done.
 """
 
 import collections
@@ -12,38 +12,38 @@ from ....memory.pages import PageAllocator, PageGrant
 
 
 class CommandLog:
-    """Numbers orders, and releases grants when the orders before them are done."""
+    """Numbers commands, and releases page grants when the commands before them are done."""
 
     def __init__(self, pages: PageAllocator[KvPage]) -> None:
         self._pages = pages
-        self._told = 0
-        self._done = 0
-        self._resting: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
+        self._issued = 0
+        self._completed = 0
+        self._pending: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
 
     def __len__(self) -> int:
-        """CommandLog under way."""
-        return self._told - self._done
+        """Commands in flight."""
+        return self._issued - self._completed
 
     @property
-    def resting(self) -> int:
-        """Grants that wait for orders to be done."""
-        return len(self._resting)
+    def pending_grants(self) -> int:
+        """Grants that wait for commands to complete."""
+        return len(self._pending)
 
-    def next(self) -> int:
-        """The number of an order that is about to be given."""
-        self._told += 1
-        return self._told
+    def next_id(self) -> int:
+        """The `command_id` of a command that is about to be sent."""
+        self._issued += 1
+        return self._issued
 
-    def done(self, command_id: int) -> None:
-        """All ranks have carried out this order, and with it every earlier one, whether reported yet or not."""
-        assert command_id <= self._told, f"order {command_id} is done, but only {self._told} were given"
-        self._done = max(self._done, command_id)
-        while self._resting and self._resting[0][0] <= self._done:
-            self._pages.release(self._resting.popleft()[1])
+    def completed(self, command_id: int) -> None:
+        """All ranks have completed this command, and so every earlier one, reported or not."""
+        assert command_id <= self._issued, f"command {command_id} is done, but only {self._issued} were sent"
+        self._completed = max(self._completed, command_id)
+        while self._pending and self._pending[0][0] <= self._completed:
+            self._pages.release(self._pending.popleft()[1])
 
     def release(self, grant: PageGrant[KvPage]) -> None:
-        """Release a grant as soon as nothing that was told can touch its pages."""
-        if self._told > self._done:
-            self._resting.append((self._told, grant))
+        """Release a grant when all commands sent so far are done."""
+        if self._issued > self._completed:
+            self._pending.append((self._issued, grant))
         else:
             self._pages.release(grant)

@@ -1,32 +1,35 @@
-"""Who has how many rows on the GPU when the KV is in host memory (HiSparse). Plain integers, no tensors.
+"""How many rows each request has on the GPU when the KV is in host memory (HiSparse). Plain integers, no tensors.
 
 Every running request has a hot buffer: a request slot and pages of the hot pool. Its first pages hold `hot_rows` rows
-under LRU replacement and one for the newest token; they are reserved when it is admitted, so a running request never
-lacks them. While there is room, a request keeps all its rows on the GPU and nothing is ever fetched for it (resident).
-When somebody needs room, residents give up all but their first pages: the rows are in host memory anyway. They may come
-back to that when there is room to spare, and when what they have fetched meanwhile is as much as has to be copied.
+under LRU replacement and the newest row. They are reserved at admission, so a running request always has them. While
+memory is free, a request keeps all its rows on the GPU, and steps fetch no rows for it (fully resident). When memory is
+needed, fully resident requests give up all but their first pages and become evicting: their rows are in host memory
+too. An evicting request becomes fully resident again when pages are to spare, and when it has fetched about as many
+rows as have to be copied.
 
-Where further pages come from, in this order: pages of the hot pool that all slots together cannot need for their first
-ones; free pages of keys (loans.py), which whoever brings new keys wants back; the rest of the hot pool, which whoever
-opens a buffer wants back. First pages are never borrowed.
+Further pages come from, in this order: pages of the hot pool beyond the first pages of all slots; free KV pages
+(page_lending.py), which new prompts reclaim; the rest of the hot pool, which new hot buffers reclaim. First pages are
+never borrowed.
 
-Hot pages are touched by the ranks' orders alone, which they carry out in line, so they change hands at once.
+Hot pages are accessed only by commands of the ranks, in order, so a released hot page can be reused at once.
 """
 
 import dataclasses
 
 from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, RequestSlot
-from ....memory.pages import PageAllocator, PageGrant
+from ....memory.pages import PageAllocator, PageGrant, pages_for
 from .page_lending import Loan, PageLending
 
 FETCHED_PER_STEP = 128
-"""Rows of a sequence that a step fetches when its buffer cycles, roughly: 6 % of a selection of 2,048."""
+"""Rows that a step fetches for an evicting sequence, roughly: 6 % of a selection of 2,048."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HotLimits:
-    """The hot pool of a decode server: the same on all ranks. Its `num_pages` come behind those that keys lie over."""
+    """The hot pool of a decode server, the same on all ranks. Its `num_pages` follow the pages of the `overlay`, which
+    share their memory with KV pages.
+    """
 
     num_pages: int
     page_size: int
@@ -36,13 +39,13 @@ class HotLimits:
 
     @property
     def buffer_pages(self) -> int:
-        """Pages of one buffer: its rows and that of the newest token."""
-        return -(-(self.hot_rows + 1) // self.page_size)
+        """First pages of a buffer: for its hot rows and the newest row."""
+        return pages_for(self.hot_rows + 1, self.page_size)
 
 
 class HotBuffer:
-    """The hot rows of one request. Token p is in row p for as long as the sequence has at most `capacity` tokens; a
-    longer one cycles through its first pages.
+    """The hot rows of one request. Token p is in row p while the sequence has at most `capacity` tokens. With more
+    tokens, the buffer is evicting and uses its first pages only.
     """
 
     __slots__ = ("capacity", "evicting_since", "grant", "loading", "loans", "pages", "rid", "slot", "spare", "tokens")
@@ -51,19 +54,19 @@ class HotBuffer:
         self.rid = rid
         self.slot = slot
         self.grant = grant
-        """Of the hot pool: its first pages, and perhaps further ones."""
+        """Pages of the hot pool: its first pages, and maybe further ones."""
         self.pages = list(grant.pages)
-        """All that it uses, in the order of its rows."""
+        """All pages in use, in the order of its rows."""
         self.loans: list[Loan] = []
         self.spare: list[HotPage] = []
-        """Borrowed, and not in use yet; the next one last."""
+        """Borrowed pages that are not in use yet; the next one is last."""
         self.capacity = 0
         self.tokens = 0
-        """Of the sequence, with that of the last step that was given."""
+        """Length of the sequence, including the last step that was sent."""
         self.evicting_since: int | None = None
-        """How many tokens there were when it began to cycle; None while it is resident."""
+        """Length of the sequence when it became evicting; None while it is fully resident."""
         self.loading = False
-        """Its rows are being copied there. Until they are, it gives nothing up."""
+        """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
 
     @property
     def evicting(self) -> bool:
@@ -71,65 +74,64 @@ class HotBuffer:
 
     @property
     def borrowed(self) -> int:
-        """Pages of keys that it has borrowed."""
+        """KV pages that it has borrowed."""
         return sum(len(loan.grant.pages) for loan in self.loans)
 
 
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(self, limits: HotLimits, loans: PageLending | None = None) -> None:
+    def __init__(self, limits: HotLimits, lending: PageLending | None = None) -> None:
         self.limits = limits
         self.pages = PageAllocator[HotPage](
             limits.num_pages, limits.overlay.covered if limits.overlay is not None else 0
         )
-        self._lending = loans
+        self._lending = lending
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[str, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
-        """Of requests that have gone, and still being written."""
+        """Buffers of ended requests that are still being written."""
 
     def __len__(self) -> int:
         return len(self._buffers)
 
     @property
     def owners(self) -> set[str]:
-        """The requests that have one."""
+        """The requests that have a buffer."""
         return set(self._buffers)
 
     @property
-    def resident(self) -> int:
+    def fully_resident(self) -> int:
         """Requests that have all their rows on the GPU."""
         return sum(not buffer.evicting for buffer in self._buffers.values())
 
-    def room_to_spare(self, coming: int) -> int:
-        """Pages for one more resident that nobody wants soon: neither the `coming` requests, which have no buffer yet,
-        nor those that are resident, for their next rows.
+    def spare_pages(self, coming: int) -> int:
+        """Pages for one more fully resident request, beyond what the `coming` requests without a buffer and the next
+        rows of fully resident requests need.
         """
-        wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.resident
+        wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
         return max(0, self.pages.available - wanted) + self._lendable
 
     def can_open(self) -> bool:
-        """Whether another request can have a buffer, if need be at the cost of residents."""
+        """Whether another request can have a buffer, if necessary by shrinking fully resident ones."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values())
         return bool(self._free_slots) and self.pages.available + spare >= self.limits.buffer_pages
 
     def open(self, rid: str, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
-        """A buffer for a sequence of `tokens`, the newest included, and the residents that had to shrink for it.
-
-        Resident where there is room for all its tokens. Call after `can_open`.
+        """Allocate a buffer for a sequence of `tokens` tokens, the newest included. Returns it with the buffers that
+        were shrunk for it. It is fully resident if memory is free for all its rows. Call after `can_open`.
         """
         limits = self.limits
         shrunk: list[HotBuffer] = []
         while self.pages.available < limits.buffer_pages:
             largest = max(self._buffers.values(), key=self._beyond_first)
-            assert self._beyond_first(largest), f"{rid} was let in without room for its hot buffer"
+            assert self._beyond_first(largest), f"{rid} was admitted without memory for its hot buffer"
             self.shrink(largest)
             shrunk.append(largest)
-        wanted = -(-tokens // limits.page_size)
+        wanted = pages_for(tokens, limits.page_size)
         first = min(wanted, limits.buffer_pages)
         grant = self.pages.grant(rid, first, reserve=limits.buffer_pages - first)
-        assert grant is not None, "there was room"
+        assert grant is not None, f"no hot pages for {rid} after can_open()"
         buffer = HotBuffer(rid, self._free_slots.pop(), grant)
         self._buffers[rid] = buffer
         buffer.tokens = tokens
@@ -141,18 +143,18 @@ class HotBuffers:
         return buffer, shrunk
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
-        """Whether a request with so many `tokens` whose buffer cycles should be resident again: it has fetched about as
-        much as has to be copied, and takes no more than the `room_to_spare`.
+        """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
+        rows as have to be copied, and needs at most `room` (`spare_pages`) further pages.
         """
         buffer = self._buffers[rid]
         if buffer.evicting_since is None or (tokens - 1 - buffer.evicting_since) * FETCHED_PER_STEP < tokens:
             return False
-        return -(-tokens // self.limits.page_size) - len(buffer.pages) <= room
+        return pages_for(tokens, self.limits.page_size) - len(buffer.pages) <= room
 
     def grow(self, rid: str, tokens: int) -> HotBuffer | None:
-        """Make room for a sequence that has now `tokens`; the buffer where its pages or capacity have changed.
+        """Extend a buffer to `tokens` tokens; returns it if its pages or capacity have changed.
 
-        A resident that finds no page goes on with its first ones.
+        A fully resident request that finds no free page becomes evicting.
         """
         buffer = self._buffers[rid]
         buffer.tokens = tokens
@@ -168,17 +170,17 @@ class HotBuffers:
         return buffer
 
     def largest_borrower(self) -> HotBuffer | None:
-        """Who would give most pages back; None where nobody has borrowed any."""
+        """The buffer that would return most pages; None if no buffer can return any."""
         borrowers = (buffer for buffer in self._buffers.values() if buffer.loans and not buffer.loading)
         return max(borrowers, key=lambda buffer: buffer.borrowed, default=None)
 
     @property
     def borrower_is_loading(self) -> bool:
-        """Whether a buffer will be able to give loans back when its rows are there."""
+        """Whether a buffer can return borrowed pages when the copy of its rows has ended."""
         return any(buffer.loading and buffer.loans for buffer in self._buffers.values())
 
     def shrink(self, buffer: HotBuffer) -> None:
-        """A resident goes on with its first pages; it gives back what it has borrowed."""
+        """Make a fully resident buffer evicting: keep its first pages and return what it has borrowed."""
         self.pages.give_back(buffer.grant, self._beyond_first(buffer))
         del buffer.pages[self.limits.buffer_pages :]
         self._give_back(buffer)
@@ -187,20 +189,20 @@ class HotBuffers:
         self._set_capacity(buffer)
 
     def close(self, rid: str) -> None:
-        """The request has ended or was retracted; nothing happens where it has no buffer."""
+        """Release the buffer of a request that has ended or was retracted, if it has one."""
         buffer = self._buffers.pop(rid, None)
         if buffer is not None:
             assert not buffer.loading, f"the hot buffer of {rid} is being written"
             self._release(buffer)
 
     def detach(self, rid: str) -> HotBuffer:
-        """The request has gone while its buffer is `loading`: `free` it when that has ended."""
+        """Take the buffer of a request that ends while the buffer is `loading`: `free` it when the copy has ended."""
         buffer = self._buffers.pop(rid)
         self._detached.append(buffer)
         return buffer
 
     def free(self, buffer: HotBuffer) -> None:
-        """Nothing writes this detached buffer any more."""
+        """Release a detached buffer, when the copy into it has ended."""
         self._detached.remove(buffer)
         self._release(buffer)
 
@@ -220,7 +222,7 @@ class HotBuffers:
             "hot_pages_available": self.pages.available,
             "hot_pages_borrowed": sum(len(loan.hot_pages) for loan in loans),
             "hot_buffers": len(self),
-            "hot_buffers_resident": self.resident,
+            "hot_buffers_resident": self.fully_resident,
         }
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -239,7 +241,7 @@ class HotBuffers:
 
     @property
     def _unneeded(self) -> int:
-        """Free pages of the hot pool that no buffer can want, however many are opened."""
+        """Free pages of the hot pool beyond the first pages of all free slots."""
         return max(0, self.pages.available - len(self._free_slots) * self.limits.buffer_pages)
 
     @property
@@ -247,8 +249,8 @@ class HotBuffers:
         return self._lending.room if self._lending is not None else 0
 
     def _extend(self, buffer: HotBuffer, count: int) -> bool:
-        """Give a resident `count` pages behind its first ones; False, and nothing has changed, where there are not as
-        many.
+        """Give a fully resident buffer `count` pages after its first ones; False, without a change, if there are not
+        enough.
         """
         missing = count - min(count, len(buffer.spare))
         room = self._lendable
@@ -268,7 +270,7 @@ class HotBuffers:
     def _take_own(self, buffer: HotBuffer, count: int) -> None:
         for _ in range(count):
             grown = self.pages.grow(buffer.grant)
-            assert grown, "there was room"
+            assert grown, f"no hot page for {buffer.rid}, although one was available"
             buffer.pages.append(buffer.grant.pages[-1])
 
     def _give_back(self, buffer: HotBuffer) -> None:
@@ -282,5 +284,5 @@ class HotBuffers:
         buffer.capacity = max(self.limits.hot_rows, rows)
 
     def _beyond_first(self, buffer: HotBuffer) -> int:
-        """Pages of the hot pool that it would give up."""
+        """Pages of the hot pool that it would give up when it shrinks."""
         return 0 if buffer.loading else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

@@ -1,29 +1,31 @@
-"""Free pages of keys, lent to hot buffers for the rows of residents: memory that is wanted back some day.
+"""Lends free KV pages to hot buffers, for the rows of fully resident requests (HiSparse).
 
-Pages are lent in lots (memory/hisparse/shared_pool.py), to one buffer each, and a buffer gives back all it has borrowed
-at once: it either has all rows of its sequence or cycles. As hot pages they are touched by the ranks' orders alone, in
-line, so a lot can be used at once. As pages they are written by prefill servers, which do not wait in that line, so one
-that comes home rests until the ranks have done all they were told (orders.py).
+With HiSparse a KV page has memory on the GPU for its indexer keys; while the page is free, hot rows can use it.
+
+Pages are lent in units (memory/hisparse/shared_pool.py), each unit to one hot buffer. A buffer returns all that it has
+borrowed at once: it is either fully resident or evicting. As hot pages, the memory is accessed only by commands of the
+ranks, in order, so a unit can be used at once. As KV pages, it is written by prefill servers, which do not wait for
+that order: returned pages are free when the commands sent so far are done (command_log.py).
 """
 
 import dataclasses
 
 from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, KvPage
-from ....memory.pages import PageAllocator, PageGrant
+from ....memory.pages import PageAllocator, PageGrant, pages_for
 from .command_log import CommandLog
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loan:
-    """PoolOverlay that one hot buffer has."""
+    """Units that one hot buffer has borrowed: as KV pages and as hot pages."""
 
     grant: PageGrant[KvPage]
     hot_pages: list[HotPage]
 
 
 class PageLending:
-    """Lends what is free beyond what is reserved and `margin`."""
+    """Lends the pages that are free beyond what is reserved and beyond twice the `margin`."""
 
     def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, commands: CommandLog) -> None:
         self._pages = pages
@@ -32,31 +34,31 @@ class PageLending:
         if overlay.count:
             pages.divide(overlay.kv_pages)
         self.allowed = True
-        """Nobody waits for pages: what is free is not lent before they have had theirs."""
+        """False while a request waits for pages: free pages are for it."""
         self.margin = 0
-        """Free pages that running requests may need, beyond what is reserved for them, before a loan can be home."""
+        """Free pages that running requests may need, beyond their reservations, before lent pages can be back."""
         self.borrowed = 0
-        """Pages that buffers have."""
+        """Pages that hot buffers have."""
 
     @property
-    def coming(self) -> int:
-        """Pages that were given back and rest."""
+    def returning(self) -> int:
+        """Pages that were returned and that commands in flight may still access."""
         return self._pages.lent - self.borrowed
 
     @property
     def room(self) -> int:
-        """Hot pages that can be borrowed. Twice the margin stays: with once, the next page somebody takes would call
-        the loan in again.
+        """Hot pages that can be borrowed. Twice the margin stays free: with only the margin, the next page that a
+        request takes would reclaim the loan.
         """
         return self._pages.lendable(2 * self.margin) * self._overlay.hot_pages if self.allowed else 0
 
     def borrow(self, owner: str, hot_pages: int) -> Loan:
-        """As many hot pages, of those for which there is `room`, or a few more: whole lots."""
-        grant = self._pages.lend(f"hot buffer of {owner}", -(-hot_pages // self._overlay.hot_pages))
+        """Lend at least `hot_pages` hot pages, in whole units. `room` has to be large enough."""
+        grant = self._pages.lend(f"hot buffer of {owner}", pages_for(hot_pages, self._overlay.hot_pages))
         self.borrowed += len(grant.pages)
         return Loan(grant, self._overlay.hot_pages_under(grant.pages))
 
     def give_back(self, loan: Loan) -> None:
-        """The ranks will have been told, before anything else, to use these hot pages no more."""
+        """Take a loan back. The caller tells the ranks, before any other command, to stop using its hot pages."""
         self.borrowed -= len(loan.grant.pages)
         self._commands.release(loan.grant)

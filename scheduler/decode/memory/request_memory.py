@@ -1,11 +1,12 @@
-"""The memory that requests run in: pages of KV and, with HiSparse, a hot buffer for each that runs."""
+"""The memory of requests: KV pages and, with HiSparse, a hot buffer for each running request."""
 
 from collections.abc import Iterable
 
-from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator, pages_for
-from ...messages.effects import Effect, LoadPages, OpenHot, ResizeHot, SavePages
+from ....memory.index_spaces import KvPage, RequestSlot
+from ....memory.pages import PageAllocator, PageGrant, pages_for
 from ...messages.lifecycle import State
+from ...messages.outbox import Outbox
+from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
 from ..requests.request import Request
 from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
@@ -14,50 +15,70 @@ from .page_lending import PageLending
 
 _WITH_HOT_BUFFER = (State.READY, State.RUNNING)
 MARGIN_PAGES = 2
-"""Pages for each running request that has to find more than is reserved for it. Two steps may be under way when loans
-are called in, and until those have ended a request takes at most two pages.
+"""Pages kept for each running request that may grow beyond its reservation. Two steps may be in flight when lent pages
+are reclaimed; until both have ended, a request takes at most two pages.
 """
 
 
 class RequestMemory:
-    """Sets up, extends and takes back what requests hold.
+    """Allocates, extends and releases the memory of requests. Sends the ranks the commands that go with it.
 
-    Pages that are taken back rest until the ranks have done all that they were told (orders.py): then a prefill server
-    may write them. Hot pages are touched by the ranks alone, in line with what they are told, and change hands at once.
-    Memory that is being copied is taken back when the copy has ended (background_copies.py).
+    Released pages are free when the commands sent so far are done (command_log.py): then a prefill server may write
+    them. Hot pages are accessed only by commands of the ranks, in order, so they are free at once. Memory that is being
+    copied is released when the copy has ended (background_copies.py).
 
-    Hot buffers borrow free pages (loans.py). `call_in` has them back when somebody lacks them.
+    Hot buffers borrow free pages (page_lending.py). `reclaim_lent` takes them back when requests need them.
     """
 
     def __init__(
-        self, pages: PageAllocator[KvPage], page_size: int, hot_limits: HotLimits | None, effects: list[Effect]
+        self, pages: PageAllocator[KvPage], page_size: int, hot_limits: HotLimits | None, outbox: Outbox
     ) -> None:
         self.pages = pages
-        self.commands = CommandLog(pages)
         self.copies = BackgroundCopies()
+        self._commands = CommandLog(pages)
         self._lending: PageLending | None = None
         self.hot: HotBuffers | None = None
         if hot_limits is not None:
             overlay = hot_limits.overlay
-            self._lending = PageLending(pages, overlay, self.commands) if overlay is not None else None
+            self._lending = PageLending(pages, overlay, self._commands) if overlay is not None else None
             self.hot = HotBuffers(hot_limits, self._lending)
         self._page_size = page_size
-        self._effects = effects
+        self._outbox = outbox
+
+    @property
+    def idle(self) -> bool:
+        """No command and no copy is in flight, and no page waits for one."""
+        return not (len(self._commands) or self._commands.pending_grants or len(self.copies))
+
+    def next_command(self) -> int:
+        """The `command_id` of a step that is about to be sent."""
+        return self._commands.next_id()
+
+    def command_done(self, command_id: int) -> None:
+        """All ranks have completed this command and all earlier ones."""
+        self._commands.completed(command_id)
+
+    def copy_page(self, source: KvPage, destination: KvPage) -> None:
+        self._outbox.append(CopyPage(self._commands.next_id(), source, destination))
 
     def may_admit(self) -> bool:
-        """Whether another request can have what it needs to run beside its pages."""
+        """Whether another request can get what it needs to run beside its pages."""
         return self.hot is None or self.hot.can_open()
 
+    def hot_slot(self, request: Request) -> RequestSlot | None:
+        """The slot of its hot buffer (HiSparse)."""
+        return self.hot.of(request.rid).slot if self.hot is not None else None
+
     def open_hot(self, request: Request) -> bool:
-        """Give a request that has its pages a hot buffer, where it needs one; call after `may_admit`. False where its
-        rows are being copied there: it can run when that has ended.
+        """Allocate a hot buffer, with HiSparse, for a request that has its pages; call after `may_admit`. Returns False
+        if its rows are being copied: it can run when the copy has ended.
         """
         if self.hot is None:
             return True
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
-        self._effects += [_resized(other) for other in shrunk]
+        self._outbox += [_resized(other) for other in shrunk]
         copy = self.copies.begin("open", request) if buffer.loading else None
-        self._effects.append(
+        self._outbox.append(
             OpenHot(
                 copy.number if copy is not None else None,
                 buffer.slot,
@@ -69,13 +90,13 @@ class RequestMemory:
         )
         return copy is None
 
-    def to_reopen(self, running: Iterable[Request], requests: int) -> Request | None:
-        """One of those whose hot buffers cycle that should be resident again: there is room to spare beside what those
-        of the `requests` need that have no buffer yet.
+    def next_to_reopen(self, running: Iterable[Request], requests: int) -> Request | None:
+        """An evicting request that should become fully resident again, if pages are to spare after all of the
+        `requests` (a count) have their first hot pages.
         """
-        if self.hot is None or self.hot.resident == len(self.hot):
+        if self.hot is None or self.hot.fully_resident == len(self.hot):
             return None
-        room = self.hot.room_to_spare(coming=requests - len(self.hot))
+        room = self.hot.spare_pages(coming=requests - len(self.hot))
         if not room:
             return None
         for request in running:
@@ -85,22 +106,27 @@ class RequestMemory:
         return None
 
     def save(self, request: Request, pages: int) -> None:
-        """Copy the first pages of a request to host memory; it has none from now on."""
+        """Copy the first `pages` pages of a request to host memory and take all its pages."""
         copy = self.copies.begin("save", request)
-        self._effects.append(SavePages(copy.number, request.rid, tuple(request.pages[:pages])))
+        copy.pages = pages
+        self._outbox.append(SavePages(copy.number, request.rid, tuple(request.pages[:pages])))
         self.close_hot(request)
         copy.grant, request.grant = request.grant, None
 
     def load(self, request: Request) -> None:
-        """Copy what was saved of a request to its new pages."""
+        """Copy the saved KV of a request to its new pages."""
         copy = self.copies.begin("load", request)
-        self._effects.append(LoadPages(copy.number, request.rid, tuple(request.pages)))
+        self._outbox.append(LoadPages(copy.number, request.rid, tuple(request.pages)))
+
+    def drop_saved(self, request: Request) -> None:
+        """Drop the saved KV of a request."""
+        self._outbox.append(DropPages(request.rid))
 
     def copy_done(self, number: int) -> Copy:
-        """All ranks have made a copy: what it held is released."""
+        """All ranks have made a copy: release what it held."""
         copy = self.copies.end(number)
         if copy.grant is not None:
-            self.commands.release(copy.grant)
+            self._commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
             self.hot.free(copy.buffer)
         elif self.hot is not None and copy.kind == "open":
@@ -108,12 +134,12 @@ class RequestMemory:
         return copy
 
     def close_hot(self, request: Request) -> None:
-        """Take its hot buffer, if it has one. Its KV stays in its pages."""
+        """Release its hot buffer, if it has one. Its KV stays in its pages."""
         if self.hot is not None:
             self.hot.close(request.rid)
 
     def grow(self, request: Request) -> bool:
-        """A place for the row that the next step writes; False when there is no page for it."""
+        """Allocate memory for the row that the next step writes; False if no page is free."""
         tokens = request.kv_tokens + request.in_flight + 1
         assert request.grant is not None, f"{request.rid} runs without pages"
         while len(request.grant.pages) * self._page_size < tokens:
@@ -121,46 +147,50 @@ class RequestMemory:
                 return False
         grown = self.hot.grow(request.rid, tokens) if self.hot is not None else None
         if grown is not None:
-            self._effects.append(_resized(grown))
+            self._outbox.append(_resized(grown))
         return True
 
-    def call_in(self, running: Iterable[Request]) -> bool:
-        """Have loans back: for those who have asked for pages in vain since the last call and would have enough then,
-        and before those who run lack what is not reserved for them. Whether pages are back already: those under which
-        nothing is under way. The others rest.
+    def reclaim_lent(self, running: Iterable[Request]) -> bool:
+        """Reclaim lent pages: after allocations that failed since the last call and that lent pages can satisfy, and
+        when fewer pages than the margin of the `running` requests are free. Returns whether pages are free now; others
+        are free when the commands in flight are done.
         """
-        loans, hot, pages = self._lending, self.hot, self.pages
-        if loans is None or hot is None:
+        lending, hot, pages = self._lending, self.hot, self.pages
+        if lending is None or hot is None:
             return False
         shortfalls = pages.take_shortfalls()
-        loans.allowed = not shortfalls
-        if loans.borrowed or pages.lendable(0):
-            loans.margin = sum(min(MARGIN_PAGES, self.growth(request)) for request in running)
-        else:  # there is nothing to lend: not worth the sum, in every turn
-            loans.margin = MARGIN_PAGES * hot.limits.slots
+        lending.allowed = not shortfalls
+        if lending.borrowed or pages.lendable(0):
+            lending.margin = sum(min(MARGIN_PAGES, self.unreserved_growth(request)) for request in running)
+        else:  # nothing to lend: skip the sum, which would run in every turn
+            lending.margin = MARGIN_PAGES * hot.limits.slots
         before = pages.available
-        wanted = max((lacking for lacking in shortfalls if lacking <= pages.lent), default=0)
-        wanted = max(wanted, loans.margin - before if loans.borrowed else 0) - loans.coming
+        wanted = max((shortfall for shortfall in shortfalls if shortfall <= pages.lent), default=0)
+        wanted = max(wanted, lending.margin - before if lending.borrowed else 0) - lending.returning
         while wanted > 0 and (buffer := hot.largest_borrower()) is not None:
             wanted -= buffer.borrowed
             hot.shrink(buffer)
-            self._effects.append(_resized(buffer))
+            self._outbox.append(_resized(buffer))
         return pages.available > before
 
-    def growth(self, request: Request) -> int:
-        """Pages that it may still need, beyond what is reserved for it."""
+    def unreserved_growth(self, request: Request) -> int:
+        """Pages that a request may still need beyond its reservation."""
         assert request.grant is not None, f"{request.rid} runs without pages"
         most = pages_for(request.most_kv_tokens, self._page_size)
         return max(0, most - len(request.grant.pages) - request.grant.reserved)
 
     @property
-    def pages_are_coming(self) -> bool:
-        """Pages were given up that are not free yet, or are lent until a copy is done."""
+    def pages_pending(self) -> bool:
+        """Pages become free when commands or copies in flight are done."""
         borrowing = self.hot is not None and self.hot.borrower_is_loading
-        return bool(self.commands.resting) or self.copies.hold_pages or borrowing
+        return bool(self._commands.pending_grants) or self.copies.hold_pages or borrowing
+
+    def release_grant(self, grant: PageGrant[KvPage]) -> None:
+        """Release pages when all commands sent so far are done."""
+        self._commands.release(grant)
 
     def release(self, request: Request) -> None:
-        """Take everything. A request without memory has nothing to give."""
+        """Release all memory of a request, if it has any."""
         copy = self.copies.of(request)
         if copy is not None and copy.kind != "save":
             copy.grant, request.grant = request.grant, None
@@ -169,12 +199,16 @@ class RequestMemory:
             return
         self.close_hot(request)
         if request.grant is not None:
-            self.commands.release(request.grant)
+            self._commands.release(request.grant)
             request.grant = None
 
+    def gauges(self) -> dict[str, float]:
+        """Occupancy of the hot buffers, for the metrics."""
+        return self.hot.gauges() if self.hot is not None else {}
+
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
-        """Raise PageLeakError or AssertionError unless all pages are accounted for and exactly those of `requests`
-        that run, or are about to, have hot buffers.
+        """Raise PageLeakError or AssertionError unless all pages are accounted for, and exactly those of `requests`
+        that are admitted, or whose rows are being copied, have hot buffers.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
@@ -185,9 +219,9 @@ class RequestMemory:
                 if request.state in _WITH_HOT_BUFFER
                 or (request.state is State.ARRIVED and self.copies.of(request) is not None)
             }
-            assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} are not as their states say"
-        if self._lending is not None and not self.commands.resting:
-            assert self._lending.coming == 0, f"{self._lending.coming} pages were given back and are not here"
+            assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} do not match their states"
+        if self._lending is not None and not self._commands.pending_grants:
+            assert self._lending.returning == 0, f"{self._lending.returning} returned pages are not free"
 
 
 def _resized(buffer: HotBuffer) -> ResizeHot:

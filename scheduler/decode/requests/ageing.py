@@ -1,19 +1,19 @@
-"""Nobody waits for ever behind higher priorities: a request that was passed often enough becomes as urgent as they."""
+"""Prevents starvation by higher priorities: a request that was overtaken often enough gets their priority."""
 
 MAX_OVERTAKES = 16
-"""How many of higher priorities may go before the one that has waited longest is raised to the highest of them."""
+"""After so many requests of higher priorities, the one that has waited longest is raised to the highest of them."""
 
 
 class Ageing:
-    """Counts, for one queue, those that have passed others."""
+    """Counts, for one queue, the requests that overtake others."""
 
     def __init__(self) -> None:
         self._passes = 0
         self._highest = 0
 
     def passed(self, priority: int, lowest: int) -> int | None:
-        """One of `priority` has left the queue, in which the lowest priority is `lowest`. The priority that the oldest
-        of a lower one is to be given now; None if it has to wait on.
+        """A request of `priority` has left the queue, whose lowest priority is `lowest`. Returns the priority to which
+        the oldest request of a lower one is raised now, if any.
         """
         if priority <= lowest:
             return None

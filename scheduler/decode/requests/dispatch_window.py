@@ -1,14 +1,14 @@
-"""How much of a decode server's work one prefill server has at a time.
+"""Bounds the tokens that a decode server has at one prefill server at a time.
 
-A prompt that is sent holds pages on decode until its KV has arrived. So prompts wait in decode's queue, where they hold
-none, rather than behind others on prefill. The prefill server reports how many tokens it wants to have
-(`Load.window_tokens`): enough to compute while the next prompt is on its way. There are two windows of that size:
+A dispatched prompt holds pages on decode until its KV has arrived. So prompts wait in the queue of decode, where they
+hold no pages, and not on prefill. The prefill server reports how many tokens keep it busy until the next prompt arrives
+(`Load.window_tokens`). There are two windows of that size:
 
-- One for short prompts. Prefill computes them beside longer ones (compute_queue.py), so longer ones do not close it.
-- One for all others, which is closed by everything that is there, that of other decode servers included. It is always
-  open to a few: with other decode servers at work, too, each has its share.
+- One for short prompts. Prefill computes them beside longer ones (compute_queue.py), so longer ones do not count.
+- One for all others. Everything at the prefill server counts, also prompts of other decode servers. It is always open
+  to MIN_LONG_PROMPTS, so each of several decode servers gets a share.
 
-Prompts of a lower priority close neither: prefill computes them later.
+Prompts of a lower priority count for neither: prefill computes them later.
 """
 
 from typing import NamedTuple
@@ -16,15 +16,15 @@ from typing import NamedTuple
 from ....transfer.protocol.messages import Load
 
 DEFAULT_TOKENS = 8192
-"""Of the window of a prefill server that has not reported its own."""
+"""Window of a prefill server that has not reported one."""
 SHORT_PART = 4
-"""Short prompts are at most this part of the window."""
+"""A short prompt has at most 1 / SHORT_PART of the window."""
 MIN_LONG_PROMPTS = 2
-"""Prompts that are not short, which a window is always open to: one that computes, and the next."""
+"""Long prompts that a window always admits: one that computes, and the next."""
 
 
 class PromptKind(NamedTuple):
-    """What windows tell prompts apart by. Their tokens are less than 2 ** `bits`."""
+    """What a window depends on: the priority and the size of a prompt, which has less than 2 ** `bits` tokens."""
 
     priority: int
     bits: int
@@ -35,7 +35,7 @@ class PromptKind(NamedTuple):
 
 
 class _Sent:
-    """Prompts of one kind that are with the prefill server."""
+    """Prompts of one kind that are at the prefill server."""
 
     __slots__ = ("prompts", "tokens")
 
@@ -45,7 +45,7 @@ class _Sent:
 
 
 class DispatchWindow:
-    """Of one decode server, towards one prefill server."""
+    """The windows of one prefill server."""
 
     def __init__(self) -> None:
         self._tokens = DEFAULT_TOKENS
@@ -54,31 +54,31 @@ class DispatchWindow:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens that were sent and have not come back as KV."""
+        """Tokens that were dispatched and whose KV has not arrived."""
         return sum(sent.tokens for sent in self._sent.values())
 
     @property
     def tokens_ahead(self) -> int:
-        """What a prompt sent now would find there: ours, and those of other decode servers."""
+        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers."""
         return self.own_tokens + self._others
 
     def report(self, load: Load) -> None:
-        """The prefill server says what it has. Of ours we know better: the report is as old as a heartbeat."""
+        """Take a heartbeat of the prefill server. Our own tokens are counted here, because the heartbeat is older."""
         self._tokens = load.window_tokens or DEFAULT_TOKENS
         self._others = max(0, load.waiting_tokens - self.own_tokens)
 
     def sent(self, kind: PromptKind, tokens: int) -> None:
-        """A prompt, of which so many tokens are to be computed, is on its way."""
+        """A prompt was dispatched, with `tokens` tokens to compute."""
         sent = self._sent.setdefault(kind, _Sent())
         sent.prompts += 1
         sent.tokens += tokens
 
     def computed(self, kind: PromptKind, tokens: int) -> None:
-        """KV of so many tokens has arrived."""
+        """KV of `tokens` tokens has arrived."""
         self._sent[kind].tokens -= tokens
 
     def returned(self, kind: PromptKind, tokens: int) -> None:
-        """A prompt is done or was given up; so many of its tokens had not arrived."""
+        """A prompt is done or was given up; the KV of `tokens` tokens has not arrived."""
         sent = self._sent[kind]
         sent.prompts -= 1
         sent.tokens -= tokens
@@ -86,7 +86,7 @@ class DispatchWindow:
             del self._sent[kind]
 
     def is_open(self, kind: PromptKind) -> bool:
-        """Whether a prompt of this kind may be sent now."""
+        """Whether a prompt of this kind may be dispatched now."""
         ahead = [(other, sent) for other, sent in self._sent.items() if other.priority >= kind.priority]
         if self._is_short(kind):
             return sum(sent.tokens for other, sent in ahead if self._is_short(other)) < self._tokens

@@ -1,4 +1,4 @@
-"""Pages for a prompt and its samples: how many, and all of them or none."""
+"""Reserves pages for a prompt and its samples: all of them or none."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ from .request import Prompt, Refusal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """What was taken: the prompt's pages, which prefill will write, and a grant for each waiting member."""
+    """The pages of the prompt, which prefill will write, and a grant for each waiting member."""
 
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
     prefix_tokens: int
-    """Tokens at the head of the prompt whose KV is in shared pages already."""
+    """Tokens at the start of the prompt whose KV is in cached pages."""
 
 
 def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int) -> int:
@@ -27,10 +27,12 @@ def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: in
 def reserve(
     prompt: Prompt, pages: PageAllocator[KvPage], cache: PrefixCache, *, page_size: int, growth_tokens: int
 ) -> Reservation | None:
-    """Take pages for the prompt, and for each waiting member its own last page and some growth; None if there are none.
+    """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
+    not enough.
 
-    The first member goes on in the prompt's own last page; the others will get a copy of it. A prompt that was refused
-    is not looked for in the cache again, which takes milliseconds for a long one, before there is a chance.
+    The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
+    the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
+    free.
     """
     samples, last = len(prompt.waiting), prompt.refusal
     if last is not None and last[1:] == (samples, pages.chances) and not pages.can_grant(last.pages):
@@ -40,19 +42,19 @@ def reserve(
     most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
     growth = [max(0, pages_for(tokens, page_size) - count) for tokens in most_tokens]
     copies = (count - full) * (samples - 1)
-    # all of it is counted before anything is taken: a grant evicts cached pages, and would have done so for nothing
+    # count everything before taking anything: a grant evicts cached pages, which would be lost if another grant fails
     wanted = count - len(prefix) + copies + sum(growth)
     if not pages.can_grant(wanted, prefix):
         prompt.refusal = Refusal(wanted + pages.idle_among(prefix), samples, pages.chances)
         return None
-    grant = _taken(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
+    grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
     members: list[PageGrant[KvPage]] = []
     for request, more in zip(prompt.waiting, growth, strict=True):
         shared = grant.pages if not members else grant.pages[:full]
-        members.append(_taken(pages.grant(request.rid, count - len(shared), more, shared)))
+        members.append(_granted(pages.grant(request.rid, count - len(shared), more, shared)))
     return Reservation(grant, members, len(prefix) * page_size)
 
 
-def _taken(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:
-    assert grant is not None, "it was counted"
+def _granted(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:
+    assert grant is not None, "a grant failed after can_grant()"
     return grant

@@ -1,4 +1,4 @@
-"""Requests that wait in line: the higher priority first, then who came first."""
+"""A queue of requests: by priority, then by arrival."""
 
 import bisect
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from .request import Request
 
 
 class WaitingQueue:
-    """A line in the order of precedence. Who comes back to it stands where it would have stood all the time. Nobody is
-    passed for ever (ageing.py).
+    """Requests in the order of precedence. A request that is queued again regains its original position. Waiting
+    requests of low priority are raised (ageing.py).
     """
 
     def __init__(self) -> None:
@@ -23,33 +23,33 @@ class WaitingQueue:
         return iter(self._requests)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._requests[self._place(request) :]
+        return request in self._requests[self._position(request) :]
 
     @property
     def first(self) -> Request:
-        """Whose turn it is; there is somebody."""
+        """The next request; the queue is not empty."""
         return self._requests[0]
 
     def push(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_precedence)
 
     def remove(self, request: Request) -> None:
-        """It has to be here."""
-        del self._requests[self._requests.index(request, self._place(request))]
+        """Remove a request, which has to be in the queue."""
+        del self._requests[self._requests.index(request, self._position(request))]
 
     def take(self, request: Request) -> None:
-        """Remove one that has got what it waited for."""
+        """Remove a request that got what it waited for."""
         self.remove(request)
         self.passed_by(request.priority)
 
     def pop(self) -> Request:
-        """Take the first; there is one."""
+        """Take the first; the queue is not empty."""
         first = self.first
         self.take(first)
         return first
 
     def passed_by(self, priority: int) -> None:
-        """One of this priority has got what these wait for; now and then that makes one of them as urgent."""
+        """A request of this priority got what these wait for: raise the priority of the oldest, if it is due."""
         if not self._requests or (raised := self._ageing.passed(priority, self._requests[-1].priority)) is None:
             return
         passed = [request for request in self._requests if request.priority < raised]
@@ -58,8 +58,8 @@ class WaitingQueue:
         oldest.priority = raised
         self.push(oldest)
 
-    def _place(self, request: Request) -> int:
-        """Where those begin that came at the same moment."""
+    def _position(self, request: Request) -> int:
+        """The index of the first request with the same precedence."""
         return bisect.bisect_left(self._requests, _precedence(request), key=_precedence)
 
 

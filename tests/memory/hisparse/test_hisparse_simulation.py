@@ -14,9 +14,9 @@ from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.kv_pool import KvPool, zeroed
 from pdserve.scheduler.decode.run_queue import DecodeRow
-from pdserve.scheduler.messages.effects import OpenHot, ResizeHot
+from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot
 from tests.scheduler.decode.test_scheduler_traces import Mode
-from tests.scheduler.simulation.random_workloads import ACTIONS, live
+from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES, LOST, PAGE_SIZE, Prefix, Row, Simulator
 
 LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
@@ -158,20 +158,20 @@ def test_every_selected_row_is_correct_in_random_workloads() -> None:
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(12):
         simulator = CacheSimulator(MODES[seed % len(MODES)])
-        live(simulator, BUSY, seed, steps=600)
+        run_workload(simulator, BUSY, seed, steps=600)
         simulator.cache.check_integrity()
         seen.update(simulator.hot_seen)
         seen.update(simulator.cache.counters())
         seen["rows"] += simulator.rows_seen
     for event in (
-        "opened resident",
-        "opened cold",
+        "opened fully resident",
+        "opened evicting",
         "grown",
         "shrunk",
-        "cycled",
+        "evicting step",
         "lent",
-        "called in",
-        "parked",
+        "reclaimed",
+        "lost hot buffer",
         "reopened",
         "hits",
         "misses",

@@ -1,4 +1,4 @@
-"""Whose time is up hears so in that turn, and which limit it was; nobody hears it earlier."""
+"""Deadlines: a request fails in the turn in which its deadline passes, not earlier, and the error names the setting."""
 
 import pytest
 
@@ -14,11 +14,11 @@ from pdserve.transfer.protocol.messages import KvDestination, TransferFailed, Tr
 from tests.scheduler.simulation.simulator import DECODE, ENDPOINTS, Simulator
 
 PREFILL_WAIT_S, QUEUE_TIMEOUT_S, PREFILL_TIMEOUT_S, REQUEST_TIMEOUT_S = 3.0, 60.0, 40.0, 200.0
-"""Of the world."""
+"""Limits of the simulator."""
 
 
 def turn_at(simulator: Simulator, now: float) -> list[Failed]:
-    """A turn of decode at this time; who has failed by then."""
+    """A turn of decode at this time; returns all failures so far."""
     simulator.now = now
     simulator.decode_turn()
     simulator.check()
@@ -42,7 +42,7 @@ def submit(
         (1000.0, PREFILL_TIMEOUT_S, "prefill did not deliver within 40 s (prefill_timeout_s)"),
     ],
 )
-def test_prefill_that_is_silent(timeout_s: float | None, after_s: float, message: str) -> None:
+def test_silent_prefill_server_times_out(timeout_s: float | None, after_s: float, message: str) -> None:
     simulator = Simulator()
     simulator.now = 1000.25
     submit(simulator, "r", timeout_s=timeout_s)
@@ -54,10 +54,10 @@ def test_prefill_that_is_silent(timeout_s: float | None, after_s: float, message
     simulator.finish()
 
 
-def test_a_request_that_runs_too_long() -> None:
+def test_running_request_times_out() -> None:
     simulator = Simulator()
     submit(simulator, "r")
-    while simulator.decode.running == 0:
+    while len(simulator.decode.run_queue.running) == 0:
         simulator.work()
     assert not turn_at(simulator, REQUEST_TIMEOUT_S - 0.01)
     (failed,) = turn_at(simulator, REQUEST_TIMEOUT_S)
@@ -65,7 +65,7 @@ def test_a_request_that_runs_too_long() -> None:
     simulator.finish()
 
 
-def test_no_memory() -> None:
+def test_queued_request_times_out_without_memory() -> None:
     simulator = Simulator()
     submit(simulator, "a", tokens=26)
     turn_at(simulator, 0.0)
@@ -73,7 +73,7 @@ def test_no_memory() -> None:
     assert not turn_at(simulator, 0.01)
     assert simulator.decode.state_counts()["queued"] == 1
     first = simulator.decode.requests["a"]
-    first.lifecycle.since = first.prompt.waits_since = 30.0  # as if it had come later: it is not what this is about
+    first.lifecycle.since = first.prompt.waits_since = 30.0  # as if it had come later, so that it does not time out
     assert not turn_at(simulator, QUEUE_TIMEOUT_S - 0.01)
     (failed,) = turn_at(simulator, QUEUE_TIMEOUT_S)
     assert (failed.rid, failed.status) == ("b", 503)
@@ -83,8 +83,8 @@ def test_no_memory() -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("in_time", [False, True])
-def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, in_time: bool) -> None:
-    """Its client has tokens already. It makes no difference whether its KV was kept or is to be computed anew."""
+def test_retracted_request_waits_for_memory_until_its_own_deadline(saved: bool, in_time: bool) -> None:
+    """Its client has tokens already. The same holds whether its KV was saved or has to be computed again."""
     simulator = Simulator(retract_pages=12 if saved else 0, prefix_cache=False)
     for rid in ("a", "b"):
         submit(simulator, rid, tokens=20)
@@ -108,8 +108,8 @@ def test_one_that_has_run_waits_for_memory_until_its_own_deadline(saved: bool, i
 
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("endpoint", [None, "a:1"])
-def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoint: str | None, returns: bool) -> None:
-    """It has been in the queue for longer than `prefill_wait_s`: that was not without a server."""
+def test_prefill_wait_starts_when_the_server_is_lost(endpoint: str | None, returns: bool) -> None:
+    """Time in the queue while a server was paired does not count for `prefill_wait_s`."""
     simulator = Simulator()
     submit(simulator, "a", tokens=26, endpoint="b:1")
     turn_at(simulator, 0.0)
@@ -121,21 +121,21 @@ def test_who_waits_for_memory_waits_for_a_lost_server_as_long_as_anybody(endpoin
     assert not turn_at(simulator, 10.0 + PREFILL_WAIT_S - 0.01)
     if returns:
         simulator.start("a:1")
-    told = {failed.rid: failed.message for failed in turn_at(simulator, 10.0 + PREFILL_WAIT_S)}
+    messages = {failed.rid: failed.message for failed in turn_at(simulator, 10.0 + PREFILL_WAIT_S)}
     where = f" at {endpoint}" if endpoint else ""
     message = f"no prefill server{where} is paired; waited 3 s (prefill_wait_s)"
-    assert told.get("b") == (None if returns else message)
+    assert messages.get("b") == (None if returns else message)
     simulator.finish()
 
 
 @pytest.mark.parametrize(
     ("endpoint", "why"), [(None, "a:1: connection refused; b:1: wrong key"), ("b:1", "wrong key"), ("c:1", None)]
 )
-def test_the_answer_says_why_there_is_no_server(endpoint: str | None, why: str | None) -> None:
+def test_error_has_the_reason_why_no_server_is_paired(endpoint: str | None, why: str | None) -> None:
     simulator = Simulator()
     for _ in ENDPOINTS:
         simulator.kill(0)
-    simulator.decode.dispatcher.peers.unreachable = {"a:1": "connection refused", "b:1": "wrong key"}
+    simulator.decode.peers_unreachable({"a:1": "connection refused", "b:1": "wrong key"})
     submit(simulator, "r", endpoint=endpoint)
     (failed,) = turn_at(simulator, PREFILL_WAIT_S)
     where = f" at {endpoint}" if endpoint else ""
@@ -144,7 +144,7 @@ def test_the_answer_says_why_there_is_no_server(endpoint: str | None, why: str |
     simulator.finish()
 
 
-def test_a_server_under_another_address_is_a_server() -> None:
+def test_alias_of_a_server_counts_as_paired() -> None:
     simulator = Simulator()
     (instance, _) = simulator.servers
     submit(simulator, "r", endpoint="alias:1")
@@ -174,7 +174,7 @@ def ask(scheduler: PrefillScheduler, number: int, timeout_s: float, now: float) 
     scheduler.receive(DECODE, wanted, range(6), [0, 1], now)
 
 
-def test_transfers_end_when_their_time_is_up_whatever_their_order() -> None:
+def test_prefill_requests_expire_in_order_of_their_deadlines() -> None:
     scheduler = prefill_server()
     for number, timeout_s in enumerate((9.0, 3.0, 6.0)):
         ask(scheduler, number, timeout_s, 0.0)
@@ -187,6 +187,6 @@ def test_transfers_end_when_their_time_is_up_whatever_their_order() -> None:
             if isinstance(effect, SendToPeer) and isinstance(effect.message, TransferFailed)
         ]
     assert ended == [
-        (timeout_s + DEADLINE_GRACE_S, f"not done within the {timeout_s:.1f} s it was given")
+        (timeout_s + DEADLINE_GRACE_S, f"not done within its deadline of {timeout_s:.1f} s")
         for timeout_s in (3.0, 6.0, 9.0)
     ]

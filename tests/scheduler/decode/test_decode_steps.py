@@ -1,4 +1,4 @@
-"""How the decode scheduler gives steps: the one door, batches of a pipeline, steps ahead, memory that runs out."""
+"""Steps of the decode scheduler: admission, batches of a pipeline, overlap scheduling, exhausted memory."""
 
 import ast
 from pathlib import Path
@@ -11,11 +11,11 @@ from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Submit
-from pdserve.scheduler.messages.lifecycle import REQUEST, State
-from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, is_parked
+from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
+from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer
 
 
-def edges_into(state: str) -> list[str]:
+def transitions_into(state: str) -> list[str]:
     """The functions of the scheduler's source that move a request into this state."""
     found = []
     for path in Path(decode_module.__file__).parent.glob("*.py"):
@@ -39,37 +39,37 @@ def edges_into(state: str) -> list[str]:
     return found
 
 
-def test_admit_is_the_only_edge_into_the_run_queue() -> None:
-    assert edges_into("READY") == ["admit"]
-    assert edges_into("RUNNING") == ["next_step"]
-    into_running = [state for state, targets in REQUEST.items() if State.RUNNING in targets]
+def test_admit_is_the_only_transition_into_ready() -> None:
+    assert transitions_into("READY") == ["admit"]
+    assert transitions_into("RUNNING") == ["next_step"]
+    into_running = [state for state, targets in DECODE_TRANSITIONS.items() if State.RUNNING in targets]
     assert into_running == [State.READY]
 
 
-def way_in(request: Request, now: float) -> str:
-    """Where a request comes from that is let in."""
+def admitted_after(request: Request, now: float) -> str:
+    """What happened to a request before this admission."""
     if request.prompt.attempts > 1:
         return "sent again"
     if request.prompt.output_tokens:
-        return "computed anew"
-    if is_parked(request):
-        return "saved" if request.lifecycle.spent(State.RETRACTED, now) else "parked"
+        return "recomputed"
+    if lost_hot_buffer(request):
+        return "saved" if request.lifecycle.spent(State.RETRACTED, now) else "lost hot buffer"
     return "fresh"
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh transfer, one sent again, and a return after every kind of retraction; with and without a pipeline."""
+def test_every_admission_calls_admit_and_opens_a_hot_buffer(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a transfer, a retry, and every kind of retraction; with and without a pipeline."""
     admitted: list[str] = []
-    ways: set[str] = set()
-    door = DecodeScheduler.admit
+    seen: set[str] = set()
+    admit = DecodeScheduler.admit
 
-    def watched(scheduler: DecodeScheduler, request: Request, now: float) -> None:
+    def spy(scheduler: DecodeScheduler, request: Request, now: float) -> None:
         admitted.append(request.rid)
-        ways.add(way_in(request, now))
-        door(scheduler, request, now)
+        seen.add(admitted_after(request, now))
+        admit(scheduler, request, now)
 
-    monkeypatch.setattr(DecodeScheduler, "admit", watched)
+    monkeypatch.setattr(DecodeScheduler, "admit", spy)
     simulator = Simulator(stages=stages, hot_pages=7)
     kill_at = 50
     for turn in range(400):
@@ -88,15 +88,15 @@ def test_every_way_in_goes_through_admit_and_opens_a_hot_buffer(stages: int, mon
         simulator.decode_turn()
         simulator.work_ranks()
         simulator.pass_time(0.05)
-        for request in simulator.decode.runs.running:
+        for request in simulator.decode.run_queue.running:
             assert request.rid in admitted
-    assert ways == {"fresh", "sent again", "parked", "saved", "computed anew"}
+    assert seen == {"fresh", "sent again", "lost hot buffer", "saved", "recomputed"}
     simulator.finish()
-    assert simulator.hot_seen["opened resident"] + simulator.hot_seen["opened cold"] == len(admitted)
+    assert simulator.hot_seen["opened fully resident"] + simulator.hot_seen["opened evicting"] == len(admitted)
 
 
 def run_to_the_end(simulator: Simulator, turns: int) -> None:
-    """Nothing but work: no new request, no failure."""
+    """Run without new requests and faults."""
     for _ in range(turns):
         for which in range(2):
             simulator.deliver(which, up=False)
@@ -110,8 +110,8 @@ def run_to_the_end(simulator: Simulator, turns: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "overlap"), [(1, False), (1, True), (2, False)])
-def test_a_dry_pool_makes_progress(stages: int, overlap: bool) -> None:
-    """What a retracted request gives up goes to the one that lacks it, and not back to itself."""
+def test_requests_finish_when_the_pool_is_exhausted(stages: int, overlap: bool) -> None:
+    """The pages of a retracted request go to the request that needs them, not back to itself."""
     simulator = Simulator(stages=stages, overlap=overlap)
     for _ in range(3):
         simulator.submit(12, 0, 20, 1, None, 0)
@@ -122,7 +122,7 @@ def test_a_dry_pool_makes_progress(stages: int, overlap: bool) -> None:
 
 
 def running_steps(simulator: Simulator, requests: int, **sampling: float) -> list[DecodeStep]:
-    """The steps that are given at once when so many requests run."""
+    """The steps that start at once when `requests` requests run."""
     for index in range(requests):
         params = SamplingParams(max_new_tokens=9, **sampling)  # type: ignore[arg-type]
         simulator.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), simulator.now)
@@ -150,18 +150,18 @@ def test_stages_get_even_batches_of_different_requests() -> None:
     assert len({row.request.rid for step in steps for row in step.rows}) == 3
 
 
-def test_a_step_ahead_feeds_what_the_last_one_draws() -> None:
+def test_overlapped_step_follows_the_rows_of_the_previous_one() -> None:
     first, second = running_steps(Simulator(overlap=True), 3)
     assert [row.token for row in first.rows] == [50, 50, 50]
     assert [(row.token, row.follows) for row in second.rows] == [(None, 0), (None, 1), (None, 2)]
     assert [row.position for row in second.rows] == [row.position + 1 for row in first.rows]
 
 
-def test_penalties_need_to_know_the_tokens_before() -> None:
+def test_penalties_disable_overlap() -> None:
     assert len(running_steps(Simulator(overlap=True), 3, frequency_penalty=0.5)) == 1
 
 
-def test_no_step_is_given_beyond_the_last_token() -> None:
+def test_no_step_starts_after_the_last_token() -> None:
     simulator = Simulator(overlap=True)
     steps = running_steps(simulator, 1)
     while simulator.commands:
@@ -173,12 +173,12 @@ def test_no_step_is_given_beyond_the_last_token() -> None:
     assert simulator.decode.counters["requests_finished"] == 1
 
 
-def test_a_token_of_a_request_that_has_ended_is_dropped_and_its_pages_rest() -> None:
+def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_the_step() -> None:
     simulator = Simulator(overlap=True)
     first, second = running_steps(simulator, 1)
-    simulator.decode.step_done(first.command_id, [TokenLogprob(7, None)], simulator.now)  # the end of its text
+    simulator.decode.step_done(first.command_id, [TokenLogprob(7, None)], simulator.now)  # EOS
     assert simulator.decode.counters["requests_finished"] == 1
-    assert simulator.decode.commands.resting == 1
+    assert simulator.decode.memory._commands.pending_grants == 1
     simulator.decode.step_done(second.command_id, [TokenLogprob(50, None)], simulator.now)
-    assert simulator.decode.commands.resting == 0
+    assert simulator.decode.memory._commands.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2

@@ -1,4 +1,4 @@
-"""Requests whose KV is in host memory: aborted wherever they are, over in one token, and too many of them at once."""
+"""HiSparse requests: aborted in every state, finished after one token, and too many at once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,20 +8,20 @@ import pytest
 from pdserve.scheduler.decode.memory.background_copies import CopyKind
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.lifecycle import State
-from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, Simulator, is_parked
+from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, Simulator, lost_hot_buffer
 
 
-def busy_world(stages: int) -> Simulator:
-    """Two hot buffers, and pages for about two requests when they are long; three want them from the start."""
+def busy_simulator(stages: int) -> Simulator:
+    """Two hot buffers, and pages for about two long requests; three requests from the start."""
     simulator = Simulator(stages=stages, overlap=stages == 1, hot_pages=7)
     for _ in range(3):
         simulator.submit(6, 0, 26, 1, None, 0)
-        simulator.flush()  # nobody shares pages
+        simulator.flush()  # so that requests share no pages
     return simulator
 
 
 def work(simulator: Simulator, seen: Callable[[Simulator], bool], urgent_at: int | None = None) -> bool:
-    """Run a world until `seen` says so, looking after every move; whether it did. An urgent request may come."""
+    """Run until `seen` is true, checked after every move; returns whether it was. `urgent_at` adds a request."""
     for turn in range(400):
         if turn == urgent_at:
             simulator.submit(6, 1, 26, 1, None, 1)
@@ -60,17 +60,17 @@ def is_copied(simulator: Simulator, request: Request, kind: CopyKind) -> bool:
     return copy is not None and copy.kind == kind
 
 
-PLACES: dict[str, Callable[[Simulator, Request], object]] = {
+SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
     "queued": lambda _, request: request.state is State.QUEUED and not request.output_ids,
-    "computed anew": lambda _, request: request.state is State.QUEUED and request.output_ids,
+    "queued for recomputation": lambda _, request: request.state is State.QUEUED and request.output_ids,
     "being written": being_written,
     "waiting for a hot buffer": lambda simulator, request: (
-        request in simulator.decode.runs.arrived and not is_parked(request)
+        request in simulator.decode.run_queue.arrived and not lost_hot_buffer(request)
     ),
     "ready": lambda _, request: request.state is State.READY,
     "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
     "in no step": lambda _, request: request.state is State.RUNNING and not request.in_flight,
-    "parked": lambda _, request: is_parked(request),
+    "lost hot buffer": lambda _, request: lost_hot_buffer(request),
     "being saved": lambda simulator, request: is_copied(simulator, request, "save"),
     "saved": lambda simulator, request: (
         request.state is State.RETRACTED and simulator.decode.memory.copies.of(request) is None
@@ -81,22 +81,23 @@ PLACES: dict[str, Callable[[Simulator, Request], object]] = {
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_abort_gives_everything_back_wherever_the_request_is(place: str, stages: int) -> None:
-    """All pools are full in the end (`finish`), and after each move every page has exactly the holders it should."""
-    simulator = busy_world(stages)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_abort_releases_all_memory_in_every_state(situation: str, stages: int) -> None:
+    """At the end all pages are free (`finish`), and after each move every page is accounted for."""
+    simulator = busy_simulator(stages)
     found: list[str] = []
 
     def abort(simulator: Simulator) -> bool:
-        found.extend(rid for rid, request in simulator.decode.requests.items() if PLACES[place](simulator, request))
+        requests = simulator.decode.requests.items()
+        found.extend(rid for rid, request in requests if SITUATIONS[situation](simulator, request))
         for rid in found:
             simulator.decode.cancel(rid, simulator.now)
         simulator.act()
         return bool(found)
 
-    assert work(simulator, abort, urgent_at=12), f"no request was ever {place}"
+    assert work(simulator, abort, urgent_at=12), f"no request was ever {situation}"
     simulator.check()
-    simulator.decode_turn()  # before anybody else has heard of it
+    simulator.decode_turn()  # before the others get any message
     simulator.check()
     assert {simulator.failures[rid].code for rid in found} == {"aborted"}
     assert not set(found) & simulator.decode.requests.keys()
@@ -105,8 +106,8 @@ def test_an_abort_gives_everything_back_wherever_the_request_is(place: str, stag
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_request_of_one_token_needs_no_hot_buffer_and_leaves_nothing(stages: int) -> None:
-    """What a health check sends: it is over when its KV arrives."""
+def test_request_of_one_token_needs_no_hot_buffer(stages: int) -> None:
+    """As in a health check: the request ends when its KV arrives."""
     simulator = Simulator(stages=stages, hot_pages=3)
     simulator.submit(10, 0, 1, 1, None, 0)
     assert work(simulator, lambda simulator: not simulator.decode.requests)
@@ -115,7 +116,7 @@ def test_a_request_of_one_token_needs_no_hot_buffer_and_leaves_nothing(stages: i
     assert sum(simulator.hot_seen.values()) == 0
 
 
-def test_a_request_longer_than_the_hot_pool_is_served_and_one_longer_than_the_host_pool_refused() -> None:
+def test_request_may_be_longer_than_the_hot_pool_but_not_than_the_host_pool() -> None:
     simulator = Simulator(hot_pages=3)
     most = PAGES * PAGE_SIZE
     simulator.submit(22, 0, most - 21, 1, None, 0)  # the last token is never fed back
@@ -125,13 +126,13 @@ def test_a_request_longer_than_the_hot_pool_is_served_and_one_longer_than_the_ho
     assert f"exceed the KV pool of {most} tokens" in refused.message
     assert work(simulator, lambda simulator: not simulator.decode.requests)
     simulator.finish()
-    assert simulator.hot_seen["cycled"] == simulator.decode.counters["decode_steps"] == most - 22
+    assert simulator.hot_seen["evicting step"] == simulator.decode.counters["decode_steps"] == most - 22
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_everything_is_too_little_at_once(stages: int) -> None:
-    """Pages, hot buffers, the queue and the length of a request: who can wait does, the others hear why not."""
-    simulator = busy_world(stages)
+def test_requests_finish_when_all_resources_are_short(stages: int) -> None:
+    """Pages, hot buffers, the queue and the length of requests: requests wait if possible; others are refused."""
+    simulator = busy_simulator(stages)
     for number in range(12):
         simulator.submit(4 + number, number % 2, 20, 1, None, number % 2)
         simulator.submit(40, 0, 20, 1, None, 1)  # longer than the pool
@@ -145,15 +146,15 @@ def test_everything_is_too_little_at_once(stages: int) -> None:
     assert simulator.decode.counters["requests_finished"] == len(simulator.submitted) - len(simulator.failures)
 
 
-def test_an_urgent_request_gets_a_buffer_although_steps_are_always_under_way() -> None:
-    """There is one buffer. Its owner is held back from the next step, and parked when it is in none."""
+def test_higher_priority_gets_a_hot_buffer_while_steps_are_in_flight() -> None:
+    """There is one buffer. Its owner gets no further step, and loses the buffer when its step has ended."""
     simulator = Simulator(overlap=True, hot_pages=3)
     simulator.submit(6, 0, 26, 1, None, 0)
-    assert work(simulator, lambda simulator: simulator.decode.running == 1)
+    assert work(simulator, lambda simulator: len(simulator.decode.run_queue.running) == 1)
     simulator.submit(6, 1, 4, 1, None, 1)
     assert work(simulator, lambda simulator: simulator.decode.counters["requests_finished"] == 1)
     (slow,) = simulator.decode.requests.values()
     assert slow.prompt.priority == 0
-    assert simulator.hot_seen["parked"] > 0
+    assert simulator.hot_seen["lost hot buffer"] > 0
     assert work(simulator, lambda simulator: not simulator.decode.requests)
     simulator.finish()

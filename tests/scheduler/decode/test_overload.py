@@ -1,4 +1,4 @@
-"""More arrives than is served: who waits, how long, who gets in, and what those hear who do not."""
+"""Overload: the order and the length of waits, and the errors of requests that are not served."""
 
 import itertools
 import math
@@ -19,10 +19,10 @@ from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_li
 
 
 class Flood:
-    """So many clients that ask again as soon as they are answered; those that are refused a moment later."""
+    """Clients that send the next request when the last one ends, or some time later if it was refused."""
 
     def __init__(self, simulator: TimedSimulator, clients: int, tokens: int, priority: int = 0) -> None:
-        self._world = simulator
+        self._simulator = simulator
         self._tokens = tokens
         self._priority = priority
         self._names = (f"flood {number}" for number in itertools.count())
@@ -33,25 +33,25 @@ class Flood:
 
     def _ask(self) -> None:
         rid = next(self._names)
-        self._world.ask(rid, self._tokens, priority=self._priority)
-        self._look(rid)
+        self._simulator.ask(rid, self._tokens, priority=self._priority)
+        self._poll(rid)
 
-    def _look(self, rid: str) -> None:
-        if rid not in self._world.ended_at:
-            self._world.at(self._later() - 0.1, lambda: self._look(rid))
-        elif rid in self._world.failures:
-            self._world.at(self._later(), self._ask)
+    def _poll(self, rid: str) -> None:
+        if rid not in self._simulator.ended_at:
+            self._simulator.at(self._later() - 0.1, lambda: self._poll(rid))
+        elif rid in self._simulator.failures:
+            self._simulator.at(self._later(), self._ask)
         else:
             self.served += 1
             self._ask()
 
     def _later(self) -> float:
-        return self._world.now + self._draw.uniform(0.1, 0.5)
+        return self._simulator.now + self._draw.uniform(0.1, 0.5)
 
 
-def test_a_full_prefill_server_is_not_an_absent_one() -> None:
-    """600 prompts at a server that computes ten a second, queues two and reports no window. They wait in our queue as
-    long as that allows, though nobody waits longer than three seconds for a server that is not there.
+def test_full_prefill_server_does_not_count_as_absent() -> None:
+    """600 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
+    to `queue_timeout_s`, not only the three seconds of `prefill_wait_s`.
     """
     limits = decode_limits(max_queued_requests=1000, queue_timeout_s=20.0, prefill_wait_s=3.0)
     simulator = TimedSimulator(
@@ -63,15 +63,15 @@ def test_a_full_prefill_server_is_not_an_absent_one() -> None:
     assert simulator.decode.counters["redispatches"] > 10, "nothing was refused"
     late = {rid: failed for rid, failed in simulator.failures.items() if simulator.ended_at[rid] < 20.0}
     assert not late, next(iter(late.values()))
-    assert max(simulator.ended_at.values()) < 20.5, "the clock does not start again when one is refused"
+    assert max(simulator.ended_at.values()) < 20.5, "a refusal does not restart the clock"
     assert len(simulator.failures) == pytest.approx(400, abs=10)
     (message,) = {failed.message for failed in simulator.failures.values()}
     assert message == "prefill did not get to the prompt within 20 s (queue_timeout_s)"
 
 
 @pytest.mark.parametrize("queue_timeout_s", [20.0, 60.0])
-def test_who_is_not_begun_in_time_behind_others_on_prefill_hears_so(queue_timeout_s: float) -> None:
-    """Another decode server has more urgent prompts there. One that computes, however slowly, has begun."""
+def test_prompt_that_prefill_does_not_begin_in_time_fails_with_the_reason(queue_timeout_s: float) -> None:
+    """Another decode server has prompts of a higher priority there. A prompt that computes, even slowly, has begun."""
     limits = decode_limits(queue_timeout_s=queue_timeout_s, prefill_timeout_s=120.0)
     simulator = TimedSimulator(tokens_per_s=8, limits=limits)
     simulator.ask("computes", 700)
@@ -88,7 +88,7 @@ def test_who_is_not_begun_in_time_behind_others_on_prefill_hears_so(queue_timeou
     assert "computes" not in simulator.failures, "its first chunk takes 64 s"
 
 
-def test_one_that_shuts_down_is_as_good_as_absent() -> None:
+def test_prefill_server_that_shuts_down_counts_as_absent() -> None:
     simulator = TimedSimulator(tokens_per_s=160, limits=decode_limits(queue_timeout_s=20.0, prefill_wait_s=3.0))
     simulator.drain(0)
     simulator.ask("r", 16)
@@ -98,8 +98,8 @@ def test_one_that_shuts_down_is_as_good_as_absent() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 2000])
-def test_a_flood_of_urgent_requests_lets_others_in_and_their_deadline_holds(tokens: int) -> None:
-    """40 clients, whose prompts take prefill 20 s in all, keep both queues full of what is more urgent."""
+def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens: int) -> None:
+    """40 clients, whose prompts take prefill 20 s in total, keep both queues full of higher priorities."""
     limits = decode_limits(queue_timeout_s=20.0, prefill_timeout_s=120.0)
     simulator = TimedSimulator(tokens_per_s=1000, limits=limits)
     flood = Flood(simulator, 40, 500, priority=100)
@@ -118,8 +118,8 @@ def test_a_flood_of_urgent_requests_lets_others_in_and_their_deadline_holds(toke
     assert {simulator.failures[rid].status for rid in failed} <= {503}
 
 
-def test_prompts_that_were_passed_sixteen_times_are_next() -> None:
-    """Whatever their size and priority, the oldest first; and they keep what they have become."""
+def test_prompt_is_next_after_sixteen_overtakes() -> None:
+    """Independently of sizes and priorities, the oldest first; raised priorities are kept."""
     queue = PromptQueue()
     low = [Prompt(number, (1,) * (1 + 200 * number), priority=-number, now=0.0) for number in range(3)]
     for prompt in low:
@@ -135,8 +135,8 @@ def test_prompts_that_were_passed_sixteen_times_are_next() -> None:
     assert (len(queue), queue.tokens) == (3, 150)
 
 
-def test_requests_in_line_that_were_passed_sixteen_times_become_as_urgent() -> None:
-    line = WaitingQueue()
+def test_waiting_request_is_raised_after_sixteen_overtakes() -> None:
+    queue = WaitingQueue()
 
     def request(number: int, priority: int) -> Request:
         prompt = Prompt(number, (1,), priority=priority, now=float(number))
@@ -144,17 +144,17 @@ def test_requests_in_line_that_were_passed_sixteen_times_become_as_urgent() -> N
 
     low = [request(number, 0) for number in range(2)]
     for each in low:
-        line.push(each)
+        queue.push(each)
     left: list[Request] = []
     for number in range(2, 2 * MAX_OVERTAKES + 4):
-        line.push(request(number, 5))
-        left.append(line.pop())
+        queue.push(request(number, 5))
+        left.append(queue.pop())
     assert [left.index(each) for each in low] == [MAX_OVERTAKES, 2 * MAX_OVERTAKES]
     assert {each.priority for each in low} == {5}
 
 
-def test_one_that_was_retracted_is_not_passed_for_ever() -> None:
-    """More urgent ones take what becomes free, each in its turn, and it needs more than one of them leaves."""
+def test_retracted_request_of_low_priority_is_resumed() -> None:
+    """Requests of a higher priority take the pages that become free; it needs more than one of them releases."""
     simulator = Simulator(retract_pages=24, prefix_cache=False)
     ask(simulator, 4, 30, priority=1)
     low = ask(simulator, 4, 30)
@@ -172,13 +172,13 @@ def test_one_that_was_retracted_is_not_passed_for_ever() -> None:
     simulator.finish()
 
 
-def test_a_call_with_many_prompts_gets_in_when_one_does() -> None:
-    """A queue for 16 is kept full by 64 clients, so there is rarely room for eight at once."""
+def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
+    """64 clients keep a queue of 16 full, so it rarely has room for eight prompts at once."""
     limits = decode_limits(max_queued_requests=16)
     simulator = TimedSimulator(tokens_per_s=10_000, limits=limits)
     Flood(simulator, 64, 500)
     simulator.run_for(2.0)
-    let_in, draw = dict.fromkeys(["single", "batch"], 0), random.Random(1)
+    accepted, draw = dict.fromkeys(["single", "batch"], 0), random.Random(1)
     for attempt in range(200):
         simulator.ask(f"single {attempt}", 500)
         simulator.run_for(draw.uniform(0.1, 0.3))
@@ -186,18 +186,18 @@ def test_a_call_with_many_prompts_gets_in_when_one_does() -> None:
         for item in range(8):
             simulator.ask(f"batch {attempt} {item}", 500, follows=first if item else None)
         simulator.run_for(draw.uniform(0.1, 0.3))
-        taken = [f"batch {attempt} {item}" in simulator.failures for item in range(8)]
-        assert len(set(taken)) == 1, "a part of it got in"
-        let_in["batch"] += not taken[0]
-        let_in["single"] += f"single {attempt}" not in simulator.failures
-    assert let_in["batch"] >= 10
-    assert let_in["batch"] > let_in["single"] / 3
+        refused = [f"batch {attempt} {item}" in simulator.failures for item in range(8)]
+        assert len(set(refused)) == 1, "a part of it was accepted"
+        accepted["batch"] += not refused[0]
+        accepted["single"] += f"single {attempt}" not in simulator.failures
+    assert accepted["batch"] >= 10
+    assert accepted["batch"] > accepted["single"] / 3
     assert len(simulator.decode.dispatcher.queue) < 16 + 8
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_retry_after_is_how_long_the_queue_takes(full: bool) -> None:
-    """Ten prompts a second. 40 in the queue take four seconds, and nobody is in it for longer than its timeout."""
+def test_retry_after_is_the_expected_wait_in_the_queue(full: bool) -> None:
+    """Ten prompts per second: 40 in the queue take four seconds. No prompt waits longer than the timeout."""
     limits = decode_limits(max_queued_requests=40 if full else 1000, queue_timeout_s=30.0 if full else 3.0)
     simulator = TimedSimulator(tokens_per_s=5000, limits=limits)
     flood = Flood(simulator, 80, 500)
@@ -205,10 +205,10 @@ def test_retry_after_is_how_long_the_queue_takes(full: bool) -> None:
     failed = list(simulator.failures.values())[-1]
     assert failed.status == (429 if full else 503)
     assert failed.retry_after_s == pytest.approx(4.0 if full else 3.0, rel=0.1)
-    assert flood.served == pytest.approx(150, abs=8), "prefill computes for those who still wait"
+    assert flood.served == pytest.approx(150, abs=8), "prefill computes prompts that have not timed out"
 
 
-def test_the_pace_of_a_queue() -> None:
+def test_queue_pace_predicts_the_wait() -> None:
     pace = QueuePace()
     assert pace.wait_s(0, 0.0, most_s=60.0) == 0.0
     pace.note(10, (), 0.0)
@@ -224,8 +224,8 @@ def test_the_pace_of_a_queue() -> None:
     assert pace.wait_s(0, 201.0, most_s=60.0) == 0.0
 
 
-def test_how_long_prefill_was_busy() -> None:
-    """At one endpoint, while others of the queue wait for memory."""
+def test_queue_pace_measures_how_long_prefill_was_busy() -> None:
+    """At one endpoint, while other prompts wait for memory."""
     pace = QueuePace()
     pace.note(3, {"a:1"}, 10.0)
     assert (pace.is_busy("a:1"), pace.is_busy(None)) == (True, False)
@@ -238,8 +238,8 @@ def test_how_long_prefill_was_busy() -> None:
 
 
 @pytest.mark.parametrize("pinned", [None, "a:1"])
-def test_a_prompt_longer_than_the_pool_of_prefill(pinned: str | None) -> None:
-    """At once when it comes, and as soon as it is known; a server that can hold it makes the difference."""
+def test_prompt_longer_than_the_pool_of_prefill_is_refused(pinned: str | None) -> None:
+    """At once, or when a server pairs that is too small; not if one of the servers can hold it."""
     simulator = TimedSimulator(tokens_per_s=1e5, prefill_tokens=1024, endpoints=("a:1", "b:1"))
     simulator.ask("long", 1025, endpoint=pinned)
     failed = simulator.failures["long"]
@@ -250,7 +250,7 @@ def test_a_prompt_longer_than_the_pool_of_prefill(pinned: str | None) -> None:
     simulator.kill(0)
     simulator.ask("early", 1025, endpoint=pinned)
     simulator.run_for(0.1)
-    assert "early" in simulator.decode.requests, "nobody is there who might know"
+    assert "early" in simulator.decode.requests, "no server is paired, so its length is not checked"
     simulator.prefill_pages *= 2
     simulator.start("b:1")
     simulator.run_for(0.1)
@@ -264,8 +264,8 @@ def test_a_prompt_longer_than_the_pool_of_prefill(pinned: str | None) -> None:
     assert simulator.ended_at.keys() == {"long", "fits", "early"}
 
 
-def test_what_was_retracted_is_not_too_long_by_its_own_fault() -> None:
-    """It was to be computed anew by a server with a larger pool than those that are left."""
+def test_retracted_request_too_long_for_prefill_fails_as_unavailable() -> None:
+    """The prefill server that could compute it again is replaced by one with a smaller pool."""
     limits = decode_limits(growth_tokens=16)
     simulator = TimedSimulator(
         tokens_per_s=1e5, prefill_tokens=2048, pool_tokens=2048, limits=limits, endpoints=("a:1",)

@@ -1,4 +1,4 @@
-"""Who goes before whom when there is not enough for all: the higher priority, those that run, the older."""
+"""Precedence when memory is short: the higher priority, then running requests, then older ones."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 
 
 def work(simulator: Simulator, until: Callable[[], object], *, servers: int = 2, turns: int = 300) -> None:
-    """Nothing but work, of so many prefill servers, checked after every turn, until it is so."""
+    """Run with `servers` prefill servers, with checks after every turn, until the condition holds."""
     for _ in range(turns):
         if until():
             return
@@ -33,7 +33,7 @@ def work(simulator: Simulator, until: Callable[[], object], *, servers: int = 2,
 
 
 def ask(simulator: Simulator, tokens: int, new: int, *, priority: int = 0, server: int = 0) -> Request:
-    """Submit, later than all before it, a request that finds nothing in the cache."""
+    """Submit a request, later than all others, that finds nothing in the cache."""
     simulator.pass_time(0.001)
     simulator.flush()
     before = set(simulator.decode.requests)
@@ -49,11 +49,11 @@ def first_retracted(simulator: Simulator, requests: list[Request]) -> Request:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_one_that_waits_for_a_hot_buffer_gives_its_pages_before_one_that_runs(stages: int) -> None:
-    """Two buffers, twelve pages. Who waits is not the youngest."""
+def test_arrived_request_is_retracted_before_a_running_one(stages: int) -> None:
+    """Two hot buffers, twelve pages. The waiting request is not the youngest."""
     simulator = Simulator(stages=stages, overlap=stages == 1, hot_pages=7)
     requests = [ask(simulator, 6, 20, server=server) for server in (0, 1, 0)]
-    work(simulator, lambda: simulator.decode.running == 2, servers=1)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2, servers=1)
     work(simulator, lambda: requests[1].state is State.ARRIVED)
     assert first_retracted(simulator, requests) is requests[1]
     work(simulator, lambda: not simulator.decode.requests)
@@ -62,14 +62,12 @@ def test_one_that_waits_for_a_hot_buffer_gives_its_pages_before_one_that_runs(st
 
 
 @pytest.mark.parametrize(("priority", "gives_way"), [(0, True), (1, False)])
-def test_one_that_waits_for_a_place_in_the_batch_gives_its_pages_first_unless_it_matters_more(
-    priority: int, gives_way: bool
-) -> None:
-    """Three run at a time. Of one priority it is who waits, although it is older than two that run."""
+def test_ready_request_is_retracted_first_unless_it_has_a_higher_priority(priority: int, gives_way: bool) -> None:
+    """Three run at a time. With equal priorities the READY request is retracted, although it is older than others."""
     simulator = Simulator()
     first, waits = ask(simulator, 4, 20), ask(simulator, 4, 20, priority=priority, server=1)
     later = [ask(simulator, 4, 20) for _ in range(2)]
-    work(simulator, lambda: simulator.decode.running == 3, servers=1)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 3, servers=1)
     work(simulator, lambda: waits.state is State.READY)
     victim = first_retracted(simulator, [first, waits, *later])
     assert victim is (waits if gives_way else later[-1])
@@ -77,8 +75,8 @@ def test_one_that_waits_for_a_place_in_the_batch_gives_its_pages_first_unless_it
     simulator.finish()
 
 
-def test_the_higher_priority_comes_back_first() -> None:
-    """Although it went last: the lowest goes first."""
+def test_higher_priority_is_resumed_first() -> None:
+    """Although it was retracted last: the lowest priority is retracted first."""
     simulator = Simulator(retract_pages=24)
     ask(simulator, 4, 30, priority=1)
     high, low = ask(simulator, 4, 30, priority=1), ask(simulator, 4, 30)
@@ -86,13 +84,13 @@ def test_the_higher_priority_comes_back_first() -> None:
     assert high.state is State.RUNNING
     work(simulator, lambda: high.state is State.RETRACTED)
     work(simulator, lambda: State.RUNNING in (high.state, low.state))
-    assert simulator.decode.runs.running[0] is high
+    assert simulator.decode.run_queue.running[0] is high
     work(simulator, lambda: not simulator.decode.requests)
     assert simulator.decode.counters["requests_finished"] == 3
     simulator.finish()
 
 
-def test_the_higher_priority_gets_the_next_place_in_the_batch() -> None:
+def test_higher_priority_gets_the_next_place_in_the_batch() -> None:
     simulator = Simulator()
     for _ in range(3):
         ask(simulator, 2, 11)
@@ -107,7 +105,7 @@ def test_the_higher_priority_gets_the_next_place_in_the_batch() -> None:
     simulator.finish()
 
 
-def test_one_that_was_retracted_holds_up_those_of_its_priority_only() -> None:
+def test_retracted_request_blocks_only_prompts_of_its_priority() -> None:
     simulator = Simulator(retract_pages=24)
     ask(simulator, 4, 30)
     low = ask(simulator, 4, 30)
@@ -120,8 +118,8 @@ def test_one_that_was_retracted_holds_up_those_of_its_priority_only() -> None:
     simulator.finish()
 
 
-def test_a_large_prompt_is_passed_sixteen_times_whoever_waits_beside_it() -> None:
-    """A larger one of a higher priority that waits as well does not begin a new count for it."""
+def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
+    """A larger prompt of a higher priority that waits as well does not restart its count."""
     decode = Simulator(prefill_pages=20).decode
     dispatcher = decode.dispatcher
     assert decode.pages.grant("somebody", 6) is not None
@@ -152,11 +150,11 @@ def test_a_large_prompt_is_passed_sixteen_times_whoever_waits_beside_it() -> Non
 
 
 @pytest.mark.parametrize("servers", [0, 1])
-def test_kv_is_kept_while_nobody_is_there_to_compute_it_anew(servers: int) -> None:
-    """Although that would be cheaper: its client would be told three seconds later that there is no prefill server."""
+def test_kv_is_saved_while_no_prefill_server_can_recompute_it(servers: int) -> None:
+    """Although prefill would be cheaper: without a server the request would fail after `prefill_wait_s`."""
     simulator = Simulator(retract_pages=24)
     requests = [ask(simulator, 6, 30) for _ in range(2)]
-    work(simulator, lambda: simulator.decode.running == 2)
+    work(simulator, lambda: len(simulator.decode.run_queue.running) == 2)
     simulator.decode.retracted.rates.copied_pages.measured(1, 1.0)
     simulator.decode.retracted.rates.prefilled_tokens.measured(10**6, 1.0)
     for _ in ENDPOINTS[servers:]:

@@ -1,4 +1,4 @@
-"""A prompt whose transfer is lost is sent once more; what its client is told when that is lost as well."""
+"""Retries: a prompt whose transfer fails is sent once more; then the client gets an error."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.scheduler.simulation.simulator import Simulator
 
 
 def send(simulator: Simulator) -> None:
-    """Have it sent to the one prefill server there is, which begins to write."""
+    """Dispatch the prompt to the only prefill server, which begins to write."""
     simulator.start("a:1")
     for _ in range(4):
         simulator.decode_turn()
@@ -18,8 +18,8 @@ def send(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_is_lost_twice_may_be_asked_for_again(lost: bool) -> None:
-    """Whether a server was lost or its writes have failed: prefill has not said that it would never work."""
+def test_request_that_fails_twice_may_be_retried_by_the_client(lost: bool) -> None:
+    """Whether a server was lost or its writes have failed: another attempt may succeed."""
     simulator = Simulator()
     simulator.kill(1)
     simulator.submit(6, 0, 4, 1, None, 0)
@@ -39,8 +39,8 @@ def test_what_is_lost_twice_may_be_asked_for_again(lost: bool) -> None:
     simulator.finish()
 
 
-def test_a_transfer_that_nobody_waits_for_has_not_failed() -> None:
-    """Prefill gives up what decode has given up: that is no sign of trouble."""
+def test_failed_transfer_of_an_ended_request_is_not_counted() -> None:
+    """The transfer fails on prefill after decode has given it up: that is no error."""
     simulator = Simulator()
     simulator.kill(1)
     simulator.submit(6, 0, 4, 1, None, 0)
@@ -57,7 +57,7 @@ def test_a_transfer_that_nobody_waits_for_has_not_failed() -> None:
 
 
 def send_all(simulator: Simulator) -> None:
-    """Have the one prefill server there is write everything and say so; decode's ranks have yet to compare it."""
+    """The only prefill server writes everything and sends PrefillDone; decode's ranks have not verified it yet."""
     simulator.kill(1)
     simulator.submit(6, 0, 4, 1, None, 0)
     for _ in range(12):
@@ -71,8 +71,8 @@ def send_all(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_a_server_that_goes_after_its_last_word_is_not_missed(comes_back: bool) -> None:
-    """Decode's ranks compare what has landed, and nobody writes any more: there is nothing to wait for or to repeat."""
+def test_loss_of_prefill_after_prefill_done_is_harmless(comes_back: bool) -> None:
+    """Decode's ranks verify the KV, and no writer is left: no wait and no retry."""
     simulator = Simulator(verifies=True)
     send_all(simulator)
     if comes_back:
@@ -92,8 +92,10 @@ def test_a_server_that_goes_after_its_last_word_is_not_missed(comes_back: bool) 
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_client_that_goes_after_the_last_word_leaves_no_fence_behind(killed: bool) -> None:
-    """Prefill is not told: it has stopped. If its connection ends before the fence is there, it cannot end it."""
+def test_abort_after_prefill_done_leaves_nothing_in_quarantine(killed: bool) -> None:
+    """Prefill gets no Abort: it has stopped. Its connection may close before the pages are quarantined, which would
+    leave them there.
+    """
     simulator = Simulator(verifies=True)
     send_all(simulator)
     (server,) = simulator.servers.values()
@@ -109,22 +111,22 @@ def test_a_client_that_goes_after_the_last_word_leaves_no_fence_behind(killed: b
 
 
 def pass_turns(simulator: Simulator, seconds: float) -> None:
-    """Everybody works, a hundred times a second."""
+    """Run all servers, a hundred turns per second."""
     for _ in range(round(seconds * 100)):
         simulator.pass_time(0.01)
         simulator.work()
         simulator.check()
 
 
-def test_a_rolling_restart_of_prefill_loses_nobody() -> None:
-    """What a server that shuts down refuses waits for the one that takes its place, and counts as no attempt."""
+def test_rolling_restart_of_prefill_fails_no_request() -> None:
+    """A prompt that a server refuses while it shuts down waits for its successor; the refusal is not an attempt."""
     simulator = Simulator()
     simulator.kill(1)
     simulator.drain(0)
     simulator.submit(6, 0, 4, 1, None, 0)
     pass_turns(simulator, 2.5)
     (request,) = simulator.decode.requests.values()
-    assert request.prompt.times_refused == 1, "one that is shutting down is not asked again"
+    assert request.prompt.times_refused == 1, "a server that shuts down gets no second prompt"
     assert not simulator.failures
     simulator.kill(0)
     simulator.start("a:1")
@@ -133,7 +135,7 @@ def test_a_rolling_restart_of_prefill_loses_nobody() -> None:
     simulator.finish()
 
 
-def test_another_server_is_asked_at_once() -> None:
+def test_refused_prompt_is_sent_to_another_server_at_once() -> None:
     simulator = Simulator()
     simulator.drain(0)
     for _ in range(3):
@@ -144,7 +146,7 @@ def test_another_server_is_asked_at_once() -> None:
     simulator.finish()
 
 
-def test_one_that_nobody_takes_hears_why() -> None:
+def test_prompt_refused_by_all_servers_fails_with_the_reason() -> None:
     simulator = Simulator()
     simulator.kill(1)
     simulator.drain(0)
@@ -160,8 +162,8 @@ def test_one_that_nobody_takes_hears_why() -> None:
     simulator.finish()
 
 
-def test_the_retry_is_not_spent_on_a_server_that_is_about_to_end() -> None:
-    """It has lost a rank, its frontend or its time to drain: it fails what it has, and ends a moment later."""
+def test_retry_is_not_sent_to_a_server_that_shuts_down() -> None:
+    """A server that lost a rank or its frontend, or whose drain has ended, fails its requests and then exits."""
     simulator = Simulator()
     simulator.kill(1)
     simulator.submit(6, 0, 4, 1, None, 0)
@@ -176,7 +178,7 @@ def test_the_retry_is_not_spent_on_a_server_that_is_about_to_end() -> None:
         simulator.deliver(0, up=True)
     pass_turns(simulator, 1.0)
     assert simulator.decode.state_counts()["queued"] == 1
-    assert simulator.decode.counters["redispatches"] == 1, "put back into the queue, and not taken out"
+    assert simulator.decode.counters["redispatches"] == 1, "queued again, and not dispatched"
     simulator.kill(0)
     pass_turns(simulator, 1.0)
     assert not simulator.failures
@@ -186,8 +188,8 @@ def test_the_retry_is_not_spent_on_a_server_that_is_about_to_end() -> None:
     simulator.finish()
 
 
-def test_a_server_that_says_that_it_takes_no_more_gets_none() -> None:
-    """Also before it has refused one: its heartbeats say so."""
+def test_server_that_does_not_accept_gets_no_prompts() -> None:
+    """Also before it has refused one: its heartbeats have `accepting` = False."""
     simulator = Simulator()
     instances = list(simulator.servers)
     simulator.drain(0)

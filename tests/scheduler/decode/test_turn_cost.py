@@ -1,4 +1,4 @@
-"""What a turn of the engine loop costs does not depend on how many requests merely wait."""
+"""The cost of a turn of the engine loop does not depend on the number of waiting requests."""
 
 import sys
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import OpenHot, SendToPeer
+from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.ranks import OpenHot
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -27,10 +28,10 @@ PAGE_SIZE, PROMPT, RUNNING = 4, 8, 4
 
 
 def instructions(work: Callable[[], object]) -> int:
-    """Python instructions that this takes: the same every time, unlike seconds."""
+    """The number of Python instructions: deterministic, unlike time."""
     count = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:  # itself, for which there is no type
+    def trace(frame: FrameType, event: str, _: object) -> Any:  # returns itself, which has no type
         nonlocal count
         frame.f_trace_opcodes = True
         count += event == "opcode"
@@ -46,7 +47,7 @@ def instructions(work: Callable[[], object]) -> int:
 
 
 def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeScheduler:
-    """A server where four requests run, and no more may."""
+    """A server where the batch of four requests is full."""
     limits = DecodeLimits(
         page_size=PAGE_SIZE,
         max_running_requests=RUNNING,
@@ -65,7 +66,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
     arrive(scheduler)
     load(scheduler)
     turn(scheduler)
-    assert scheduler.running == RUNNING
+    assert len(scheduler.run_queue.running) == RUNNING
     return scheduler
 
 
@@ -77,7 +78,7 @@ def submit(scheduler: DecodeScheduler, count: int, tokens: int, endpoint: str | 
 
 
 def arrive(scheduler: DecodeScheduler) -> None:
-    """Prefill delivers all it was asked for."""
+    """Prefill delivers all dispatched prompts."""
     for effect in scheduler.take_effects():
         if isinstance(effect, SendToPeer) and isinstance(effect.message, KvDestination):
             key, tokens = effect.message.key, len(effect.arrays[0])
@@ -98,14 +99,14 @@ def arrive(scheduler: DecodeScheduler) -> None:
 
 
 def load(scheduler: DecodeScheduler) -> None:
-    """Ranks copy the rows of those that are let in to their hot buffers."""
+    """Ranks copy the rows of admitted requests into their hot buffers."""
     for effect in scheduler.take_effects():
         if isinstance(effect, OpenHot) and effect.copy is not None:
-            scheduler.copy_done(effect.copy, 0.0)
+            scheduler.copy_done(effect.copy, 0.0, 0.0)
 
 
 def turn(scheduler: DecodeScheduler) -> None:
-    """What the loop does, with a step given and none ended."""
+    """A turn of the loop that starts a step; none ends."""
     scheduler.advance(0.1)
     scheduler.next_step(0.1)
     scheduler.load()
@@ -113,14 +114,14 @@ def turn(scheduler: DecodeScheduler) -> None:
 
 
 def with_queued(count: int) -> DecodeScheduler:
-    """For memory: each is as large as the pool."""
+    """Requests that wait for memory: each is as large as the pool."""
     scheduler = decode_server(64)
     submit(scheduler, count, 64 * PAGE_SIZE - 4)
     return scheduler
 
 
 def with_pinned(count: int) -> DecodeScheduler:
-    """For a prefill server that is not there."""
+    """Requests that wait for an absent prefill server."""
     scheduler = decode_server(64)
     submit(scheduler, count, PROMPT, "elsewhere:1")
     return scheduler
@@ -133,14 +134,14 @@ def with_prefilling(count: int) -> DecodeScheduler:
 
 
 def with_ready(count: int) -> DecodeScheduler:
-    """For a place in the batch."""
+    """Requests that wait for a place in the batch."""
     scheduler = with_prefilling(count)
     arrive(scheduler)
     return scheduler
 
 
 def with_arrived(count: int) -> DecodeScheduler:
-    """For a hot buffer."""
+    """Requests that wait for a hot buffer."""
     scheduler = decode_server(10 * MANY, HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING))
     submit(scheduler, count, PROMPT)
     arrive(scheduler)
@@ -157,7 +158,9 @@ def with_arrived(count: int) -> DecodeScheduler:
         (with_arrived, "arrived"),
     ],
 )
-def test_decode_does_not_look_at_all_who_wait(simulator: Callable[[int], DecodeScheduler], state: str) -> None:
+def test_cost_of_a_decode_turn_does_not_grow_with_waiting_requests(
+    simulator: Callable[[int], DecodeScheduler], state: str
+) -> None:
     costs = []
     for count in (FEW, MANY):
         scheduler = simulator(count)
@@ -167,7 +170,7 @@ def test_decode_does_not_look_at_all_who_wait(simulator: Callable[[int], DecodeS
     assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs
 
 
-def test_prefill_does_not_look_at_all_who_wait() -> None:
+def test_cost_of_a_prefill_turn_does_not_grow_with_waiting_requests() -> None:
     limits = PrefillLimits(
         page_size=PAGE_SIZE,
         chunk_size=8,
@@ -190,6 +193,6 @@ def test_prefill_does_not_look_at_all_who_wait() -> None:
             )
             scheduler.receive(PEER, wanted, range(12), [0, 1, 2], 0.0)
         scheduler.advance(0.0)
-        assert sum(transfer.grant is None for transfer in scheduler.transfers.values()) == count - 1
+        assert sum(request.grant is None for request in scheduler.requests.values()) == count - 1
         costs.append(instructions(partial(scheduler.advance, 0.1)))
     assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs

@@ -1,4 +1,4 @@
-"""Time behind other prompts is waiting, wherever it is spent, and only time in steps is computing."""
+"""Timelines: time behind other prompts counts as waiting on either server; only time in steps counts as computing."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator
 STEP_S = 512 / 256
 
 
-def test_eight_prompts_at_once_wait_for_each_other() -> None:
-    """2,448 tokens at 256 a second are five steps of two seconds. They were told of 0.1 ms in the queue."""
+def test_time_behind_other_prompts_counts_as_prefill_queue() -> None:
+    """2,448 tokens at 256 per second are five steps of two seconds. A timeline used to show 0.1 ms in the queue."""
     simulator = TimedSimulator(tokens_per_s=256)
     simulator.run_for(1.0)
     began = simulator.now
@@ -29,7 +29,7 @@ def test_eight_prompts_at_once_wait_for_each_other() -> None:
     assert sum(simulator.timelines[rid]["prefill"] for rid in rids) < 5 * STEP_S * 3, "three share a step"
 
 
-def test_who_stands_behind_others_is_waiting_with_its_pages_and_without() -> None:
+def test_requests_behind_others_count_as_waiting_with_or_without_pages() -> None:
     simulator = TimedSimulator(tokens_per_s=256)
     simulator.run_for(1.0)
     for number in range(6):
@@ -37,17 +37,17 @@ def test_who_stands_behind_others_is_waiting_with_its_pages_and_without() -> Non
     simulator.run_for(0.01)
     (server,) = simulator.servers.values()
     load = server.scheduler.load()
-    assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (2, 4, 6 * 306), "two steps are given"
+    assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (2, 4, 6 * 306), "two steps in flight"
     counts = server.scheduler.state_counts()
     assert (counts["waiting"], counts["computing"]) == (2, 4)
-    assert all(transfer.grant is not None for transfer in server.scheduler.transfers.values())
+    assert all(request.grant is not None for request in server.scheduler.requests.values())
     simulator.run(lambda: not simulator.decode.requests)
     load = server.scheduler.load()
     assert (load.waiting_requests, load.running_requests, load.waiting_tokens) == (0, 0, 0)
 
 
-def test_a_long_prompt_that_shares_its_steps_is_computing() -> None:
-    """Half of every step is its own."""
+def test_long_prompt_that_shares_its_steps_counts_as_computing() -> None:
+    """It has half of every step."""
     simulator = TimedSimulator(tokens_per_s=1000)
     simulator.run_for(1.0)
     simulator.ask("long", 4000)
@@ -61,7 +61,7 @@ def test_a_long_prompt_that_shares_its_steps_is_computing() -> None:
 
 
 @pytest.mark.parametrize("limit", ["prefill", "memory"])
-def test_the_queue_tells_which_side_is_the_limit(limit: str) -> None:
+def test_timeline_shows_whether_prefill_or_memory_is_the_limit(limit: str) -> None:
     """Ten prompts of 1,000 tokens: prefill takes a second for each, or decode holds one at a time for as long."""
     busy = limit == "prefill"
     simulator = TimedSimulator(

@@ -1,4 +1,4 @@
-"""The leader's end of the socket to its front, with the test in the place of the front."""
+"""The leader's end of the socket to the frontend; the test is the frontend."""
 
 import queue
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
         frontend.link.close()
 
 
-def test_the_tokens_of_a_step_travel_together(frontend: Frontend) -> None:
+def test_tokens_of_a_step_are_sent_in_one_message(frontend: Frontend) -> None:
     step = [Tokens(f"r{row}", (row,)) for row in range(128)]
     frontend.link.send(*step)
     assert frontend.receive() == step
 
 
-def test_nothing_is_lost_or_out_of_order_at_the_end(frontend: Frontend) -> None:
+def test_close_sends_all_queued_messages_in_order(frontend: Frontend) -> None:
     sent = [Tokens("r", (token,)) for token in range(1000)]
     for message in sent:
         frontend.link.send(message)
@@ -53,7 +53,7 @@ def test_nothing_is_lost_or_out_of_order_at_the_end(frontend: Frontend) -> None:
     assert received == [*sent, StartupFailed("the end")]
 
 
-def test_what_the_front_says_arrives_while_others_send(frontend: Frontend) -> None:
+def test_messages_of_the_frontend_arrive_while_other_threads_send(frontend: Frontend) -> None:
     for number in range(100):
         frontend.link.send(Tokens("r", (number,)))
         frontend.socket.send(msgspec.msgpack.encode(Cancel(f"r{number}")))

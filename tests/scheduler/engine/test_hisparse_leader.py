@@ -1,4 +1,4 @@
-"""A HiSparse leader with a real rank: what it makes and announces, and that when idle it finds what is broken in it."""
+"""A HiSparse leader with a real rank: its pools, what it announces, and the integrity check when it is idle."""
 
 import logging
 import queue
@@ -19,7 +19,7 @@ from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.sizing import GIB
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.engine import frontend_link as front_link
+from pdserve.scheduler.engine import frontend_link as link_module
 from pdserve.scheduler.engine import leader as leader_module
 from pdserve.scheduler.engine.frontend_link import FrontendLink
 from pdserve.scheduler.engine.leader import Leader
@@ -32,9 +32,9 @@ from tests.scheduler.decode.memory.test_hot_buffers import open_loaded
 
 PAGE_SIZE, HOT_ROWS, HOST_PAGES, SLOTS = 8, 16, 8, 3
 LATENT_BYTES, INDEXER_BYTES = 4 * 64 * 4, 4 * 32 * 4
-"""Of one token: four layers, rows of 48 + 16 and 32 floats."""
+"""Bytes per token: four layers, rows of 48 + 16 and 32 floats."""
 DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATENT_BYTES
-"""For the index, which is as large as four hot pages, and for ten."""
+"""For the index, which is as large as four hot pages, and for ten hot pages."""
 
 
 def receive(frontend: "zmq.Socket[bytes]") -> ToFrontendBatch:
@@ -44,25 +44,25 @@ def receive(frontend: "zmq.Socket[bytes]") -> ToFrontendBatch:
 
 
 class Engine(NamedTuple):
-    """A serving leader, and the socket that its front would have."""
+    """A serving leader, and the socket of its frontend."""
 
     scheduler: DecodeScheduler
     cache: HiSparseCache
-    place: Rank
+    peer_info: Rank
     inbox: "queue.SimpleQueue[object]"
     frontend: "zmq.Socket[bytes]"
 
     def status(self, wanted: Callable[[Status], bool]) -> Status:
-        """The first report that is as wanted."""
+        """The first Status that fulfils the condition."""
         ends_at = time.monotonic() + 10
         while time.monotonic() < ends_at:
             for message in receive(self.frontend):
                 if isinstance(message, Status) and wanted(message):
                     return message
-        raise AssertionError("the status never was as wanted")
+        raise AssertionError("no Status fulfilled the condition")
 
     def be_busy_and_idle(self) -> None:
-        """A request comes, finds no prefill server, and is aborted."""
+        """Submit a request, which finds no prefill server, and abort it."""
         self.inbox.put(Submit("r", (1, 2, 3), SamplingParams(max_new_tokens=4)))
         self.status(lambda status: status.states["queued"] == 1)
         self.inbox.put(Cancel("r"))
@@ -86,16 +86,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     )
     schedulers: list[DecodeScheduler] = []
 
-    def remembered(*arguments: object) -> DecodeScheduler:
-        schedulers.append(DecodeScheduler(*arguments))  # type: ignore[arg-type]  # whatever the leader gives
+    def recorded(*arguments: object) -> DecodeScheduler:
+        schedulers.append(DecodeScheduler(*arguments))  # type: ignore[arg-type]  # the arguments of the leader
         return schedulers[0]
 
     address = f"ipc://{tmp_path_factory.mktemp('socket')}/front"
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, pytest.MonkeyPatch.context() as patch:
         frontend.bind(address)
-        patch.setattr(leader_module, "DecodeScheduler", remembered)
-        patch.setattr(front_link, "STATUS_INTERVAL_S", 0.02)
+        patch.setattr(leader_module, "DecodeScheduler", recorded)
+        patch.setattr(link_module, "STATUS_INTERVAL_S", 0.02)
         link = FrontendLink(address, inbox.put)
         leader = Leader(config, link, inbox)
         thread = threading.Thread(target=leader.serve)
@@ -108,17 +108,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             assert isinstance(cache, HiSparseCache)
             close = Mock(wraps=cache.close)
             patch.setattr(cache, "close", close)
-            (place,) = leader._places
-            yield Engine(schedulers[0], cache, place, inbox, frontend)
+            (peer_info,) = leader._peer_infos
+            yield Engine(schedulers[0], cache, peer_info, inbox, frontend)
         finally:
             inbox.put(Stop(drain_s=0))
             thread.join(20)
             link.close()
-        close.assert_called_once_with()  # or the driver has to, slowly, when the process has ended
+        close.assert_called_once_with()  # otherwise the driver frees the memory after the exit, which is slow
 
 
-def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
-    hot, cache = engine.scheduler.hot, engine.cache
+def test_leader_and_rank_agree_on_the_pools(engine: Engine) -> None:
+    hot, cache = engine.scheduler.memory.hot, engine.cache
     assert hot is not None
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
     assert hot.limits.overlay == PoolOverlay(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
@@ -128,7 +128,7 @@ def test_the_leader_and_its_rank_mean_the_same_pools(engine: Engine) -> None:
     assert hot.limits.buffer_pages == buffer_pages(HOT_ROWS, PAGE_SIZE)
 
 
-def test_what_is_on_the_device_is_what_was_planned(engine: Engine) -> None:
+def test_device_memory_is_as_planned(engine: Engine) -> None:
     latent, indexer = engine.cache.pools
     assert latent.size_bytes == HOST_PAGES * PAGE_SIZE * LATENT_BYTES
     on_device = engine.cache.hot.size_bytes
@@ -137,14 +137,14 @@ def test_what_is_on_the_device_is_what_was_planned(engine: Engine) -> None:
     assert on_device <= DEVICE_BYTES < on_device + PAGE_SIZE * LATENT_BYTES, "one more hot page would have fitted"
 
 
-def test_prefill_hears_which_pool_is_in_host_memory(engine: Engine) -> None:
-    pools = {pool.layout.planes[0].name: (pool.memory, pool.base_address) for pool in engine.place.pools}
+def test_rank_announces_which_pool_is_in_host_memory(engine: Engine) -> None:
+    pools = {pool.layout.planes[0].name: (pool.memory, pool.base_address) for pool in engine.peer_info.pools}
     latent, indexer = engine.cache.pools
     assert pools == {"latent": ("host", latent.base_address), "indexer": ("device", indexer.base_address)}
 
 
 def lose_page(engine: Engine) -> Callable[[], None]:
-    """A page of the sequences: of host memory, and of its index on the device."""
+    """A KV page: in host memory, with its index on the device."""
     page = engine.scheduler.pages._free.pop()
     return lambda: engine.scheduler.pages._free.add(page)
 
@@ -156,34 +156,34 @@ def hold_page(engine: Engine) -> Callable[[], None]:
 
 
 def lose_hot_page(engine: Engine) -> Callable[[], None]:
-    assert engine.scheduler.hot is not None
-    pages = engine.scheduler.hot.pages
+    assert engine.scheduler.memory.hot is not None
+    pages = engine.scheduler.memory.hot.pages
     page = pages._free.pop()
     return lambda: pages._free.add(page)
 
 
 def keep_loan(engine: Engine) -> Callable[[], None]:
-    """Pages of keys that no hot buffer has, nor anybody else."""
+    """Lent pages that no hot buffer has."""
     loan = engine.scheduler.pages.lend("hot buffer of nobody", 1)
     return lambda: engine.scheduler.pages.release(loan)
 
 
 def lose_request_slot(engine: Engine) -> Callable[[], None]:
-    assert engine.scheduler.hot is not None
-    slots = engine.scheduler.hot._free_slots
+    assert engine.scheduler.memory.hot is not None
+    slots = engine.scheduler.memory.hot._free_slots
     slot = slots.pop()
     return lambda: slots.append(slot)
 
 
 def keep_hot_buffer(engine: Engine) -> Callable[[], None]:
-    hot = engine.scheduler.hot
+    hot = engine.scheduler.memory.hot
     assert hot is not None
     open_loaded(hot, "somebody", 3)
     return lambda: hot.close("somebody")
 
 
 def break_table(engine: Engine) -> Callable[[], None]:
-    """On the rank: which slot is evicted next."""
+    """On the rank: the eviction order."""
     order = engine.cache.tables.eviction_order
     before = order.clone()
     order[1, 2, 0] = 5
@@ -206,7 +206,7 @@ def break_table(engine: Engine) -> Callable[[], None]:
         (break_table, "rank 0: index group 1, request slot 2: the eviction order is not all slots"),
     ],
 )
-def test_a_broken_pool_is_logged_counted_and_makes_the_server_unhealthy(
+def test_broken_pool_is_logged_and_counted_and_makes_the_server_unhealthy(
     engine: Engine, break_it: Callable[[Engine], Callable[[], None]], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fine = engine.status(lambda status: "integrity_errors" in status.counters and not status.problems)
@@ -224,13 +224,13 @@ def test_a_broken_pool_is_logged_counted_and_makes_the_server_unhealthy(
     engine.status(lambda status: not status.problems)
 
 
-def test_heartbeats_of_many_peers_do_not_keep_it_from_looking(engine: Engine) -> None:
-    """Idle is who has no request, not who hears nothing."""
+def test_idle_check_runs_despite_heartbeats_of_many_peers(engine: Engine) -> None:
+    """A server is idle if it has no request; events may still come."""
     mend = hold_page(engine)
-    looked = threading.Event()
+    checked = threading.Event()
 
     def beat() -> None:
-        while not looked.wait(IDLE_WAIT_S / 10):
+        while not checked.wait(IDLE_WAIT_S / 10):
             engine.inbox.put(LoadReported(InstanceId("somebody"), Load()))
 
     peers = threading.Thread(target=beat)
@@ -242,5 +242,5 @@ def test_heartbeats_of_many_peers_do_not_keep_it_from_looking(engine: Engine) ->
         engine.be_busy_and_idle()
         engine.status(lambda status: not status.problems)
     finally:
-        looked.set()
+        checked.set()
         peers.join()

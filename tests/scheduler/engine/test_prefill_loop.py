@@ -1,4 +1,4 @@
-"""The engine loop of prefill between real sockets: bursts of events, answers too large to send, peers that go."""
+"""The engine loop of prefill with real sockets: bursts of events, messages that are too large, lost peers."""
 
 import queue
 import time
@@ -14,9 +14,9 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_loop import PrefillLoop
-from pdserve.scheduler.messages.effects import CancelChunks, SendToPeer
+from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Stop
-from pdserve.scheduler.messages.ranks import ChunkReport, OpenPeer, PeerRoutes, StepDone, WriteChunk
+from pdserve.scheduler.messages.ranks import CancelChunks, ChunkReport, OpenPeer, PeerRoutes, StepDone
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -24,7 +24,7 @@ from pdserve.scheduler.shutdown import LAST_WRITES_S
 from pdserve.transfer.control.decode import DecodeControl
 from pdserve.transfer.control.events import Event, MessageReceived, PeerClosed, PeerLost, PeerUp
 from pdserve.transfer.control.prefill import PrefillControl
-from pdserve.transfer.data.chunks import ChunkWritten
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
@@ -48,7 +48,7 @@ WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "model", "model", PLA
 
 
 class Engine:
-    """A prefill loop with everything but ranks and a front, turned by the test, and the control thread of a decode."""
+    """A prefill loop without ranks and frontend, driven by the test, and the control thread of a decode server."""
 
     def __init__(self, stack: ExitStack) -> None:
         limits = PrefillLimits(
@@ -100,7 +100,7 @@ def engine() -> Iterator[Engine]:
         yield Engine(stack)
 
 
-def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine) -> None:
+def test_burst_of_long_prompts_does_not_delay_the_ranks(engine: Engine) -> None:
     prompt, indices = np.zeros(100_000, dtype=np.int32), np.zeros(6250, dtype=np.int32)
     for number in range(100):
         wanted = KvDestination(TransferKey(number, 1), f"r{number}", SamplingParams(), timeout_s=60.0)
@@ -109,14 +109,14 @@ def test_a_burst_of_long_prompts_does_not_keep_the_ranks_waiting(engine: Engine)
     engine.turn()
     assert DECODE in engine.loop.routes, "what ranks report comes first"
     turns = 1
-    while len(engine.scheduler.transfers) < 100:
+    while len(engine.scheduler.requests) < 100:
         engine.turn()
         turns += 1
     assert turns > 3, "between two turns the ranks get their next step"
-    assert [key.transfer_id for _, key in engine.scheduler.transfers] == list(range(100))
+    assert [key.transfer_id for _, key in engine.scheduler.requests] == list(range(100))
 
 
-def test_pages_of_another_size_are_warned_of_with_their_cost(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_unequal_page_sizes_are_logged_with_their_cost(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     engine.inbox.put(PeerUp(DECODE, None, HELLO))
     engine.turn()
     assert not caplog.records
@@ -135,11 +135,11 @@ def done_with_logprobs() -> PrefillDone:
     return PrefillDone(KEY, (TokenLogprob(1, None),), 500, 1, 1, 8, 0.0, 0.0, 0.0, input_logprobs=scored)
 
 
-def test_an_answer_that_is_too_large_fails_its_transfer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities of a long prompt with their alternatives are megabytes. The server goes on."""
+def test_too_large_prefill_done_fails_its_transfer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of a long prompt with their alternatives are megabytes. The server continues."""
     monkeypatch.setattr("pdserve.transfer.protocol.wire.MAX_FRAME_BYTES", 2000)
-    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
-    engine.loop._carry_out()
+    engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._perform_effects()
     failed = engine.answer()
     assert isinstance(failed, TransferFailed)
     assert (failed.key, failed.retryable, failed.late_writes) == (KEY, False, False)
@@ -147,14 +147,14 @@ def test_an_answer_that_is_too_large_fails_its_transfer(engine: Engine, monkeypa
     assert "limit 2000 B" in failed.reason
 
 
-def test_an_answer_that_finds_the_link_full_fails_its_transfer(
+def test_prefill_done_that_cannot_be_queued_fails_its_transfer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decode would wait for it until its deadline."""
+    """Otherwise decode would wait for it until its deadline."""
     (route,) = engine.control._sessions()
     monkeypatch.setattr(route.link, "limit_bytes", 2000)
-    engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
-    engine.loop._carry_out()
+    engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
+    engine.loop._perform_effects()
     while "dropped" not in caplog.text:
         time.sleep(0.01)
     engine.turn()
@@ -165,9 +165,9 @@ def test_an_answer_that_finds_the_link_full_fails_its_transfer(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["hang", "end"])
-def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: Engine, ends: bool) -> None:
-    """Decode would otherwise hear that a connection was closed, and keep the pages back for a while. Writes that do not
-    end are not waited for.
+def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Engine, ends: bool) -> None:
+    """Otherwise decode would only see a closed connection, and quarantine the pages. After LAST_WRITES_S the server
+    exits, also if writes have not ended.
     """
     engine.ranks.busy_seconds.return_value = {}
     wanted = KvDestination(KEY, "r", SamplingParams(), timeout_s=60.0)
@@ -177,13 +177,12 @@ def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: En
     engine.loop._turn()
     engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
     engine.turn()
-    ((write,), _) = engine.ranks.tell.call_args
-    assert isinstance(write, WriteChunk)
+    ((chunk,), _) = engine.ranks.tell.call_args
+    assert isinstance(chunk, ChunkWrite)
 
     def rank(command: object) -> None:
-        """Writes that are cancelled end, or they do not."""
+        """Cancelled writes end, or hang."""
         if command == CancelChunks(DECODE, KEY) and ends:
-            chunk = write.chunk
             ended = ChunkWritten(DECODE, KEY, chunk.token_start, chunk.token_end, ok=False, reason="cancelled")
             engine.inbox.put(ChunkReport(0, ended))
 
@@ -202,7 +201,7 @@ def test_a_server_whose_time_is_up_says_so_when_its_writes_have_ended(engine: En
     engine.ranks.tell.assert_any_call(CancelChunks(DECODE, KEY))
 
 
-def test_what_a_rank_says_of_a_peer_that_is_gone_is_not_kept(engine: Engine) -> None:
+def test_routes_of_a_closed_peer_are_ignored(engine: Engine) -> None:
     engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
     assert engine.loop.routes == {DECODE: ({"k+v": "tcp"}, {})}

@@ -1,4 +1,4 @@
-"""The tables: every state can be reached and left, what is not listed raises, and time adds up."""
+"""The transition tables: every state is reachable, unlisted transitions raise, and times add up."""
 
 import enum
 from collections.abc import Mapping
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 import pytest
 
 from pdserve.scheduler.messages.lifecycle import (
-    REQUEST,
-    TRANSFER,
+    DECODE_TRANSITIONS,
+    PREFILL_TRANSITIONS,
     IllegalTransitionError,
     Lifecycle,
+    PrefillState,
     State,
-    TransferState,
 )
 
 
 @pytest.mark.parametrize(
     ("table", "first", "last"),
-    [(REQUEST, State.QUEUED, State.FREED), (TRANSFER, TransferState.WAITING, TransferState.CLOSED)],
+    [(DECODE_TRANSITIONS, State.QUEUED, State.FREED), (PREFILL_TRANSITIONS, PrefillState.WAITING, PrefillState.CLOSED)],
 )
-def test_every_state_is_reachable_and_leads_to_the_end(
+def test_every_state_is_reachable_and_leads_to_the_final_state(
     table: Mapping[enum.Enum, frozenset[enum.Enum]], first: enum.Enum, last: enum.Enum
 ) -> None:
     def reach(start: enum.Enum) -> set[enum.Enum]:
@@ -35,12 +35,12 @@ def test_every_state_is_reachable_and_leads_to_the_end(
     assert table[last] == frozenset()
 
 
-def test_only_admission_leads_to_ready() -> None:
-    assert [state for state, following in REQUEST.items() if State.READY in following] == [State.ARRIVED]
+def test_only_arrived_leads_to_ready() -> None:
+    assert [state for state, following in DECODE_TRANSITIONS.items() if State.READY in following] == [State.ARRIVED]
 
 
 def test_unlisted_transition_raises_and_changes_nothing() -> None:
-    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=1.0)
+    lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=1.0)
     with pytest.raises(IllegalTransitionError, match="QUEUED -> RUNNING"):
         lifecycle.advance(State.RUNNING, now=2.0)
     assert lifecycle.state is State.QUEUED
@@ -48,7 +48,7 @@ def test_unlisted_transition_raises_and_changes_nothing() -> None:
 
 
 def test_time_in_states_adds_up_over_repeated_visits() -> None:
-    lifecycle = Lifecycle(REQUEST, State.QUEUED, now=0.0)
+    lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=0.0)
     for state, at in [
         (State.RESERVED, 1.0),
         (State.PREFILLING, 1.5),

@@ -1,4 +1,4 @@
-"""What prefill orders its ranks to compute and write of a long prompt: every page and every token id goes out once."""
+"""The commands of prefill to its ranks for a long prompt: every page id and every token id is sent once."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_loop import step_row
-from pdserve.scheduler.messages.ranks import RunStep, WriteChunk
+from pdserve.scheduler.messages.ranks import RunStep
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
@@ -24,7 +24,7 @@ GREEDY = SamplingParams()
 
 
 class Prefill:
-    """A prefill scheduler whose steps and writes succeed at once, and the orders that it gave."""
+    """A prefill scheduler whose steps and writes succeed at once, and its commands."""
 
     def __init__(self, *, pages: int = 512, chunk_size: int = CHUNK, their_page: int = THEIR_PAGE) -> None:
         limits = PrefillLimits(
@@ -43,7 +43,7 @@ class Prefill:
         """The chunks of this transfer, in order."""
         chunks: list[ChunkWrite] = []
         self.scheduler.receive(DECODE, wanted, prompt, indices, 0.0)
-        while self.scheduler.transfers:
+        while self.scheduler.requests:
             self.scheduler.advance(0.0)
             step = self.scheduler.next_step(0.0)
             if step is not None:
@@ -64,13 +64,13 @@ def destination(number: int, **options: object) -> KvDestination:
 
 
 @pytest.mark.parametrize("prefix", [0, 3 * THEIR_PAGE])
-def test_a_chunk_names_the_pages_of_its_own_tokens(prefix: int) -> None:
-    """Between pages of different sizes, whose borders a chunk meets only by chance."""
+def test_chunk_write_has_only_the_pages_of_its_tokens(prefix: int) -> None:
+    """With different page sizes on both sides, so that chunks rarely end on page boundaries of both."""
     prompt = list(range(300))
     indices = list(range(1000, 1025))[prefix // THEIR_PAGE :]
     prefill = Prefill()
     chunks = prefill.serve(prompt, indices, destination(1, prefix_tokens=prefix))
-    ours = prefill.rows[0].pages  # the whole list: steps have all of it
+    ours = prefill.rows[0].pages  # a step has the whole list
     assert [chunk.token_start for chunk in chunks] == [max(prefix, start) for start in range(0, 300, CHUNK)]
     for chunk in chunks:
         tokens = range(chunk.token_start, chunk.token_end)
@@ -78,31 +78,31 @@ def test_a_chunk_names_the_pages_of_its_own_tokens(prefix: int) -> None:
         assert chunk.indices == list(dict.fromkeys(1000 + token // THEIR_PAGE for token in tokens))
 
 
-def test_with_rows_for_indices_a_chunk_has_one_for_each_token() -> None:
+def test_chunk_write_with_token_granularity_has_one_index_per_token() -> None:
     rows = list(range(5000, 5260))
     chunks = Prefill().serve(list(range(300)), rows, destination(1, granularity="token", prefix_tokens=40))
     assert [index for chunk in chunks for index in chunk.indices] == rows
     assert all(len(chunk.indices) == chunk.token_end - chunk.token_start for chunk in chunks)
 
 
-def test_orders_for_a_prompt_of_128k_tokens_grow_with_its_length_not_with_its_square() -> None:
+def test_commands_for_a_prompt_of_128k_tokens_have_linear_size() -> None:
     tokens = 1 << 17
     prompt = [token % 1000 for token in range(tokens)]
     prefill = Prefill(pages=tokens // PAGE, chunk_size=2048, their_page=PAGE)
     chunks = prefill.serve(prompt, list(range(tokens // PAGE)), destination(1))
     assert len(chunks) == 64
     encode = msgspec.msgpack.Encoder().encode
-    writes_bytes = sum(len(encode(WriteChunk(chunk))) for chunk in chunks)
-    assert writes_bytes < 2 * 3 * (tokens // PAGE) + 64 * 100, "two page numbers of up to 3 bytes, and what frames them"
+    writes_bytes = sum(len(encode(chunk)) for chunk in chunks)
+    assert writes_bytes < 2 * 3 * (tokens // PAGE) + 64 * 100, "two page ids of up to 3 bytes each, and the framing"
     tables = SentTables()
     steps_bytes = sum(
         len(encode(tables.pack(RunStep(command_id, (row,))))) for command_id, row in enumerate(prefill.rows)
     )
-    assert steps_bytes < 3 * tokens + 3 * (tokens // PAGE) + 64 * 100, "the same of token ids and pages"
+    assert steps_bytes < 3 * tokens + 3 * (tokens // PAGE) + 64 * 100, "the same for token ids and pages"
 
 
-def test_a_cached_prefix_is_verified_in_pieces_and_otherwise_sent_in_one() -> None:
-    """A checksum is made of a whole chunk in host memory."""
+def test_cached_prefix_is_sent_in_chunks_for_verification_and_otherwise_at_once() -> None:
+    """A checksum copies its whole chunk to host memory."""
     prefill, prompt = Prefill(), list(range(300))
     indices = list(range(25))
     prefill.serve(prompt, indices, destination(1))
@@ -119,8 +119,8 @@ def test_a_cached_prefix_is_verified_in_pieces_and_otherwise_sent_in_one() -> No
     ]
 
 
-def test_the_prompt_goes_to_the_ranks_where_it_counts() -> None:
-    """To the last chunk with a penalty, to all of them with log-probabilities, to none otherwise."""
+def test_ranks_get_the_whole_prompt_only_when_it_is_needed() -> None:
+    """With the last chunk for penalties, with all chunks for log-probabilities, otherwise not at all."""
     prompt, indices = list(range(300)), list(range(25))
 
     def sent(wanted: KvDestination) -> list[StepRow]:
@@ -140,10 +140,10 @@ def test_the_prompt_goes_to_the_ranks_where_it_counts() -> None:
     assert all(row.prompt_ids == prompt and row.prompt_logprobs_from == 0 for row in scored)
 
 
-def test_a_prompt_that_waits_for_memory_is_looked_up_when_memory_changes_and_not_every_turn(
+def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To find the prefix of a long prompt takes milliseconds."""
+    """The lookup of a long prompt takes milliseconds."""
     prefill = Prefill(pages=20)
     scheduler = prefill.scheduler
     looked_up: list[int] = []
@@ -166,4 +166,4 @@ def test_a_prompt_that_waits_for_memory_is_looked_up_when_memory_changes_and_not
     scheduler.abort(DECODE, Abort(TransferKey(0, 1), "the one that computes"), 0.0)
     scheduler.advance(0.0)
     assert looked_up == [200, 201, 202, 202]
-    assert [transfer.grant is not None for transfer in scheduler.transfers.values()] == [True]
+    assert [request.grant is not None for request in scheduler.requests.values()] == [True]

@@ -1,4 +1,4 @@
-"""What a prefill server does not take from a decode server: every sentence names the field, the limit and the value."""
+"""Requests that a prefill server refuses: the reason names the field, the limit and the value."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ PROMPT, INDICES = list(range(12)), [7, 0]
 
 
 def receive(wanted: KvDestination = SOUND, prompt: list[int] = PROMPT, indices: list[int] = INDICES) -> str | None:
-    """Why a server with 7 pages does not take this from a decode server that has 8 pages of 4 tokens."""
+    """Why a server with 7 pages refuses this request of a decode server with 8 pages of 4 tokens, or None."""
     scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))
     scheduler.peer_up(PEER, PageSpace(num_pages=8, page_size=4))
     scheduler.receive(PEER, wanted, prompt, indices, 0.0)
@@ -32,15 +32,15 @@ def receive(wanted: KvDestination = SOUND, prompt: list[int] = PROMPT, indices: 
     if not effects:
         assert scheduler.state_counts()["waiting"] == 1
         return None
-    (told,) = effects
-    assert isinstance(told, SendToPeer)
-    assert isinstance(told.message, TransferFailed)
-    assert not told.message.retryable, "another try would be refused as well"
+    (sent,) = effects
+    assert isinstance(sent, SendToPeer)
+    assert isinstance(sent.message, TransferFailed)
+    assert not sent.message.retryable, "a retry would be refused as well"
     assert (scheduler.idle, scheduler.counters["requests_refused"], scheduler.counters["requests"]) == (True, 1, 0)
-    return told.message.reason
+    return sent.message.reason
 
 
-def test_what_is_sound_is_taken() -> None:
+def test_valid_request_is_accepted() -> None:
     assert receive() is None
     assert receive(msgspec.structs.replace(SOUND, prefix_tokens=12), indices=[]) is None
 
@@ -55,7 +55,7 @@ def test_what_is_sound_is_taken() -> None:
         ([1, 99, 100], "prompt has token id 100, outside [0, 100)"),
     ],
 )
-def test_prompts(prompt: list[int], reason: str) -> None:
+def test_invalid_prompt_is_refused(prompt: list[int], reason: str) -> None:
     assert receive(prompt=prompt) == reason
 
 
@@ -79,7 +79,7 @@ def test_prompts(prompt: list[int], reason: str) -> None:
         ),
     ],
 )
-def test_fields(fields: dict[str, Any], reason: str) -> None:
+def test_invalid_field_is_refused(fields: dict[str, Any], reason: str) -> None:
     assert receive(msgspec.structs.replace(SOUND, **fields)) == reason
 
 
@@ -93,6 +93,6 @@ def test_fields(fields: dict[str, Any], reason: str) -> None:
         ([*range(7)], "token", "7 destination indices for 8 tokens"),
     ],
 )
-def test_destinations(indices: list[int], granularity: str, reason: str) -> None:
+def test_invalid_destination_is_refused(indices: list[int], granularity: str, reason: str) -> None:
     wanted = msgspec.structs.replace(SOUND, granularity=granularity)
     assert receive(wanted, indices=indices) == reason

@@ -1,17 +1,17 @@
-"""Random lives in the simulated world with staging: no ring, page or answer is lost, whatever happens when."""
+"""Random workloads in the simulator with staging: no region, page or terminal message is lost."""
 
 import collections
 
-from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, live
+from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, run_workload
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 
-def test_long_lives_with_staging_go_everywhere() -> None:
-    """Every kind of event happens often, so that the checks on the way mean something."""
+def test_random_staged_workloads_reach_every_state() -> None:
+    """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(80):
         simulator = StagedSimulator(stages=1 + seed % 2, overlap=seed % 4 == 0, verifies=seed % 3 == 0)
-        live(simulator, STAGED_ACTIONS, seed, steps=800)
+        run_workload(simulator, STAGED_ACTIONS, seed, steps=800)
         seen.update(simulator.decode.counters)
     for event in (
         "requests_finished",

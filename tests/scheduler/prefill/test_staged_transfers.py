@@ -1,4 +1,4 @@
-"""Staging in the two schedulers, one case at a time; `test_staged_traces.py` has everything at once."""
+"""Staging in the two schedulers, case by case; `test_staged_traces.py` has random workloads."""
 
 import pytest
 
@@ -45,20 +45,20 @@ class Prefill:
         self.parts: list[PartWrite] = []
 
     def messages(self) -> list[AnyMessage]:
-        """What decode is told; writes are kept aside."""
-        told = []
+        """The messages to decode; writes go to `writes` and `parts`."""
+        sent = []
         for effect in self.scheduler.take_effects():
             match effect:
                 case SendToPeer(message=message):
-                    told.append(message)
+                    sent.append(message)
                 case ChunkWrite():
                     self.writes.append(effect)
                 case PartWrite():
                     self.parts.append(effect)
-        return told
+        return sent
 
-    def give_step(self) -> list[StagePart]:
-        """The next step, and the parts that room is asked for."""
+    def start_step(self) -> list[StagePart]:
+        """Start the next step; returns the parts for which regions are requested."""
         assert self.scheduler.next_step(0.0) is not None
         asked = self.messages()
         assert all(isinstance(message, StageRequest) for message in asked)
@@ -81,9 +81,9 @@ class Prefill:
         return part
 
 
-def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_part() -> None:
+def test_regions_are_requested_before_the_step_and_a_chunk_arrives_after_its_last_part() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.start_step()
     assert [(part.writer, part.token_start, part.token_end) for part in parts] == [
         (0, 0, 2),
         (1, 0, 2),
@@ -110,14 +110,14 @@ def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_pa
     assert ChunkArrived(KEY, 0, 4) not in prefill.messages()
     prefill.end_part()
     assert prefill.messages() == [StageArrived(parts[3], 0), ChunkArrived(KEY, 0, 4)]
-    (transfer,) = prefill.scheduler.transfers.values()
-    assert transfer.writes == 2 + 4
+    (request,) = prefill.scheduler.requests.values()
+    assert request.writes == 2 + 4
     assert prefill.scheduler.counters["staged_bytes"] == 8 * TOKEN_BYTES
 
 
-def test_an_abort_before_anything_is_written_is_acknowledged_at_once() -> None:
+def test_abort_is_acknowledged_at_once_when_nothing_is_being_written() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.start_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
     assert prefill.messages() == [*(StageStopped(part) for part in parts), AbortAck(KEY)]
@@ -126,9 +126,9 @@ def test_an_abort_before_anything_is_written_is_acknowledged_at_once() -> None:
     assert prefill.scheduler.staging.parts == 0
 
 
-def test_an_abort_waits_for_the_part_that_is_being_written() -> None:
+def test_abort_is_acknowledged_after_the_part_in_flight_has_ended() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.start_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
@@ -140,9 +140,9 @@ def test_an_abort_waits_for_the_part_that_is_being_written() -> None:
     assert prefill.scheduler.pages.available == 13
 
 
-def test_a_part_that_fails_fails_the_transfer_once_the_others_have_ended() -> None:
+def test_failed_part_fails_the_transfer_after_the_other_parts_have_ended() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.start_step()
     for index, part in enumerate(parts[:2]):
         prefill.grant(part, 256 * index)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
@@ -167,7 +167,7 @@ def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:
 
 
 @pytest.mark.parametrize("problem", ["size", "rank", "tokens"])
-def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
+def test_invalid_staging_request_fails_its_transfer(problem: str) -> None:
     simulator, part = submitted(StagedSimulator())
     (server,) = (server for server in simulator.servers.values() if server.endpoint == "a:1")
     tokens = (0, 40) if problem == "tokens" else (0, 2)
@@ -181,8 +181,8 @@ def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) -> None:
-    """Also of a server that is no more by then."""
+def test_prefill_done_waits_for_the_last_scatter(killed: bool) -> None:
+    """Also if its prefill server is gone by then."""
     simulator, _ = submitted(StagedSimulator())
     for _ in range(40):
         simulator.prefill_turn(0)
@@ -208,10 +208,10 @@ def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) ->
     assert EOS not in request.output_ids
 
 
-def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_behind() -> None:
-    """The same server closes its connection and opens another; what was being written then reports its end."""
+def test_reconnect_of_decode_during_a_part_write_leaks_nothing() -> None:
+    """The same server closes its connection and opens another; then the writes of the first report their end."""
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.start_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
     prefill.messages()
@@ -220,5 +220,5 @@ def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_
     prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)
-    assert not prefill.scheduler.transfers
+    assert not prefill.scheduler.requests
     assert prefill.scheduler.pages.available == 13

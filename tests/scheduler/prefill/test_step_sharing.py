@@ -1,4 +1,4 @@
-"""How prompts share the steps of a prefill server: short ones get in quickly, long ones keep half of every step."""
+"""How prompts share the steps of a prefill server: short ones start quickly, the oldest keeps half of every step."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
-from pdserve.memory.pages import PageAllocator
+from pdserve.memory.pages import PageAllocator, pages_for
 from pdserve.scheduler.prefill.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
@@ -22,7 +22,7 @@ PAGE = 16
 
 
 class Steps:
-    """A prefill server whose steps are counted: one is under way at a time."""
+    """A prefill server whose steps are counted; one step is in flight at a time."""
 
     def __init__(self, chunk_size: int, *, num_pages: int = 1 << 16) -> None:
         limits = PrefillLimits(
@@ -39,7 +39,7 @@ class Steps:
         self.chunk_size = chunk_size
         self.steps = 0
         self.done: dict[int, int] = {}
-        """After how many steps each prompt was computed."""
+        """The step after which each prompt was computed."""
         self.computed: dict[int, int] = {}
 
     def arrive(self, number: int, tokens: int, priority: int = 0) -> None:
@@ -51,7 +51,7 @@ class Steps:
             priority=priority,
         )
         self.computed[number] = 0
-        self.scheduler.receive(DECODE, wanted, [1] * tokens, list(range(-(-tokens // PAGE))), float(self.steps))
+        self.scheduler.receive(DECODE, wanted, [1] * tokens, list(range(pages_for(tokens, PAGE))), float(self.steps))
 
     def step(self) -> PrefillStep | None:
         """The next step, computed."""
@@ -61,9 +61,9 @@ class Steps:
             return None
         self.steps += 1
         assert sum(row.end - row.start for row in step.rows) <= self.chunk_size
-        assert len({row.transfer for row in step.rows}) == len(step.rows), "two slices of one prompt"
+        assert len({row.request for row in step.rows}) == len(step.rows), "two slices of one prompt"
         for row in step.rows:
-            number = row.transfer.key.transfer_id
+            number = row.request.key.transfer_id
             assert row.start == self.computed[number]
             assert row.last or row.end % PAGE == 0, "a page would be sent twice"
             self.computed[number] = row.end
@@ -83,10 +83,10 @@ class Steps:
     chunk_pages=st.sampled_from([1, 2, 3, 32]),
     prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3000)), min_size=1, max_size=30),
 )
-def test_nobody_needs_more_than_twice_the_steps_of_first_come_first_served(
+def test_no_prompt_needs_more_than_twice_the_steps_of_first_come_first_served(
     chunk_pages: int, prompts: list[tuple[int, int]]
 ) -> None:
-    """Whatever comes later, and however short it is."""
+    """Independently of later prompts and their lengths."""
     server = Steps(chunk_pages * PAGE)
     bounds: dict[int, float] = {}
     arrivals = sorted(prompts)
@@ -96,18 +96,18 @@ def test_nobody_needs_more_than_twice_the_steps_of_first_come_first_served(
             number = len(bounds)
             server.arrive(number, tokens)
             left = tokens + sum(
-                transfer.left for transfer in server.scheduler.transfers.values() if transfer.key.transfer_id != number
+                request.left for request in server.scheduler.requests.values() if request.key.transfer_id != number
             )
             bounds[number] = server.steps + 2 * left / server.chunk_size + 3
         if server.step() is None:
-            server.steps += 1  # an idle moment
+            server.steps += 1  # idle
     assert all(server.done[number] <= bound for number, bound in bounds.items()), (server.done, bounds)
 
 
 @settings(max_examples=100, deadline=None)
 @given(longs=st.integers(1, 8), tokens=st.integers(1, 256), seed=st.integers(0, 1000))
-def test_a_short_prompt_gets_in_with_the_next_step(longs: int, tokens: int, seed: int) -> None:
-    """It fits into half of a step, and all others are longer."""
+def test_short_prompt_is_in_the_next_step(longs: int, tokens: int, seed: int) -> None:
+    """If it fits into half of a step and all others are longer."""
     server, draw = Steps(512), random.Random(seed)
     for number in range(longs):
         server.arrive(number, draw.randint(2000, 9000))
@@ -119,7 +119,7 @@ def test_a_short_prompt_gets_in_with_the_next_step(longs: int, tokens: int, seed
     assert server.done == {100: began + 1}
 
 
-def test_a_flood_of_short_prompts_leaves_half_of_each_step_to_the_oldest() -> None:
+def test_oldest_prompt_gets_half_of_each_step_in_a_flood_of_short_prompts() -> None:
     server = Steps(512)
     server.arrive(0, 8000)
     number = 0
@@ -131,7 +131,7 @@ def test_a_flood_of_short_prompts_leaves_half_of_each_step_to_the_oldest() -> No
     assert server.steps == pytest.approx(8000 / 256, abs=1)
 
 
-def test_urgent_prompts_have_the_whole_step() -> None:
+def test_highest_priority_gets_the_whole_step() -> None:
     server = Steps(512)
     server.arrive(0, 4000)
     server.arrive(1, 5)
@@ -142,7 +142,7 @@ def test_urgent_prompts_have_the_whole_step() -> None:
     assert server.done == {3: 4, 2: 6, 1: 7, 0: 14}
 
 
-def test_those_of_one_length_are_served_as_they_came() -> None:
+def test_prompts_of_equal_length_are_served_in_order_of_arrival() -> None:
     server = Steps(512)
     for number in range(6):
         server.arrive(number, 700)
@@ -151,9 +151,9 @@ def test_those_of_one_length_are_served_as_they_came() -> None:
     assert list(server.done) == list(range(6))
 
 
-def test_a_prompt_that_waits_for_pages_is_passed_by_smaller_ones_sixteen_times() -> None:
-    """One that computes has 60 of 100 pages, and the next wants as many. Short ones take from the others, until pages
-    gather for it.
+def test_prompt_that_waits_for_pages_is_overtaken_at_most_sixteen_times() -> None:
+    """A computing prompt has 60 of 100 pages, and the next one needs as many. Short ones take free pages, until those
+    are kept for it.
     """
     server = Steps(512, num_pages=100)
     server.arrive(0, 960)
@@ -162,19 +162,19 @@ def test_a_prompt_that_waits_for_pages_is_passed_by_smaller_ones_sixteen_times()
     for number in range(100, 130):
         server.arrive(number, 32)
     server.scheduler.advance(0.0)
-    with_pages = [ref[1].transfer_id for ref, each in server.scheduler.transfers.items() if each.grant is not None]
+    with_pages = [ref[1].transfer_id for ref, each in server.scheduler.requests.items() if each.grant is not None]
     assert with_pages == [0, *range(100, 100 + MAX_OVERTAKES)]
     while 0 not in server.done:
         assert not any(number >= 100 + MAX_OVERTAKES for number in server.done)
         server.step()
     server.scheduler.advance(float(server.steps))
-    assert server.scheduler.transfers[DECODE, TransferKey(1, 1)].grant is not None
+    assert server.scheduler.requests[DECODE, TransferKey(1, 1)].grant is not None
     while len(server.done) < 32:
         server.step()
 
 
-def test_five_tokens_behind_three_prompts_of_eight_thousand() -> None:
-    """As on two cores: 1,800 tokens a second. It took 13.2 s, behind all of them."""
+def test_prompt_of_5_tokens_is_fast_behind_three_prompts_of_8000() -> None:
+    """1,800 tokens per second, as on two cores. Behind all of them it took 13.2 s."""
     simulator = TimedSimulator(tokens_per_s=1800)
     simulator.run_for(1.0)
     began = simulator.now
@@ -184,6 +184,6 @@ def test_five_tokens_behind_three_prompts_of_eight_thousand() -> None:
     asked = simulator.now
     simulator.ask("short", 5)
     simulator.run(lambda: "short" in simulator.ended_at)
-    assert simulator.ended_at["short"] - asked < 3 * 512 / 1800, "two steps are under way, the third is its own"
+    assert simulator.ended_at["short"] - asked < 3 * 512 / 1800, "two steps are in flight, it is in the third"
     simulator.run(lambda: not simulator.decode.requests)
     assert simulator.now - began == pytest.approx(24_005 / 1800, rel=0.01)

@@ -1,4 +1,4 @@
-"""The executor on a tiny model: results against transformers, and the same ones whatever the chunks and the batch."""
+"""The executor on a tiny model: results equal transformers, and do not depend on chunks and batches."""
 
 import dataclasses
 import random
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.pages import pages_for
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from pdserve.scheduler.messages.step import Draw, StepResult, StepRow
@@ -32,9 +33,9 @@ class Tiny:
     free: list[int]
 
     def row(self, prompt: Sequence[int], start: int = 0, end: int | None = None, **fields: Any) -> StepRow:
-        """A chunk of `prompt` in pages of its own; `pages` in `fields` continues a sequence."""
+        """A chunk of `prompt` in new pages; with `pages` in `fields`, it continues a sequence."""
         if "pages" not in fields:
-            fields["pages"] = [self.free.pop() for _ in range(-(-(len(prompt) + 20) // PAGE_SIZE))]
+            fields["pages"] = [self.free.pop() for _ in range(pages_for(len(prompt) + 20, PAGE_SIZE))]
         return StepRow(prompt[start:end], start, prompt_ids=prompt, **fields)
 
     def run(self, *rows: StepRow) -> list[StepResult]:
@@ -43,7 +44,7 @@ class Tiny:
         return results
 
     def logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
-        """transformers' log-softmax after every token."""
+        """The log-softmax of transformers after every token."""
         return reference_logits(self.reference, list(prompt)).log_softmax(dim=-1)
 
 
@@ -58,14 +59,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
 def tiny(model: tuple[ModelRunner, Any]) -> Tiny:
     runner, reference = model
     cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
-    cache.pools[0].data.fill_(50.0)  # whatever is read that was not written spoils the result
+    cache.pools[0].data.fill_(50.0)  # a read of unwritten memory changes the result
     return Tiny(Executor(runner, cache, [EOS_ID], overlap=True), reference, list(range(NUM_PAGES)))
 
 
 def check_prompt_logprobs(
     found: Sequence[TokenLogprob], prompt: Sequence[int], first: int, top: int, expected: torch.Tensor
 ) -> None:
-    """One entry per token from `first` on; `expected[j]` is transformers' log-softmax after token j."""
+    """One entry per token from `first` on; `expected[j]` is the log-softmax of transformers after token j."""
     assert [entry.token for entry in found] == list(prompt[first:])
     for position, entry in enumerate(found, start=first):
         if position == 0:
@@ -95,7 +96,7 @@ def test_prompt_logprobs_equal_transformers_whatever_the_chunks(
     check_prompt_logprobs(found, PROMPT, first, top, tiny.logprobs(PROMPT))
 
 
-def test_a_chunk_behind_a_cached_prefix_scores_from_its_second_token(tiny: Tiny) -> None:
+def test_chunk_after_a_cached_prefix_scores_from_its_second_token(tiny: Tiny) -> None:
     row = tiny.row(PROMPT, 0, 30)
     tiny.run(row)
     (result,) = tiny.run(tiny.row(PROMPT, 30, pages=row.pages, prompt_logprobs_from=31, draws=(Draw(GREEDY, 0),)))
@@ -104,8 +105,8 @@ def test_a_chunk_behind_a_cached_prefix_scores_from_its_second_token(tiny: Tiny)
     assert result.drawn == (TokenLogprob(int(expected[-1].argmax()), None),)
 
 
-def test_drawn_tokens_carry_the_logprobs_of_the_raw_logits(tiny: Tiny) -> None:
-    """Neither temperature, nor filters, nor bias change what is reported."""
+def test_sampled_tokens_have_the_logprobs_of_the_raw_logits(tiny: Tiny) -> None:
+    """Temperature, filters and bias do not change reported log-probabilities."""
     odd = SamplingParams(temperature=0.3, top_k=2, logit_bias=((7, 100.0),), seed=3)
     draws = (Draw(GREEDY, 0), Draw(odd, 0))
     (result,) = tiny.run(tiny.row(PROMPT, draws=draws, top_logprobs=4))
@@ -118,20 +119,20 @@ def test_drawn_tokens_carry_the_logprobs_of_the_raw_logits(tiny: Tiny) -> None:
         assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_log_softmax_is_not_computed_for_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_softmax_is_computed_only_when_requested(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object) -> None:
-        raise AssertionError("nobody wants log-probabilities")
+        raise AssertionError("no request has log-probabilities")
 
     monkeypatch.setattr(executor_module, "score", unwanted)
     (result,) = tiny.run(tiny.row(PROMPT, draws=(Draw(GREEDY, 0),)))
     assert [entry.logprob for entry in result.drawn] == [None]
     assert [entry.top for entry in result.drawn] == [()]
-    with pytest.raises(AssertionError, match="nobody wants"):
+    with pytest.raises(AssertionError, match="no request has"):
         tiny.run(tiny.row(PROMPT, draws=(Draw(GREEDY, 0),), top_logprobs=0))
 
 
 def generate(tiny: Tiny, prompt: Sequence[int], sampling: SamplingParams, count: int) -> list[int]:
-    """Alone, one row per step, the prompt in one piece."""
+    """Generate with one row per step and the prompt in one chunk."""
     row = tiny.row(prompt, draws=(Draw(sampling, 0),))
     output = [tiny.run(row)[0].drawn[0].token]
     while len(output) < count:
@@ -150,7 +151,7 @@ def test_greedy_generation_equals_transformers(tiny: Tiny) -> None:
     assert generate(tiny, PROMPT, GREEDY, 16) == reference_greedy(tiny.reference, list(PROMPT), 16)
 
 
-def test_a_repetition_penalty_generates_what_transformers_generates(tiny: Tiny) -> None:
+def test_generation_with_repetition_penalty_equals_transformers(tiny: Tiny) -> None:
     prompt = torch.tensor([PROMPT])
     out = tiny.reference.generate(
         prompt,
@@ -167,8 +168,8 @@ def test_a_repetition_penalty_generates_what_transformers_generates(tiny: Tiny) 
     assert penalised != generate(tiny, PROMPT, GREEDY, 16)
 
 
-def test_a_mixed_step_gives_every_row_what_it_gets_alone(tiny: Tiny) -> None:
-    """Decode rows, an inner chunk, prompts that end with several samples, with and without log-probabilities."""
+def test_mixed_step_gives_each_row_the_result_of_a_single_step(tiny: Tiny) -> None:
+    """Decode rows, an inner chunk, prompts that end with several samples; with and without log-probabilities."""
     numbers = random.Random(5)
     samplings = [
         GREEDY,
@@ -204,7 +205,7 @@ def test_a_mixed_step_gives_every_row_what_it_gets_alone(tiny: Tiny) -> None:
             assert [token for token, _ in found.top] == [token for token, _ in expected.top]
 
 
-def test_samples_of_one_prompt_equal_requests_of_their_own(tiny: Tiny) -> None:
+def test_samples_of_one_prompt_equal_separate_requests(tiny: Tiny) -> None:
     draws = tuple(Draw(SamplingParams(temperature=1.5, seed=seed), 0) for seed in range(20))
     (shared,) = tiny.run(tiny.row(PROMPT, draws=draws))
     pages = list(range(30, 40))
@@ -213,7 +214,7 @@ def test_samples_of_one_prompt_equal_requests_of_their_own(tiny: Tiny) -> None:
     assert len({entry.token for entry in separate}) > 5
 
 
-def test_top_p_beyond_the_short_list_is_drawn_from_the_whole_vocabulary(
+def test_top_p_beyond_the_candidates_samples_from_the_whole_vocabulary(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = tuple(Draw(SamplingParams(temperature=2.0, top_p=0.95, seed=seed), 0) for seed in range(50))
@@ -225,8 +226,8 @@ def test_top_p_beyond_the_short_list_is_drawn_from_the_whole_vocabulary(
     assert len({entry.token for entry in found.drawn}) > 5
 
 
-def test_neither_eos_nor_stop_tokens_come_before_min_new_tokens(tiny: Tiny) -> None:
-    """The bias makes the end certain wherever it is allowed."""
+def test_eos_and_stop_tokens_are_not_sampled_before_min_new_tokens(tiny: Tiny) -> None:
+    """The bias forces the end as soon as it is allowed."""
     params = SamplingParams(
         temperature=0.0,
         min_new_tokens=3,
@@ -238,12 +239,12 @@ def test_neither_eos_nor_stop_tokens_come_before_min_new_tokens(tiny: Tiny) -> N
     assert output[3:] == [EOS_ID, EOS_ID]
 
 
-def test_a_step_without_draws_or_scores_gives_empty_results(tiny: Tiny) -> None:
+def test_step_without_draws_or_scores_has_empty_results(tiny: Tiny) -> None:
     assert tiny.run(tiny.row(PROMPT, 0, 20), tiny.row(PROMPT, 0, 7)) == [StepResult((), ())] * 2
 
 
 @pytest.mark.gpu
-def test_a_step_on_cuda_gives_what_it_gives_on_the_cpu(tiny: Tiny, tmp_path: Any) -> None:
+def test_step_on_cuda_equals_step_on_the_cpu(tiny: Tiny, tmp_path: Any) -> None:
     directory = make_checkpoint(tmp_path, "llama")
     runner = ModelRunner.load(locate_model(str(directory)), device=torch.device("cuda", 0), dtype=torch.float32)
     on_cuda = Tiny(Executor(runner, runner.make_cache(NUM_PAGES, PAGE_SIZE), [EOS_ID]), None, list(range(NUM_PAGES)))
@@ -258,8 +259,8 @@ def test_a_step_on_cuda_gives_what_it_gives_on_the_cpu(tiny: Tiny, tmp_path: Any
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_a_step_may_follow_one_whose_tokens_are_not_known_here(tiny: Tiny) -> None:
-    """Two rows that follow in another order, and one that joins with a token of its own."""
+def test_step_can_follow_a_step_whose_tokens_are_unknown(tiny: Tiny) -> None:
+    """Two rows follow in another order, and a third joins with a known token."""
     sampled = SamplingParams(temperature=1.0, seed=5)
     prompts = [PROMPT[:20], PROMPT[5:30], PROMPT[10:27]]
     first = [tiny.row(prompt, draws=(Draw(sampled, 0),)) for prompt in prompts]
@@ -274,7 +275,7 @@ def test_a_step_may_follow_one_whose_tokens_are_not_known_here(tiny: Tiny) -> No
     assert tiny.run(*rows) == expected
 
 
-def test_a_step_that_follows_a_failed_one_fails(tiny: Tiny) -> None:
+def test_step_that_follows_a_failed_step_fails(tiny: Tiny) -> None:
     row = tiny.row(PROMPT[:20], draws=(Draw(GREEDY, 0),))
     tiny.run(row)
     with pytest.raises(ValueError, match="do not fit"):

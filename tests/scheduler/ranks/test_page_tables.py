@@ -1,4 +1,4 @@
-"""Page lists on their way to a rank process: whatever happens to them, the rank gets the steps that were given."""
+"""Page tables of rank processes: the rank gets the same steps, however the page lists change."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -22,21 +22,21 @@ _decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCom
 
 
 def step_of(command_id: int, *lists: list[int]) -> RunStep:
-    """Every sequence in it is a list: what arrives is."""
+    """A step with one row per page list. All its sequences are lists, as after decoding."""
     return RunStep(
         command_id, tuple(StepRow([command_id], index, pages, DRAWS, []) for index, pages in enumerate(lists))
     )
 
 
 def travel(sent: SentStep) -> SentStep:
-    """What the rank's socket gives of what went into the leader's."""
+    """Encode on the leader's side, decode on the rank's."""
     received = _decoder.decode(_encoder.encode(sent))
     assert isinstance(received, SentStep)
     return received
 
 
 def grow(rng: random.Random, pages: list[int]) -> list[int]:
-    """As a grant does."""
+    """Append pages, as a grant does."""
     pages.extend(rng.choices(range(1000), k=rng.randint(1, 3)))
     return pages
 
@@ -52,13 +52,13 @@ def shrink(rng: random.Random, pages: list[int]) -> list[int]:
 
 
 def swap_end(rng: random.Random, pages: list[int]) -> list[int]:
-    """Given back and grown again between two steps: the same length, another page."""
+    """Shrink and grow between two steps: the same length, another page."""
     pages[-1] = rng.randrange(1000)
     return grow(rng, pages) if rng.random() < 0.5 else pages
 
 
 def copy(_rng: random.Random, pages: list[int]) -> list[int]:
-    """The same pages in another list, as after a retraction. The old list may be gone, and its id another's."""
+    """The same pages in another list, as after a retraction. The id of the old list may be reused."""
     return list(pages)
 
 
@@ -66,8 +66,8 @@ Change = Callable[[random.Random, list[int]], list[int]]
 CHANGES: tuple[Change, ...] = (grow, grow, grow, change, shrink, swap_end, copy)
 
 
-def lives(seed: int, steps: int) -> Iterator[list[list[int]]]:
-    """The lists of each step: they come, change, are reordered, stand twice in a step, vanish and return."""
+def page_list_steps(seed: int, steps: int) -> Iterator[list[list[int]]]:
+    """The page lists of each step: they appear, change, are reordered, appear twice in a step, disappear and return."""
     rng = random.Random(seed)
     present: list[list[int]] = []
     absent: list[list[int]] = []
@@ -87,29 +87,27 @@ def lives(seed: int, steps: int) -> Iterator[list[list[int]]]:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 40))
-def test_a_rank_gets_the_steps_that_were_given(seed: int, steps: int) -> None:
+def test_unpacked_steps_equal_packed_steps(seed: int, steps: int) -> None:
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
-    rows_given: list[int] = []
-    under_way: list[tuple[StepRow, list[int]]] = []
-    for command_id, lists in enumerate(lives(seed, steps)):
+    rows_sent: list[int] = []
+    in_flight: list[tuple[StepRow, list[int]]] = []
+    for command_id, lists in enumerate(page_list_steps(seed, steps)):
         step = step_of(command_id, *lists)
         received = known_tables.unpack(travel(sent_tables.pack(step)))
         assert received == step
-        under_way += [(row, list(row.pages)) for row in received.rows]
-        for row, pages in under_way:  # a step may still be under way when later ones come
+        in_flight += [(row, list(row.pages)) for row in received.rows]
+        for row, pages in in_flight:  # earlier steps may still be in flight
             assert row.pages[: len(pages)] == pages
-        rows_given.append(len(lists))
-        assert len(known_tables) == len(sent_tables) <= sum(rows_given[-FORGET_AFTER:])
+        rows_sent.append(len(lists))
+        assert len(known_tables._tables) == len(sent_tables._tables) <= sum(rows_sent[-FORGET_AFTER:])
 
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(2, 30), data=st.data())
-def test_a_rank_that_missed_a_step_ends_before_it_computes_with_wrong_pages(
-    seed: int, steps: int, data: st.DataObject
-) -> None:
+def test_lost_step_raises_before_wrong_pages_are_used(seed: int, steps: int, data: st.DataObject) -> None:
     lost = data.draw(st.integers(0, steps - 2))
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
-    for command_id, lists in enumerate(lives(seed, steps)):
+    for command_id, lists in enumerate(page_list_steps(seed, steps)):
         step = step_of(command_id, *lists)
         sent = travel(sent_tables.pack(step))
         if command_id == lost:
@@ -122,7 +120,7 @@ def test_a_rank_that_missed_a_step_ends_before_it_computes_with_wrong_pages(
         assert received == step
 
 
-def test_every_field_of_a_row_arrives() -> None:
+def test_every_field_of_a_row_is_preserved() -> None:
     row = StepRow(
         token_ids=[3, 4],
         start=7,
@@ -140,8 +138,8 @@ def test_every_field_of_a_row_arrives() -> None:
     assert KnownTables().unpack(travel(SentTables().pack(step))) == step
 
 
-def test_a_growing_list_is_sent_once_and_stays_one_list() -> None:
-    """The same list in every step: graphs copy it to the device only when it has grown (KnownPages)."""
+def test_growing_list_is_sent_once_and_stays_the_same_object() -> None:
+    """Graphs copy a list to the device only when it has grown (KnownPages), so it has to be the same object."""
     sent_tables, known_tables = SentTables(), KnownTables()
     pages = list(range(100_000, 102_048))
     first = known_tables.unpack(travel(sent_tables.pack(step_of(0, pages)))).rows[0].pages
@@ -154,7 +152,7 @@ def test_a_growing_list_is_sent_once_and_stays_one_list() -> None:
     assert first == pages
 
 
-def test_a_list_that_pauses_is_kept_for_a_while_and_then_sent_again() -> None:
+def test_unused_table_is_dropped_after_some_steps_and_sent_again() -> None:
     sent_tables, known_tables = SentTables(FORGET_AFTER), KnownTables()
     command_id = 0
 
@@ -170,11 +168,11 @@ def test_a_list_that_pauses_is_kept_for_a_while_and_then_sent_again() -> None:
     assert [pages_sent(going) for _ in range(FORGET_AFTER - 1)] == [0] * (FORGET_AFTER - 1)
     assert pages_sent(pausing) == 0
     assert [pages_sent(going) for _ in range(FORGET_AFTER)] == [0] * FORGET_AFTER
-    assert len(sent_tables) == len(known_tables) == 1
+    assert len(sent_tables._tables) == len(known_tables._tables) == 1
     assert pages_sent(pausing) == 3
 
 
-def test_a_rank_says_which_pages_it_was_not_sent() -> None:
+def test_unknown_page_tables_raise_with_their_numbers() -> None:
     sent_tables = SentTables(1)
     sent_tables.pack(step_of(0, [7], [1, 2, 3]))
     pages = [1, 2, 3]
@@ -182,5 +180,5 @@ def test_a_rank_says_which_pages_it_was_not_sent() -> None:
     later = sent_tables.pack(step_of(2, pages))
     with pytest.raises(UnknownPagesError, match="step 2 extends table 2 of 3 pages; this rank has 0 of them"):
         KnownTables().unpack(travel(later))
-    with pytest.raises(UnknownPagesError, match="step 3 forgets page table 2, which this rank does not have"):
+    with pytest.raises(UnknownPagesError, match="step 3 drops page table 2, which this rank does not have"):
         KnownTables().unpack(travel(sent_tables.pack(step_of(3))))

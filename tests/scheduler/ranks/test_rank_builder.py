@@ -1,4 +1,4 @@
-"""What a rank builds: a KV pool in its share of what is free, beside what staged transfers will take."""
+"""What a rank builds: a KV pool in its share of the free memory, beside the memory of staged transfers."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ ROLES: list[type[AnyServerConfig]] = [PrefillConfig, DecodeConfig]
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    """With a context so long that no pool holds all that would be useful."""
+    """With a context so long that memory is the limit of every pool."""
     directory = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", max_position_embeddings=1 << 20)
     return locate_model(str(directory))
 
@@ -39,7 +39,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(role: type[AnyServerConfig], source: ModelSource, **settings: Any) -> Executor:
-    """The executor of a whole model, whatever the ranks that share its memory."""
+    """The executor of a whole model; other ranks may share its memory."""
     config = role.model_validate({"device": "cpu", "kv_memory_fraction": 0.5, "page_size": 4, **settings})
     return RankBuilder(config, source, ALONE, CPU).build()
 
@@ -57,19 +57,19 @@ def test_ranks_that_share_memory_take_equal_shares(role: type[AnyServerConfig], 
 
 
 @pytest.mark.parametrize(("device", "share"), [("cuda:0", 4), ("cuda", 1)])
-def test_ranks_share_the_memory_of_a_gpu_that_was_named(dense: ModelSource, device: str, share: int) -> None:
+def test_ranks_share_the_memory_of_an_explicit_gpu(dense: ModelSource, device: str, share: int) -> None:
     config = DecodeConfig(device=device, tp=4, max_running_requests=8)
     assert RankBuilder(config, dense, ALONE, torch.device("cuda", 0))._free_bytes() == FREE_BYTES // share
 
 
-def test_a_decode_pool_leaves_room_for_the_ring(dense: ModelSource) -> None:
+def test_decode_pool_leaves_memory_for_the_ring(dense: ModelSource) -> None:
     executor = build(DecodeConfig, dense)
     ring = ring_bytes(DecodeConfig(), token_bytes(executor))
     assert 0 < ring < FREE_BYTES
     assert executor.cache.num_pages == (FREE_BYTES - ring) // 2 // (4 * token_bytes(executor))
 
 
-def test_a_prefill_pool_leaves_room_for_two_parts_for_each_of_some_decode_ranks(dense: ModelSource) -> None:
+def test_prefill_pool_leaves_memory_for_two_parts_per_decode_rank(dense: ModelSource) -> None:
     executor = build(PrefillConfig, dense)
     buffers = STAGED_RANKS * 2 * RING_TOKENS * token_bytes(executor)
     assert 0 < buffers < FREE_BYTES
@@ -77,7 +77,7 @@ def test_a_prefill_pool_leaves_room_for_two_parts_for_each_of_some_decode_ranks(
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_kv_without_heads_needs_no_room_for_staging(
+def test_kv_without_heads_reserves_no_memory_for_staging(
     role: type[AnyServerConfig], tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v32")))
@@ -89,17 +89,17 @@ def test_kv_without_heads_needs_no_room_for_staging(
 
 
 class Stage(Parallel):
-    """One whose peers agree to whatever it says."""
+    """A stage whose peers agree to every value."""
 
     def agree_minimum(self, value: int) -> int:
         return value
 
 
 @pytest.mark.parametrize(("stage", "indexers"), [(0, 1), (1, 3)])
-def test_the_tables_of_a_stage_are_as_large_as_planned(
+def test_slot_tables_of_a_stage_have_the_planned_size(
     stage: int, indexers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for each of its own indexers."""
+    """One table for each indexer of the stage."""
     model = make_dsa_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=8, index_topk_pattern="FSSSFFSF")
     plan = Mock(wraps=hisparse_size)
     monkeypatch.setattr("pdserve.scheduler.ranks.builder.hisparse_size", plan)
@@ -125,7 +125,7 @@ def test_the_tables_of_a_stage_are_as_large_as_planned(
         (DecodeConfig, r"staging ring: .* MiB \(staging_ring_mib; by default twice the KV of 4096 tokens, at most"),
     ],
 )
-def test_the_size_of_staging_memory_is_explained_at_start(
+def test_staging_memory_is_logged_at_start(
     role: type[AnyServerConfig], said: str, dense: ModelSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -1,4 +1,4 @@
-"""What a rank does next: it never waits for the device while there may be something to start beside what runs."""
+"""The next command of a rank: it does not wait for the device while another step may be started."""
 
 import collections
 import queue
@@ -20,7 +20,7 @@ from tests.checkpoints import make_checkpoint
 
 
 class Step(PendingStep):
-    """A step on a device that takes as long as the test says."""
+    """A step whose duration the test controls."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -40,7 +40,7 @@ def later(action: "threading.Timer") -> None:
     action.start()
 
 
-def test_a_command_that_comes_while_a_step_runs_is_taken_before_the_step_ends() -> None:
+def test_command_that_arrives_during_a_step_is_taken_before_the_step_ends() -> None:
     commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     running, command = Step(), CheckCache()
     later(threading.Timer(0.02, commands.put, [command]))
@@ -49,7 +49,7 @@ def test_a_command_that_comes_while_a_step_runs_is_taken_before_the_step_ends() 
     assert not running.done
 
 
-def test_a_step_that_is_done_is_finished_when_nothing_is_due_and_soon() -> None:
+def test_step_that_is_done_is_finished_soon_when_no_command_waits() -> None:
     commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     running = Step()
     later(threading.Timer(0.02, running.over.set))
@@ -59,7 +59,7 @@ def test_a_step_that_is_done_is_finished_when_nothing_is_due_and_soon() -> None:
     assert time.monotonic() - began < 2.0
 
 
-def test_what_is_due_comes_before_a_step_that_is_done() -> None:
+def test_waiting_command_comes_before_a_step_that_is_done() -> None:
     commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     command, running = CheckCache(), Step()
     running.over.set()
@@ -67,33 +67,33 @@ def test_what_is_due_comes_before_a_step_that_is_done() -> None:
     assert next_command(commands, steps(running), 2) is command
 
 
-def test_without_room_for_another_step_the_first_is_finished_whatever_is_due() -> None:
+def test_oldest_step_is_finished_first_when_no_further_step_may_start() -> None:
     commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     commands.put(CheckCache())
     assert next_command(commands, steps(Step(), Step()), 2) is None
     assert next_command(commands, steps(Step()), 1) is None
 
 
-def test_with_nothing_under_way_it_waits_for_a_command() -> None:
+def test_rank_waits_for_a_command_when_nothing_is_in_flight() -> None:
     commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     command = CheckCache()
     later(threading.Timer(0.02, commands.put, [command]))
     assert next_command(commands, steps(), 2) is command
 
 
-def test_a_rank_that_cannot_do_as_it_is_told_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On another thread than that which computes, where nobody would hear of an exception."""
+def test_failed_transfer_command_is_reported_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs on another thread than the steps, where an exception would be lost."""
     source = locate_model(str(make_checkpoint(tmp_path, "llama")), "auto")
     reports: list[RankReport] = []
     config = PrefillConfig(model=str(tmp_path), device="cpu", kv_tokens=64)
     rank = RankEngine(config, source, 0, meet_at=None, report=reports.append)
     part = StagePart(1, TransferKey(1, 1), 0, 0, HeadSlice(0, 1, 0, 1), 0, 1)
-    rank.transfer(PartScatter(part, 0, 8, [0], 0))  # for a rank of decode
+    rank.transfer(PartScatter(part, 0, 8, [0], 0))  # a command for decode ranks
     rank.close()
     assert reports == [
         RankFailed(
             0,
-            "PartScatter could not be carried out: AssertionError: a rank without a ring gets nothing to scatter",
+            "PartScatter failed: AssertionError: PartScatter for a rank without a staging ring",
         )
     ]
     assert "Traceback" in caplog.text

@@ -1,4 +1,4 @@
-"""The leader's socket to its rank processes, with the test in their place."""
+"""The leader's socket to its rank processes; the test is the rank processes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ KEYS = ClusterKeys("a key of the ranks of one server")
 
 
 class Hub:
-    """A hub for two rank processes, and what it reports."""
+    """A hub for two rank processes, and its reports."""
 
     def __init__(self) -> None:
         self.reports: list[RankReport] = []
@@ -48,7 +48,7 @@ Connect = Callable[[Hub, bytes], "zmq.Socket[bytes]"]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Sockets like those of ranks, by the name they go by."""
+    """Opens sockets like those of ranks, with a given identity."""
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
 
@@ -63,7 +63,7 @@ def connect() -> Iterator[Connect]:
         yield open_socket
 
 
-def test_a_rank_that_talks_nonsense_has_failed_and_the_hub_can_be_closed(connect: Connect) -> None:
+def test_invalid_report_fails_the_rank_and_the_hub_can_be_closed(connect: Connect) -> None:
     hub = Hub()
     connect(hub, b"rank-2").send(b"nonsense")
     (failed,) = hub.wait(1)
@@ -73,18 +73,18 @@ def test_a_rank_that_talks_nonsense_has_failed_and_the_hub_can_be_closed(connect
     hub.close()
 
 
-def test_a_hub_that_fails_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_for_silence(_: _Hub) -> None:
+def test_failed_hub_reports_its_error_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_silence(_: _Hub) -> None:
         raise RuntimeError("the clock has stopped")
 
-    monkeypatch.setattr(_Hub, "_look_for_silence", look_for_silence)
+    monkeypatch.setattr(_Hub, "_check_silence", check_silence)
     hub = Hub()
     (failed,) = hub.wait(1)
     assert failed == RankFailed(0, "the link to the ranks failed: RuntimeError: the clock has stopped")
     hub.close()
 
 
-def test_somebody_without_the_key_is_not_heard_and_not_let_to_fill_memory() -> None:
+def test_connections_without_the_key_are_refused_and_cost_no_memory() -> None:
     hub = Hub()
     port = int(hub.hub.address.rpartition(":")[2])
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -98,17 +98,17 @@ def test_somebody_without_the_key_is_not_heard_and_not_let_to_fill_memory() -> N
     hub.close()
 
 
-def test_messages_that_are_no_reports_are_ignored(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_that_are_not_reports_are_ignored(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     hub = Hub()
     stranger = connect(hub, b"rank-3")
     stranger.send(b"nonsense")
     stranger.send(msgspec.msgpack.encode(RankFailed(1, "not mine to say")))
-    wait_until(lambda: "a message of b'rank-3' is ignored" in caplog.text, 10, "the stranger is heard")
+    wait_until(lambda: "ignoring a message of b'rank-3'" in caplog.text, 10, "the message of the stranger is logged")
     rank = connect(hub, b"rank-1")
     rank.send_multipart([b"two", b"frames"])
     rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
     assert hub.wait(1) == [CacheChecked(1, None)]
-    assert caplog.text.count("a message of b'rank-3' is ignored") == 1
+    assert caplog.text.count("ignoring a message of b'rank-3'") == 1
     hub.hub.tell(StopRank(), None)
     while (command := rank.recv()) != msgspec.msgpack.encode(StopRank()):
         assert b"LeaderAlive" in command

@@ -1,4 +1,4 @@
-"""A rank process and the test in the place of its leader."""
+"""A rank process; the test is its leader."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from tests.ports import free_port
 
 
 class LeaderSocket:
-    """What a leader has for its ranks."""
+    """The leader's socket to its ranks."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
@@ -39,7 +39,7 @@ class LeaderSocket:
 
 @contextmanager
 def rank_process(model: Path) -> Iterator[tuple[RankProcess, LeaderSocket]]:
-    """Rank 1 of two. The other one never comes, so it waits for it, and listens to its leader meanwhile."""
+    """Rank 1 of two. Rank 0 does not start, so it waits in the rendezvous; it reads commands meanwhile."""
     config = PrefillConfig(model=str(model), tp=2, device="cpu", threads=1)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -53,8 +53,8 @@ def rank_process(model: Path) -> Iterator[tuple[RankProcess, LeaderSocket]]:
             process.wait()
 
 
-def test_the_leader_hears_why_a_rank_cannot_take_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that builds on one which the rank never got."""
+def test_step_with_unknown_pages_is_reported_to_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step extends a page table that the rank does not have."""
     command = SentStep(7, (SentRow(StepRow([1], 0, []), 3, 2, [5]),), ())
     monkeypatch.setenv("PYTHONPATH", python_path())
     with rank_process(make_checkpoint(tmp_path, "llama")) as (process, leader):
@@ -71,13 +71,13 @@ def test_the_leader_hears_why_a_rank_cannot_take_its_commands(tmp_path: Path, mo
         assert process.wait(10) == 1
 
 
-def test_a_rank_ends_when_its_connection_to_the_leader_does(
+def test_rank_exits_when_its_connection_to_the_leader_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, and not when it could have another one: what was on its way is lost, and would be waited for."""
+    """At once, without a reconnect: messages in flight are lost, and the rank would wait for them."""
     monkeypatch.setenv("PYTHONPATH", python_path())
     with rank_process(make_checkpoint(tmp_path, "llama")) as (process, leader):
         assert leader.report() == RankAlive(1)
         leader.hang_up()
         assert process.wait(LEADER_SILENCE_S / 2) == 1
-    assert "rank 1 ends: the connection to the leader was closed" in capfd.readouterr().err
+    assert "rank 1 exits: the connection to the leader was closed" in capfd.readouterr().err

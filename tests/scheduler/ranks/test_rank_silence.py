@@ -1,4 +1,4 @@
-"""Who is taken for lost: not a rank, or a leader, that was not listened to."""
+"""Detection of lost ranks and leaders. A process that did not run itself does not count its peers as silent."""
 
 import socket
 import time
@@ -22,8 +22,8 @@ from tests.cluster.servers import wait_until
 SILENCE_S = 0.5
 
 
-def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they said meanwhile has not been read. A rank that stays silent is lost all the same."""
+def test_ranks_are_not_lost_when_the_hub_itself_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their messages of that time are still unread. A rank that stays silent is lost."""
     monkeypatch.setattr(ranks, "TICK_S", SILENCE_S / 10)
     monkeypatch.setattr(ranks, "STARTUP_SILENCE_S", SILENCE_S)
     monkeypatch.setattr(ranks, "SILENCE_S", SILENCE_S)
@@ -45,20 +45,20 @@ def test_a_hub_that_was_away_does_not_hold_it_against_the_ranks(monkeypatch: pyt
         rank.send(msgspec.msgpack.encode(CacheChecked(1, None)))
         ends_at = time.monotonic() + 5 * SILENCE_S
         while time.monotonic() < ends_at:
-            if rank.poll(50):  # the hub is back
+            if rank.poll(50):  # the hub runs again
                 rank.recv()
                 rank.send(msgspec.msgpack.encode(RankAlive(1)))
         assert not failures
         wait_until(lambda: bool(failures), 10, "the silent rank is lost")
     hub.close()
     assert failures[0].rank == 1
-    assert "has said nothing" in failures[0].reason
+    assert "has sent nothing" in failures[0].reason
 
 
 @pytest.mark.parametrize(
     ("stopped_s", "ends"), [(3 * LEADER_SILENCE_S, False), (0.0, True)], ids=["stopped", "silence"]
 )
-def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
+def test_rank_does_not_exit_when_it_was_stopped_itself(
     stopped_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
@@ -71,16 +71,16 @@ def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
             self.now += seconds + stopped_s
 
     class EndedError(Exception):
-        """Of the process, or of the test."""
+        """The end of the process, or of the test."""
 
     def leave(status: int) -> NoReturn:
         raise EndedError(f"status {status}")
 
-    said: list[RankReport] = []
+    sent: list[RankReport] = []
 
     def report(message: RankReport) -> None:
-        said.append(message)
-        if len(said) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(said) > 1):
+        sent.append(message)
+        if len(sent) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(sent) > 1):
             raise EndedError("test")
 
     clock = Clock()
@@ -88,11 +88,11 @@ def test_a_rank_that_was_stopped_does_not_hold_it_against_its_leader(
     monkeypatch.setattr(rank_main, "os", SimpleNamespace(_exit=leave))
     link = cast(LeaderLink, SimpleNamespace(engine=None, report=report, heard_at=clock.now))
     with pytest.raises(EndedError, match="status 1" if ends else "test"):
-        rank_main._say_alive(link, 1)
+        rank_main._send_heartbeats(link, 1)
 
 
-def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 meets it first, as an error of the connection between them."""
+def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails first, with an error of its connection to the other rank."""
 
     class KilledProcess:
         rank, pid = 1, 4711
@@ -118,4 +118,4 @@ def test_the_end_of_another_rank_is_told_in_its_own_words(monkeypatch: pytest.Mo
     all_ranks = Ranks(PrefillConfig(tp=2), cast(ModelSource, None), None, on_report)
     wait_until(lambda: len(reasons) == 2, 10, "both are reported")
     all_ranks.close()
-    assert reasons == ["rank 1 (process 4711) ended with status -9", "RuntimeError: Connection reset by peer"]
+    assert reasons == ["rank 1 (process 4711) exited with status -9", "RuntimeError: Connection reset by peer"]

@@ -1,4 +1,4 @@
-"""A rank on a GPU works on a stream of its own, from loading to the last step: the pretended GPU refuses the other."""
+"""A rank on a GPU uses its own stream, from loading to the last step: the simulated GPU refuses the default stream."""
 
 import queue
 from pathlib import Path
@@ -11,11 +11,11 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.memory.index_spaces import KvPage
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.messages.effects import CopyPage
 from pdserve.scheduler.messages.ranks import (
     CheckCache,
     CommandDone,
     ComputeCommand,
+    CopyPage,
     RankReport,
     RunStep,
     StepDone,
@@ -45,7 +45,7 @@ PROMPT = [5, 3, 200, 7, 7]
 
 
 def serve(config: AnyServerConfig, *commands: ComputeCommand) -> tuple[list[RankReport], int]:
-    """What the only rank of a server reports for these commands, and how often it has waited for arrivals."""
+    """The reports of a single rank for these commands, and how often it has waited for arrivals."""
     reports: list[RankReport] = []
     inbox: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
     for command in (*commands, CheckCache()):
@@ -79,16 +79,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_prefill_steps(settings: dict[str, Any]) -> None:
+def test_prefill_steps_run_on_the_own_stream(settings: dict[str, Any]) -> None:
     step = RunStep(1, (StepRow(PROMPT, 0, [3], draws=DRAWS),))
     reports, waits = serve(PrefillConfig(**settings, chunk_size=16, max_queued_requests=2), step)
     done = [report for report in reports if isinstance(report, StepDone)]
     assert [report.error for report in done] == [None]
-    assert waits == 0, "nobody writes into a prefill server"
+    assert waits == 0, "no peer writes to a prefill server"
 
 
 @pytest.mark.parametrize("staging", ["off", "on"])
-def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str) -> None:
+def test_decode_steps_and_page_copies_run_on_the_own_stream(settings: dict[str, Any], staging: str) -> None:
     config = DecodeConfig.model_validate(
         {**settings, "max_running_requests": 1, "retract_memory_gib": 0, "staging": staging}
     )
@@ -102,4 +102,4 @@ def test_decode_steps_and_copies_of_pages(settings: dict[str, Any], staging: str
     assert [report.command_id for report in reports if isinstance(report, StepDone | CommandDone)] == [1, 2, 3], (
         "in order"
     )
-    assert waits == 3, "each may read what has arrived just before"
+    assert waits == 3, "each command may read KV that has just arrived"

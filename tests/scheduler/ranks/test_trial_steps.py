@@ -1,4 +1,4 @@
-"""The steps that a server tries before it sizes its KV pool: they run over a single page, and none is larger."""
+"""The trial steps that a server runs before it sizes its KV pool: they use a single page, and no step is larger."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     [(DecodeConfig(page_size=4), 5), (PrefillConfig(page_size=4), 24)],
     ids=["decode", "prefill"],
 )
-def test_every_row_draws_a_token(executor: Executor, config: AnyServerConfig, limit: int) -> None:
+def test_every_trial_row_samples_a_token(executor: Executor, config: AnyServerConfig, limit: int) -> None:
     for rows in trial_steps(config, limit, LONGEST):
         results = executor.start(rows).finish()
         assert results is not None
@@ -46,7 +46,7 @@ def test_prefill_tries_the_end_of_the_longest_prompt_and_any_number_of_prompts()
     assert all(sum(row.length for row in rows) <= 24 for rows in others)
 
 
-def test_a_chunk_is_no_longer_than_a_prompt_can_be() -> None:
+def test_trial_chunk_is_not_longer_than_the_longest_prompt() -> None:
     longest, *others = trial_steps(PrefillConfig(page_size=4), 512, 48)
     assert [(row.start, row.length) for row in longest] == [(0, 48)]
     assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 32, 48]

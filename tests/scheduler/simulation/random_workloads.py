@@ -1,4 +1,4 @@
-"""Random lives in a simulated world: mostly work, now and then a disaster."""
+"""Random workloads for the simulator: mostly work, sometimes a fault."""
 
 import random
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ ACTIONS = {
 STAGED_ACTIONS = {**ACTIONS, "decode_turn": 40, "rank_turn": 40, "deliver": 120, "end_part": 60, "scatter_turn": 60}
 
 
-def live(simulator: Simulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
-    """So many of `actions`, as often as their weights say; after each the world is checked, and in the end healed."""
+def run_workload(simulator: Simulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
+    """Run `steps` random actions, chosen by their weights; check the simulator after each, and finish it."""
     draw = random.Random(seed)
     for _ in range(steps):
         (action,) = draw.choices(list(actions), list(actions.values()))

@@ -1,11 +1,11 @@
-"""A decode server and prefill servers without torch, sockets or a clock: the real schedulers in a simulated world.
+"""Simulates a decode server and prefill servers with the real schedulers, without torch, sockets or a clock.
 
-The network is a pair of queues per server, a write is an entry in a list, the ranks are a queue of orders that are
-carried out some time later, and memory is a dictionary that says of which prefix each row holds the KV. With HiSparse
-that is host memory, and hot memory is another; where free pages are lent, hot memory lies over the keys, and what is
-written to one is gone from the other. Whatever happens, three things must hold, and `check()` and `finish()` see to it:
-every step finds the KV of all its tokens where it looks, pages under a write that may still land are never free, and in
-the end every pool is full and every client has exactly one answer.
+The network is a pair of queues per server, a write is an entry in a list, and the ranks are a queue of commands that
+run some time later. Memory is a dictionary from each row to the prefix whose KV it holds. With HiSparse this is host
+memory, and hot memory is a second dictionary. If free pages are lent, hot memory overlaps the keys: a write to one
+destroys the other. `check()` and `finish()` verify three invariants: every step finds the KV of all its tokens, pages
+under a write that may still land are never free, and at the end every page is free and every request has exactly one
+terminal message.
 """
 
 import collections
@@ -16,29 +16,26 @@ from collections.abc import Sequence
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
-from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import (
-    CancelChunks,
-    ConnectPeer,
-    CopyPage,
-    DropPages,
-    Effect,
-    HotEffect,
-    LoadPages,
-    OpenHot,
-    PageEffect,
-    ResizeHot,
-    SavePages,
-    SendToFrontend,
-    SendToPeer,
-)
+from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.lifecycle import State
+from pdserve.scheduler.messages.ranks import (
+    CancelChunks,
+    CopyPage,
+    DropPages,
+    HotCommand,
+    LoadPages,
+    OpenHot,
+    PageCommand,
+    ResizeHot,
+    SavePages,
+)
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -66,19 +63,19 @@ PREFILL_PAGES = 13
 HOT_ROWS = 8
 LENDING_PAGES = 32
 KEY_BYTES, HOT_BYTES = 2, 3
-"""Of a page where pages are lent: a lot is three pages, or two hot ones; the last two pages are not whole lots."""
+"""Sizes of a page, for lending: a unit is three KV pages or two hot pages; the last two KV pages are in no unit."""
 
 Row = tuple[int, int]
-"""Page and place in it, of decode's pool or of its hot pool."""
+"""Page and offset in it, of decode's pool or of its hot pool."""
 Prefix = tuple[int, ...]
-"""KV of a token depends on all tokens before it, so a row is known by the whole prefix."""
+"""KV of a token depends on all tokens before it, so a row is identified by its whole prefix."""
 LOST: Prefix = (-1,)
-"""What a row holds when something else was written there."""
+"""Content of a row that was overwritten through the other pool."""
 
 
 @dataclasses.dataclass
 class Write:
-    """A chunk on its way into decode's pages; it may land until it has ended and `lands_until` has passed."""
+    """A write of a chunk into decode's pages. Its bytes may land until it has ended and `lands_until` has passed."""
 
     chunk: ChunkWrite
     prompt: Prefix
@@ -102,7 +99,7 @@ class Server:
 
 
 class Simulator:
-    """Everything that can happen, as methods over plain integers. A `which` picks among what there is, modulo."""
+    """Every event that can happen is a method with plain integers. `which` selects a server or request, modulo."""
 
     def __init__(
         self,
@@ -120,9 +117,9 @@ class Simulator:
         prefill_pages: int = PREFILL_PAGES,
         endpoints: Sequence[str] = ENDPOINTS,
     ) -> None:
-        """With `hot_pages` of its own (HiSparse); if it `lends`, free pages are hot pages as well. If it `verifies`,
-        its ranks compare what has landed before it counts as arrived. The last five replace the small servers that
-        random lives are led in.
+        """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
+        verify the KV of a transfer before it counts as arrived. The last five replace the small servers of random
+        workloads.
         """
         self.now = 0.0
         self.pages = pages or (LENDING_PAGES if lends else PAGES)
@@ -153,22 +150,22 @@ class Simulator:
         self.lends = lends
         self.verifies = verifies
         self.hot: dict[int, ResizeHot] = {}
-        """Pages and capacity of each request slot, as the ranks know them."""
+        """Pages and capacity of each request slot, as on the ranks."""
         self.hot_memory: dict[Row, Prefix] = {}
         self.hot_seen: collections.Counter[str] = collections.Counter()
-        """What has happened to hot buffers."""
+        """Counts of events of hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
-        self.ghosts: list[Write] = []
-        self.commands: collections.deque[DecodeStep | PageEffect | HotEffect | PrefillDone] = collections.deque()
-        """What the ranks of the decode server have been told and not done."""
+        self.late_writes_in_flight: list[Write] = []
+        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone] = collections.deque()
+        """Commands that the ranks of the decode server have not run yet."""
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
-        """Copies that they have begun beside their steps: each is made as a whole, at any time."""
+        """Copies in flight beside the steps: each is made as a whole, at any time."""
         self.drawn: list[int] = []
-        """Tokens of the last step they did."""
+        """Tokens of the last step."""
         self.failed = False
         """Whether the last step failed."""
         self.known: dict[str, Prefix] = {}
-        """All tokens of a sequence, as the ranks know them."""
+        """All tokens of a sequence, as on the ranks."""
         self.memory: dict[Row, Prefix] = {}
         self.saved: dict[str, list[dict[int, Prefix]]] = {}
         self.last_conversation: Prefix = ()
@@ -182,7 +179,7 @@ class Simulator:
     # -- clients -----------------------------------------------------------------------------------------------
 
     def submit(self, length: int, family: int, new: int, samples: int, pinned: str | None, priority: int) -> None:
-        """Prompts of families 0 and 1 share a prefix of up to 22 tokens; family 2 goes on where another one ended."""
+        """Prompts of families 0 and 1 share a prefix of up to 22 tokens; family 2 continues an earlier request."""
         rids = tuple(f"r{next(self.names)}" for _ in range(samples))
         self.submitted.update(rids)
         tokens = tuple(range(10 + 30 * family, 10 + 30 * family + length))
@@ -193,7 +190,7 @@ class Simulator:
         self.act()
 
     def ask_for(self, tokens: Prefix, new: int) -> str:
-        """One request for this prompt."""
+        """Submit one request for this prompt."""
         rid = f"r{next(self.names)}"
         self.submitted.add(rid)
         self.decode.submit(Submit(rid, tokens, SamplingParams(max_new_tokens=new)), self.now)
@@ -207,39 +204,39 @@ class Simulator:
             self.act()
 
     def flush(self) -> None:
-        self.decode.cache.flush()
+        self.decode.flush_cache()
 
-    # -- the servers work --------------------------------------------------------------------------------------
+    # -- turns of the servers ----------------------------------------------------------------------------------
 
     def decode_turn(self) -> None:
-        hot = self.decode.hot
-        loans = self.decode.memory._lending
-        borrowed = loans.borrowed if loans is not None else 0
-        cycled = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
+        hot = self.decode.memory.hot
+        lending = self.decode.memory._lending
+        borrowed = lending.borrowed if lending is not None else 0
+        evicting = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
         self.decode.advance(self.now)
         if hot is not None:
-            self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).evicting for rid in cycled)
+            self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).evicting for rid in evicting)
         self.act()
         requests = self.decode.requests.values()
         late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
-        assert not late, f"the time of {late} is up, and they were not told"
-        self.hot_seen["parked"] += any(is_parked(request) for request in requests)
+        assert not late, f"the deadline of {late} has passed, but they are still open"
+        self.hot_seen["lost hot buffer"] += any(lost_hot_buffer(request) for request in requests)
         self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.commands.append(step)
         self.act()
-        if loans is not None:
-            self.hot_seen["lent"] += loans.borrowed > 0
-            self.hot_seen["called in"] += loans.borrowed < borrowed
+        if lending is not None:
+            self.hot_seen["lent"] += lending.borrowed > 0
+            self.hot_seen["reclaimed"] += lending.borrowed < borrowed
 
     def rank_turn(self, eos: bool, *, fail: bool = False) -> None:
-        """The ranks carry out their next order, and report; a step may fail."""
+        """The ranks run their next command, and report; a step may fail."""
         if not self.commands:
             return
         match self.commands.popleft():
             case DecodeStep() as step if fail or (self.failed and any(row.token is None for row in step.rows)):
-                self.failed = True  # and so does a step that follows it
+                self.failed = True  # a step that follows it fails too
                 self.decode.step_failed(step.command_id, "injected", self.now)
             case DecodeStep() as step:
                 self.failed = False
@@ -273,41 +270,41 @@ class Simulator:
             case DropPages(rid=rid):
                 del self.saved[rid]
                 return
-        self.decode.copy_done(number, self.now)
+        self.decode.copy_done(number, 0.0, self.now)
         self.act()
 
     def _open_hot(self, opened: OpenHot) -> None:
-        """The rows of a resident are copied beside the steps; those of others are fetched when they are selected."""
+        """The rows of a fully resident request are copied beside the steps; an evicting one fetches selected rows."""
         buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         self.hot[opened.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
         assert len(opened.pages) * PAGE_SIZE >= opened.tokens
         resident = opened.tokens <= opened.capacity
         assert resident == (opened.copy is not None)
-        self.hot_seen["opened resident" if resident else "opened cold"] += 1
+        self.hot_seen["opened fully resident" if resident else "opened evicting"] += 1
         if resident:
             self.copies.append(opened)
             return
         for position in range(min(opened.tokens, HOT_ROWS + 1)):
-            self._write_hot(_hot_place(buffer, position), ())
+            self._write_hot(_hot_row(buffer, position), ())
 
     def _load_hot(self, opened: OpenHot) -> None:
         buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         for position in range(opened.tokens):
             source = opened.pages[position // PAGE_SIZE], position % PAGE_SIZE
-            self._write_hot(_hot_place(buffer, position), self.memory.get(source, ()))
+            self._write_hot(_hot_row(buffer, position), self.memory.get(source, ()))
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
-        """Rows stay where they are, so the pages that stay must be the first, in their order."""
+        """Rows do not move, so the pages that stay must be the first ones, in their order."""
         before = self.hot[buffer.slot]
         self.hot[buffer.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
         kept = min(len(before.hot_pages), len(buffer.hot_pages))
-        assert buffer.hot_pages[:kept] == before.hot_pages[:kept], f"slot {buffer.slot} was given other pages"
+        assert buffer.hot_pages[:kept] == before.hot_pages[:kept], f"slot {buffer.slot} has other first pages"
         self.hot_seen["shrunk" if len(buffer.hot_pages) < len(before.hot_pages) else "grown"] += 1
 
     def _use_hot(self, row: DecodeRow, tokens: Prefix, *, alive: bool) -> None:
-        """A step of one request: its buffer has room for what the step needs, and its rows are those of its tokens."""
+        """A step of one request: its buffer is large enough for the step, and its rows are those of its tokens."""
         assert row.hot_slot is not None
         buffer, count = self.hot[row.hot_slot], len(tokens)
         resident = count <= buffer.capacity
@@ -315,24 +312,24 @@ class Simulator:
             rows = len(buffer.hot_pages) * PAGE_SIZE
             assert rows >= (count if resident else HOT_ROWS + 1), f"{row.request.rid} lacks hot rows"
             for position in range(count - 1 if resident else HOT_ROWS):
-                found = self.hot_memory[_hot_place(buffer, position)]
-                cycled = not resident and found == ()
-                assert cycled or found == tokens[: position + 1], f"{row.request.rid} reads a wrong hot row {position}"
+                found = self.hot_memory[_hot_row(buffer, position)]
+                evicted = not resident and found == ()
+                assert evicted or found == tokens[: position + 1], f"{row.request.rid} reads a wrong hot row {position}"
         if resident:
-            self._write_hot(_hot_place(buffer, count - 1), tokens)
+            self._write_hot(_hot_row(buffer, count - 1), tokens)
         else:
-            self.hot_seen["cycled"] += 1
+            self.hot_seen["evicting step"] += 1
             for slot in range(HOT_ROWS + 1):
-                self._write_hot(_hot_place(buffer, slot), ())
+                self._write_hot(_hot_row(buffer, slot), ())
 
     def _write_hot(self, row: Row, prefix: Prefix) -> None:
-        """And the keys that were there are gone."""
+        """Write a hot row. Keys in the same memory are lost."""
         self.hot_memory[row] = prefix
         for page in self._keys_under(row[0]):
             self.memory.update({(page, slot): LOST for slot in range(PAGE_SIZE)})
 
     def _write(self, row: Row, prefix: Prefix) -> None:
-        """And the hot rows that were there are gone."""
+        """Write a KV row. Hot rows in the same memory are lost."""
         self.memory[row] = prefix
         if self.lends:
             first, end = _pages_over(row[0], KEY_BYTES, HOT_BYTES)
@@ -351,7 +348,7 @@ class Simulator:
         assert len(hot) == len(set(hot)), "two requests of a step share a hot page"
         for row in step.rows:
             rid = row.request.rid
-            alive = rid in self.decode.requests  # of one that has ended nobody looks at the result
+            alive = rid in self.decode.requests  # the result of an ended request is ignored
             if row.token is None:
                 assert row.follows is not None
                 tokens = (*self.known[rid], self.drawn[row.follows])
@@ -361,10 +358,10 @@ class Simulator:
             assert row.position == len(tokens) - 1
             assert row.output_index == len(tokens) - len(row.request.prompt_ids)
             for position in range(row.position):
-                place = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
+                kv_row = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
-                    assert self.memory[place] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
-            if self.decode.hot is not None:
+                    assert self.memory[kv_row] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
+            if self.decode.memory.hot is not None:
                 self._use_hot(row, tokens, alive=alive)
             if row.pages:
                 self._write((row.pages[row.position // PAGE_SIZE], row.position % PAGE_SIZE), tokens)
@@ -390,7 +387,7 @@ class Simulator:
         elif (server := self._pick(which)) is not None and server.to_prefill:
             self._deliver_down(server)
 
-    # -- what goes wrong ---------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------------------
 
     def start(self, endpoint: str) -> None:
         """Start a server at this endpoint, unless there is one."""
@@ -408,7 +405,7 @@ class Simulator:
         del self.servers[server.instance]
         for write in server.writes:
             write.lands_until = self.now + QUARANTINE_S
-        self.ghosts += server.writes
+        self.late_writes_in_flight += server.writes
         self.decode.peer_lost(server.instance, "killed", self.now)
         self.decode.peer_closed(server.instance, self.now)
         self.act()
@@ -420,7 +417,7 @@ class Simulator:
             self.act()
 
     def wake(self, which: int, lost_us: bool) -> None:
-        """A hung server goes on; it may find that it has not heard of decode for too long, too."""
+        """A hung server continues; with `lost_us` it has lost decode as well."""
         hung = [server for server in self.servers.values() if server.hung]
         if hung:
             server = hung[which % len(hung)]
@@ -435,7 +432,7 @@ class Simulator:
             self._lose_decode(server)
 
     def drain(self, which: int) -> None:
-        """A prefill server is told to stop: it ends what it has, and takes nothing new."""
+        """A prefill server shuts down: it finishes its requests and refuses new ones."""
         if (server := self._pick(which)) is not None:
             server.scheduler.stop_accepting()
 
@@ -443,7 +440,7 @@ class Simulator:
         self.now += seconds
 
     def work(self) -> None:
-        """Everybody does something, and no time passes."""
+        """One turn of every server and rank; no time passes."""
         self.decode_turn()
         self.rank_turn(eos=False)
         self.copy_turn()
@@ -453,32 +450,42 @@ class Simulator:
             self.end_write(which, ok=True, late=False)
             self.deliver(which, up=True)
 
-    # -- what must hold ----------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """No page under a possible write is free, and everything is accounted for."""
-        under_way = [*self.ghosts, *(write for server in self.servers.values() for write in server.writes)]
-        for write in under_way:
-            self._land(write, intact=False)  # at any moment
-        self.ghosts = [write for write in self.ghosts if write.lands_until is not None and write.lands_until > self.now]
-        for write in [*self.ghosts, *(write for server in self.servers.values() for write in server.writes)]:
-            assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes pages that were given back"
+        """Assert that no page under a possible write is free, and that all pages are accounted for."""
+        in_flight = [
+            *self.late_writes_in_flight,
+            *(write for server in self.servers.values() for write in server.writes),
+        ]
+        for write in in_flight:
+            self._land(write, intact=False)  # bytes may land at any moment
+        self.late_writes_in_flight = [
+            write
+            for write in self.late_writes_in_flight
+            if write.lands_until is not None and write.lands_until > self.now
+        ]
+        for write in [
+            *self.late_writes_in_flight,
+            *(write for server in self.servers.values() for write in server.writes),
+        ]:
+            assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes released pages"
         self.decode.check_integrity()
-        self._check_loans()
+        self._check_lending()
         self._check_windows()
         for server in self.servers.values():
             server.scheduler.check_integrity()
 
     def _check_windows(self) -> None:
-        """What decode believes to have with each prefill server is what it waits for."""
+        """The dispatch window of each prefill server matches the transfers in flight."""
         for peer in self.decode.dispatcher.peers._peers.values():
             prompts = self.decode.dispatcher.of_peer(peer.instance)
             left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
             assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
             assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
 
-    def _check_loans(self) -> None:
-        """Whatever hot page the ranks may still touch, its keys are nobody else's."""
+    def _check_lending(self) -> None:
+        """All hot pages that the ranks may still access are in lent memory or in the hot pool."""
         buffers = dict(self.hot)
         touched = {page for copy in self.copies if isinstance(copy, OpenHot) for page in copy.hot_pages}
         for command in self.commands:
@@ -492,19 +499,19 @@ class Simulator:
                     touched.update(
                         page for row in rows if row.hot_slot is not None for page in buffers[row.hot_slot].hot_pages
                     )
-        if self.decode.hot is not None:
-            touched.update(page for buffer in self.decode.hot._buffers.values() for page in buffer.pages)
-            touched.update(page for buffer in self.decode.hot._detached for page in buffer.pages)
+        if self.decode.memory.hot is not None:
+            touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
+            touched.update(page for buffer in self.decode.memory.hot._detached for page in buffer.pages)
         lent = {page for loan in self.decode.pages._loans for page in loan.pages}
         assert {key for page in touched for key in self._keys_under(page)} <= lent, "a hot page lies over keys in use"
 
     def finish(self) -> None:
-        """Heal the world, let it run, and look for what is left."""
+        """End all faults, run until every request has ended, and check that nothing is left."""
         while any(server.hung for server in self.servers.values()):
             self.wake(0, lost_us=False)
         for which, server in reversed(list(enumerate(self.servers.values()))):
             if not server.scheduler.load().accepting:
-                self.kill(which)  # another is started in its place
+                self.kill(which)  # another one starts below
         for endpoint in self.endpoints:
             self.start(endpoint)
         self._settle()
@@ -523,8 +530,8 @@ class Simulator:
             self.check()
         assert self.decode.idle, self.decode.state_counts()
         assert self.decode.pages.available == self.pages
-        if self.decode.hot is not None:
-            assert self.decode.hot.pages.available == self.decode.hot.limits.num_pages
+        if self.decode.memory.hot is not None:
+            assert self.decode.memory.hot.pages.available == self.decode.memory.hot.limits.num_pages
         for server in self.servers.values():
             assert server.scheduler.idle, server.scheduler.state_counts()
             assert server.scheduler.pages.available == self.prefill_pages
@@ -532,7 +539,7 @@ class Simulator:
         assert not self.saved
 
     def _settle(self) -> None:
-        """Work alone, for a time in which no deadline but quarantines passes, is enough for everybody to be done."""
+        """Run, within a time in which no deadline passes, until every request has ended."""
         for _ in range(1500):
             self.now += 0.012
             for server in list(self.servers.values()):
@@ -550,7 +557,7 @@ class Simulator:
         raise AssertionError(f"stuck: {self.decode.state_counts()}")
 
     def work_ranks(self, *, eos: bool = False) -> None:
-        """They do all that they have been told."""
+        """The ranks run all commands and copies."""
         while self.commands or self.copies:
             self.rank_turn(eos=eos)
             self.copy_turn()
@@ -558,7 +565,7 @@ class Simulator:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def act(self) -> None:
-        """Carry out the effects of everybody."""
+        """Perform the effects of all schedulers."""
         for effect in self.decode.take_effects():
             self._of_decode(effect)
         for server in self.servers.values():
@@ -585,17 +592,17 @@ class Simulator:
             case SendToPeer(message=message):
                 server.to_decode.append(message)
             case ChunkWrite(instance=instance, key=key):
-                transfer = server.scheduler.transfers[instance, key]
-                assert transfer.grant is not None
+                request = server.scheduler.requests[instance, key]
+                assert request.grant is not None
                 page_size = server.scheduler.limits.page_size
-                pages = slice(effect.token_start // page_size, -(-effect.token_end // page_size))
-                assert effect.source_pages == transfer.grant.pages[pages]
-                server.writes.append(Write(effect, tuple(transfer.prompt), self._grant_of(key)))
+                pages = slice(effect.token_start // page_size, pages_for(effect.token_end, page_size))
+                assert effect.source_pages == request.grant.pages[pages]
+                server.writes.append(Write(effect, tuple(request.prompt), self._grant_of(key)))
             case CancelChunks(key=key):
                 for write in server.writes:
                     write.cancelled |= write.chunk.key == key
             case SendToFrontend():
-                pass  # who asked prefill itself is of no interest here
+                pass  # prefill sends nothing that matters here
             case other:
                 raise AssertionError(other)
 
@@ -620,7 +627,7 @@ class Simulator:
         return live[which % len(live)] if live else None
 
     def _turn(self, server: Server) -> None:
-        """Give a step if there is one, and do the oldest when two are under way or there is none to give."""
+        """Start a step if possible. End the oldest one if two are in flight or none could start."""
         server.scheduler.advance(self.now)
         step = server.scheduler.next_step(self.now)
         if step is not None:
@@ -651,12 +658,12 @@ class Simulator:
         )
         if written.late_writes:
             write.lands_until = self.now + QUARANTINE_S
-            self.ghosts.append(write)
+            self.late_writes_in_flight.append(write)
         server.scheduler.chunk_written(written, self.now)
         self.act()
 
     def _land(self, write: Write, *, intact: bool) -> None:
-        """The bytes of a write arrive in decode's memory, or garbage does."""
+        """The bytes of a write land in decode's memory, or garbage does."""
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
             page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
@@ -679,8 +686,8 @@ class Simulator:
             case ChunkArrived() as chunk:
                 self.decode.chunk_arrived(chunk)
             case PrefillDone() as done:
-                if self.decode.dispatcher.written(done):
-                    self._landed(done)
+                if self.decode.prefill_written(done):
+                    self._all_arrived(done)
             case TransferFailed() as failed:
                 if failed.leaving:
                     self.decode.peer_leaving(server.instance, self.now)
@@ -699,8 +706,8 @@ class Simulator:
                 raise AssertionError(message)
         self.act()
 
-    def _landed(self, done: PrefillDone) -> None:
-        """All that was written is in its pages."""
+    def _all_arrived(self, done: PrefillDone) -> None:
+        """All KV of a transfer is in its pages."""
         if self.verifies:
             self.commands.append(done)
         else:
@@ -712,9 +719,9 @@ class Simulator:
         self.act()
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
-        """Whose pages a write of this transfer goes to: they must still be reserved for it when it starts."""
+        """The pages of this transfer, which must still be reserved when a write starts."""
         prompt = self.decode.prompt_of(key)
-        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine.grant_of(key)
+        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine._pages[key].grant
         assert grant is not None
         return grant
 
@@ -726,15 +733,15 @@ class Simulator:
             self._write((page, slot), rows.get(slot, ()))
 
 
-def is_parked(request: Request) -> bool:
-    """Whether it has run, and waits for a hot buffer with more KV than prefill has written for it."""
+def lost_hot_buffer(request: Request) -> bool:
+    """Whether a request has run and waits for another hot buffer: it has more KV than prefill has written."""
     return request.state is State.ARRIVED and request.kv_tokens > request.prompt.tokens
 
 
 def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:
-    """The first page of the other pool, and the end of those, that this page shares bytes with."""
-    return page * page_bytes // other_bytes, -(-(page + 1) * page_bytes // other_bytes)
+    """The range of pages [first, end) of the other pool that this page shares bytes with."""
+    return page * page_bytes // other_bytes, pages_for((page + 1) * page_bytes, other_bytes)
 
 
-def _hot_place(buffer: ResizeHot, slot: int) -> Row:
+def _hot_row(buffer: ResizeHot, slot: int) -> Row:
     return buffer.hot_pages[slot // PAGE_SIZE], slot % PAGE_SIZE

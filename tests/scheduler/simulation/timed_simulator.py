@@ -1,6 +1,6 @@
-"""The simulated world with a clock that matters: steps take as long as their tokens, messages have a latency.
+"""The simulator with time: a step takes as long as its tokens need, messages have a latency.
 
-What is in memory is not followed: `simulator.py` has that. Here the question is who waits for whom, and how long.
+Memory contents are not tracked (`simulator.py` does that). These simulations measure waiting times.
 """
 
 import heapq
@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
@@ -19,7 +20,7 @@ from pdserve.transfer.protocol.messages import InstanceId, KvDestination, Prefil
 from tests.scheduler.simulation.simulator import Server, Simulator, Write
 
 LATENCY_S = 0.001
-"""Of a message, and of a write."""
+"""Latency of a message, and of a write."""
 HEARTBEAT_S = 0.4
 PAGE_SIZE = 16
 VOCAB = 1000
@@ -27,7 +28,7 @@ OTHER = InstanceId("another decode server")
 
 
 def decode_limits(**changes: object) -> DecodeLimits:
-    """Those of the settings' defaults."""
+    """Limits like those of the default settings."""
     settings: dict[str, object] = {
         "page_size": PAGE_SIZE,
         "max_running_requests": 32,
@@ -45,8 +46,8 @@ def decode_limits(**changes: object) -> DecodeLimits:
 
 
 class TimedSimulator(Simulator):
-    """Prefill servers that compute `tokens_per_s`, in steps that take `least_step_s` at least, and a decode server with
-    steps of `step_s`. Another decode server may give the first prefill server something to do (`flood`).
+    """Prefill servers compute `tokens_per_s`, in steps of at least `least_step_s`; decode steps take `step_s`. Another
+    decode server may load the first prefill server (`flood`).
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TimedSimulator(Simulator):
         endpoints: tuple[str, ...] = ("a:1",),
         reports: bool = True,
     ) -> None:
-        """A prefill server of an older release `reports` no window."""
+        """Without `reports`, prefill servers report no window, like those of an older release."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._tokens_per_s = tokens_per_s
@@ -73,12 +74,12 @@ class TimedSimulator(Simulator):
         self._other_priority = 0
         self._computing: set[str] = set()
         self.busy_s = 0.0
-        """Of all prefill servers together."""
+        """Compute time of all prefill servers."""
         self.ended_at: dict[str, float] = {}
-        """When each request had its answer."""
+        """Time of the terminal message of each request."""
         self.timelines: dict[str, dict[str, float]] = {}
         self.most_at_prefill = 0
-        """Most tokens of ours that a prefill server had at a time."""
+        """Most tokens of this decode server at one prefill server."""
         prefill = PrefillLimits(
             page_size=PAGE_SIZE,
             chunk_size=chunk_size,
@@ -107,7 +108,7 @@ class TimedSimulator(Simulator):
         endpoint: str | None = None,
         follows: str | None = None,
     ) -> None:
-        """A prompt that shares nothing with any other."""
+        """Submit a prompt that shares no prefix with any other."""
         prompt = _prompt(next(self._numbers), tokens)
         self.submitted.add(rid)
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
@@ -115,7 +116,7 @@ class TimedSimulator(Simulator):
         self.act()
 
     def flood(self, prompts: int, tokens: int, priority: int = 0) -> None:
-        """Another decode server keeps so many prompts at the first prefill server."""
+        """Another decode server keeps `prompts` prompts at the first prefill server."""
         self._other_priority = priority
         server = next(iter(self.servers.values()))
         server.scheduler.peer_up(OTHER, PageSpace(1 << 20, PAGE_SIZE))
@@ -131,15 +132,15 @@ class TimedSimulator(Simulator):
             timeout_s=1e6,
             priority=self._other_priority,
         )
-        pages = list(range(-(-tokens // PAGE_SIZE)))
+        pages = list(range(pages_for(tokens, PAGE_SIZE)))
         server.scheduler.receive(OTHER, wanted, _prompt(number, tokens), pages, self.now)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
     def run(self, until: Callable[[], object], *, most_s: float = 1000.0) -> None:
-        """Let time pass until it is so."""
-        self._everybody()
+        """Let time pass until the condition holds."""
+        self._turn_all()
         end = self.now + most_s
         while not until():
             time, _, event = heapq.heappop(self._events)
@@ -148,7 +149,7 @@ class TimedSimulator(Simulator):
             event()
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
-            self._everybody()
+            self._turn_all()
 
     def run_for(self, seconds: float) -> None:
         ended: list[bool] = []
@@ -157,7 +158,7 @@ class TimedSimulator(Simulator):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _everybody(self) -> None:
+    def _turn_all(self) -> None:
         self.decode_turn()
         while self.commands and not self._stepping:
             if isinstance(self.commands[0], DecodeStep):
@@ -198,7 +199,7 @@ class TimedSimulator(Simulator):
             self.decode.peer_load(server.instance, server.scheduler.load())
         self.at(self.now + HEARTBEAT_S, self._report)
 
-    def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (nobody looks at what is in memory)
+    def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
         self.decode.step_done(step.command_id, [TokenLogprob(50, None)] * len(step.rows), self.now)
 
     def _land(self, write: Write, *, intact: bool) -> None:
@@ -237,6 +238,6 @@ class TimedSimulator(Simulator):
 
 
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:
-    """The number spelt in tokens, and what is missing."""
+    """A unique prompt: the number in tokens, then filler."""
     head = tuple(number // VOCAB**power % VOCAB for power in range(3))
     return (head + tuple(at % VOCAB for at in range(max(0, tokens - 3))))[:tokens]

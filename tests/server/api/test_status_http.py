@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from pdserve.configs.load import CONFIG_OF_ROLE, Role
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FlushCache, PeerStatus, Submit, Tokens
-from pdserve.scheduler.messages.lifecycle import State, TransferState
+from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.server.api import app as app_module
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, introduce, running_server
@@ -154,7 +154,7 @@ async def test_information_routes_show_no_secrets(tokenizer: Tokenizer) -> None:
     ("role", "states", "gauges"),
     [
         ("decode", {State.QUEUED.value: 2, State.RUNNING.value: 1}, {"kv_pages_held": 5.0}),
-        ("prefill", {TransferState.WAITING.value: 2, TransferState.SENDING.value: 1}, {"kv_pages_held": 4.0}),
+        ("prefill", {PrefillState.WAITING.value: 2, PrefillState.SENDING.value: 1}, {"kv_pages_held": 4.0}),
     ],
 )
 async def test_get_load_counts_requests_and_tokens(

@@ -1,4 +1,4 @@
-"""Hot buffers: what is reserved, who is resident, who shrinks, over random lives and in the cases that matter."""
+"""Hot buffers: reservations, fully resident and evicting buffers, case by case and in random workloads."""
 
 import dataclasses
 import random
@@ -17,14 +17,14 @@ LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
 
 
 def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
-    """A buffer whose rows are there; nobody had to shrink for it."""
+    """Open a buffer for which no other has to shrink, and finish the copy of its rows."""
     buffer, shrunk = hot.open(rid, tokens)
     assert not shrunk
     buffer.loading = False
     return buffer
 
 
-def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
+def test_short_sequence_reserves_all_first_pages_and_grows_into_them() -> None:
     hot = HotBuffers(LIMITS)
     buffer, shrunk = hot.open("a", 3)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting, shrunk) == (1, 8, False, [])
@@ -34,7 +34,7 @@ def test_a_short_sequence_reserves_a_whole_buffer_and_grows_into_it() -> None:
     assert (len(buffer.pages), buffer.capacity) == (2, 8)
 
 
-def test_a_sequence_beyond_the_buffer_stays_resident_while_there_is_room() -> None:
+def test_sequence_beyond_its_first_pages_stays_fully_resident_while_memory_is_free() -> None:
     hot = HotBuffers(LIMITS)
     buffer, _ = hot.open("a", 20)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (5, 20, False)
@@ -42,7 +42,7 @@ def test_a_sequence_beyond_the_buffer_stays_resident_while_there_is_room() -> No
     assert (len(buffer.pages), buffer.capacity) == (6, 24)
 
 
-def test_residents_shrink_for_newcomers_the_largest_first() -> None:
+def test_largest_fully_resident_buffer_shrinks_for_a_new_buffer() -> None:
     hot = HotBuffers(LIMITS)
     large, small = open_loaded(hot, "large", 24), open_loaded(hot, "small", 16)
     assert hot.pages.available == 2
@@ -55,7 +55,7 @@ def test_residents_shrink_for_newcomers_the_largest_first() -> None:
     assert hot.grow("large", 25) is None
 
 
-def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
+def test_fully_resident_buffer_becomes_evicting_when_no_page_is_free() -> None:
     hot = HotBuffers(LIMITS)
     buffer = open_loaded(hot, "a", 48)
     assert hot.grow("a", 49) is buffer
@@ -63,7 +63,7 @@ def test_a_resident_that_finds_no_page_goes_on_with_its_first_ones() -> None:
     assert hot.pages.available == 9
 
 
-def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_can_want_the_room() -> None:
+def test_evicting_request_becomes_fully_resident_when_memory_is_free() -> None:
     """A step fetches 128 rows, so a copy of 300 costs as much as three steps."""
     hot = HotBuffers(HotLimits(num_pages=82, page_size=PAGE, hot_rows=8, slots=3))
     buffer = open_loaded(hot, "a", 300)
@@ -71,24 +71,24 @@ def test_one_that_cycles_is_resident_again_when_it_has_paid_for_it_and_nobody_ca
     hot.shrink(buffer)
     for tokens in (301, 302):
         assert hot.grow("a", tokens) is None
-        assert not hot.worth_reopening("a", tokens + 1, hot.room_to_spare(0)), "too early"
+        assert not hot.worth_reopening("a", tokens + 1, hot.spare_pages(0)), "too early"
     hot.grow("a", 303)
     open_loaded(hot, "large", 24)
-    assert not hot.worth_reopening("a", 304, hot.room_to_spare(1)), "of 73 free pages three are another buffer's"
+    assert not hot.worth_reopening("a", 304, hot.spare_pages(1)), "of 73 free pages three are another buffer's"
     assert hot.pages.available == 73
     hot.close("large")
-    assert hot.worth_reopening("a", 304, hot.room_to_spare(2))
+    assert hot.worth_reopening("a", 304, hot.spare_pages(2))
     hot.close("a")
     buffer = open_loaded(hot, "a", 304)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (76, 304, False)
-    assert not hot.worth_reopening("a", 304, hot.room_to_spare(0))
+    assert not hot.worth_reopening("a", 304, hot.spare_pages(0))
     for newcomer in ("b", "c"):
         assert hot.can_open()
-        assert hot.open(newcomer, 3)[1] == [], "it would have to shrink again"
+        assert hot.open(newcomer, 3)[1] == [], "the first buffer would have to shrink again"
     hot.check_integrity(idle=False)
 
 
-def test_no_slot_or_no_room_means_waiting() -> None:
+def test_no_buffer_can_open_without_a_slot_or_pages() -> None:
     hot = HotBuffers(HotLimits(num_pages=7, page_size=PAGE, hot_rows=8, slots=3))
     open_loaded(hot, "a", 3)
     open_loaded(hot, "b", 3)
@@ -101,10 +101,8 @@ def test_no_slot_or_no_room_means_waiting() -> None:
 
 @pytest.mark.parametrize("lends", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends: bool) -> None:
-    """Slots or pages are too few for four. With loans, prompts come and go in the same memory, and take back what is
-    lent.
-    """
+def test_random_workloads_always_have_their_rows_and_release_everything(seed: int, lends: bool) -> None:
+    """Slots or pages are too few for four requests. With lending, prompts use the same memory and reclaim it."""
     draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
     hot = HotBuffers(limits)
     pages = PageAllocator[KvPage](30)
@@ -118,7 +116,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
     detached: HotBuffer | None = None
     for step in range(300):
         if draw.random() < 0.3:
-            commands.done(commands.next())
+            commands.completed(commands.next_id())
         if draw.random() < 0.2:
             wanted = draw.randint(1, 20)
             while pages.available < wanted and (buffer := hot.largest_borrower()) is not None:
@@ -128,7 +126,7 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         if prompts and draw.random() < 0.2:
             pages.release(prompts.pop())
         if draw.random() < 0.5:
-            commands.next()
+            commands.next_id()
         if draw.random() < 0.2 and opening is None and hot.can_open():
             tokens[f"r{step}"] = draw.randint(1, 40)
             hot.open(f"r{step}", tokens[f"r{step}"])
@@ -149,12 +147,12 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
             if rid == opening:
                 continue
             if draw.random() < 0.1 and opening is None:
-                room = hot.room_to_spare(draw.randint(0, 2))
+                room = hot.spare_pages(draw.randint(0, 2))
                 if hot.worth_reopening(rid, tokens[rid] + 1, room):
                     hot.close(rid)
                     buffer, shrunk = hot.open(rid, tokens[rid] + 1)
                     buffer.loading = False
-                    assert not buffer.evicting, "there was room to spare"
+                    assert not buffer.evicting, "pages were to spare"
                     assert shrunk == []
             tokens[rid] += 1
             hot.grow(rid, tokens[rid])
@@ -174,5 +172,5 @@ def test_random_lives_never_lack_a_row_and_give_everything_back(seed: int, lends
         hot.of(rid).loading = False
         hot.close(rid)
     hot.check_integrity(idle=True)
-    commands.done(commands.next())
+    commands.completed(commands.next_id())
     assert pages.available == 30 - sum(len(prompt.pages) for prompt in prompts)

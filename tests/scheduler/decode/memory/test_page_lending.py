@@ -1,5 +1,5 @@
-"""Free pages of keys as hot pages: who borrows what, who has it back and when, and that nobody waits for it longer than
-the steps that are under way.
+"""Free KV pages lent to hot buffers: what is lent, when it is reclaimed, and that requests wait for it no longer than
+for the steps in flight.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,37 @@ from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.memory.page_lending import PageLending
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
-from pdserve.scheduler.messages.effects import Effect, ResizeHot
+from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.ranks import ResizeHot
 from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
 
 KV_PAGES, OWN_PAGES, SLOTS = 40, 9, 3
-LOTS = PoolOverlay.of(KV_PAGES, kv_page_bytes=2, hot_page_bytes=3)
-"""PoolOverlay of three pages or two hot ones; buffers are three pages."""
+OVERLAY = PoolOverlay.of(KV_PAGES, kv_page_bytes=2, hot_page_bytes=3)
+"""A unit is three KV pages or two hot pages; hot buffers have three pages."""
 
 
 class Pools:
-    """A pool of keys and the hot buffers that borrow from it."""
+    """A pool of KV pages and the hot buffers that borrow from it."""
 
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
         self.pages = PageAllocator[KvPage](KV_PAGES)
         self.commands = CommandLog(self.pages)
-        self.loans = PageLending(self.pages, LOTS, self.commands)
-        limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=LOTS)
-        self.hot = HotBuffers(limits, self.loans)
+        self.lending = PageLending(self.pages, OVERLAY, self.commands)
+        limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
+        self.hot = HotBuffers(limits, self.lending)
 
     def check(self) -> None:
         self.pages.check_integrity()
         self.hot.check_integrity(idle=False)
 
 
-def test_first_pages_are_the_buffers_own_and_the_others_are_borrowed() -> None:
-    """All slots together need all nine pages for buffers, so residents leave them alone while there are others."""
+def test_first_pages_are_owned_and_further_pages_are_borrowed() -> None:
+    """The first pages of all slots are all nine pages, so further pages are borrowed while KV pages are free."""
     pools = Pools()
     buffer, _ = pools.hot.open("a", 36)
     assert not buffer.evicting
-    assert buffer.pages[:3] == [LOTS.covered, LOTS.covered + 1, LOTS.covered + 2]
-    assert all(page < LOTS.count * LOTS.hot_pages for page in buffer.pages[3:])
+    assert buffer.pages[:3] == [OVERLAY.covered, OVERLAY.covered + 1, OVERLAY.covered + 2]
+    assert all(page < OVERLAY.count * OVERLAY.hot_pages for page in buffer.pages[3:])
     assert len(buffer.pages) == 9
     assert pools.hot.pages.available == 6
     assert pools.pages.lent == buffer.borrowed == 9
@@ -54,7 +55,7 @@ def test_first_pages_are_the_buffers_own_and_the_others_are_borrowed() -> None:
     pools.check()
 
 
-def test_a_lot_is_used_up_before_another_is_borrowed() -> None:
+def test_unit_is_used_up_before_another_is_borrowed() -> None:
     pools = Pools()
     buffer, _ = pools.hot.open("a", 13)  # one page beyond the first three
     assert (len(buffer.pages), len(buffer.spare), pools.pages.lent) == (4, 1, 3)
@@ -65,7 +66,7 @@ def test_a_lot_is_used_up_before_another_is_borrowed() -> None:
     pools.check()
 
 
-def test_pages_that_no_buffer_can_need_come_before_loans_and_those_that_one_may_after() -> None:
+def test_unneeded_hot_pages_are_used_before_loans_and_needed_ones_after() -> None:
     pools = Pools(own_pages=11)
     buffer, _ = pools.hot.open("a", 20)
     assert (len(buffer.grant.pages), buffer.borrowed) == (5, 0)  # 11 are two more than all slots need
@@ -79,40 +80,40 @@ def test_pages_that_no_buffer_can_need_come_before_loans_and_those_that_one_may_
     pools.check()
 
 
-def test_what_is_reserved_cached_or_margin_is_not_lent() -> None:
+def test_reserved_cached_and_margin_pages_are_not_lent() -> None:
     pools = Pools()
-    overlay = LOTS.count
-    pools.loans.margin = 1
-    assert pools.loans.room == overlay * LOTS.hot_pages - 2  # one page is in no lot, another takes a lot along
+    overlay = OVERLAY.count
+    pools.lending.margin = 1
+    assert pools.lending.room == overlay * OVERLAY.hot_pages - 2  # one page is in no unit, another blocks its unit
     grant = pools.pages.grant("a", 2, reserve=4)
     assert grant is not None
-    assert pools.loans.room == (KV_PAGES - 2 - 4 - 2) // 3 * 2
+    assert pools.lending.room == (KV_PAGES - 2 - 4 - 2) // 3 * 2
     for page in grant.pages:
         pools.pages.keep(page)
     pools.pages.release(grant)
     assert pools.pages.idle == 2
-    assert pools.loans.room == (KV_PAGES - 2 - 2) // 3 * 2
-    pools.loans.allowed = False
-    assert pools.loans.room == 0
+    assert pools.lending.room == (KV_PAGES - 2 - 2) // 3 * 2
+    pools.lending.allowed = False
+    assert pools.lending.room == 0
 
 
-def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_touch_it() -> None:
+def test_returned_pages_are_free_after_the_commands_that_access_them() -> None:
     pools = Pools()
     pools.hot.open("a", 36)
-    assert pools.hot.largest_borrower() is None, "its rows are being copied there"
+    assert pools.hot.largest_borrower() is None, "its rows are being copied"
     pools.hot.of("a").loading = False
-    first = pools.commands.next()
+    first = pools.commands.next_id()
     buffer = pools.hot.largest_borrower()
     assert buffer is not None
     pools.hot.shrink(buffer)
-    assert (pools.pages.lent, pools.loans.borrowed, pools.loans.coming) == (9, 0, 9)
-    pools.commands.done(first)
+    assert (pools.pages.lent, pools.lending.borrowed, pools.lending.returning) == (9, 0, 9)
+    pools.commands.completed(first)
     assert (pools.pages.lent, pools.pages.available) == (0, KV_PAGES)
     assert pools.hot.largest_borrower() is None
     pools.hot.close("a")
     pools.hot.open("b", 36)
     detached = pools.hot.detach("b")
-    assert (pools.pages.lent, pools.loans.borrowed) == (9, 9)
+    assert (pools.pages.lent, pools.lending.borrowed) == (9, 9)
     pools.hot.free(detached)
     assert pools.pages.lent == 0
     pools.pages.check_integrity(idle=True)
@@ -120,7 +121,7 @@ def test_what_a_buffer_gives_back_is_somebody_elses_only_after_the_orders_that_t
 
 
 def turn(simulator: Simulator, *, ranks: bool = True) -> None:
-    """Everybody works for a moment; the ranks carry out one step at most."""
+    """A turn of all servers; the ranks run at most one step."""
     for which in range(2):
         simulator.deliver(which, up=False)
         simulator.prefill_turn(which)
@@ -139,7 +140,7 @@ def turn(simulator: Simulator, *, ranks: bool = True) -> None:
 
 
 def until(simulator: Simulator, seen: Callable[[], object], turns: int = 200) -> int:
-    """Work until it is so, and say how many turns that took."""
+    """Run until the condition holds; returns the number of turns."""
     for number in range(turns):
         if seen():
             return number
@@ -147,33 +148,33 @@ def until(simulator: Simulator, seen: Callable[[], object], turns: int = 200) ->
     raise AssertionError(f"not within {turns} turns: {simulator.decode.state_counts()}")
 
 
-def lending_world(stages: int = 1) -> Simulator:
-    """Three buffers, no page more; 32 pages of keys, which are 20 hot ones and two in no lot."""
+def lending_simulator(stages: int = 1) -> Simulator:
+    """Hot pages for three buffers and no more; 32 KV pages, which are 20 hot pages and two pages in no unit."""
     return Simulator(stages=stages, overlap=stages == 1, hot_pages=9, lends=True, prefix_cache=False)
 
 
 def running(simulator: Simulator, count: int) -> Callable[[], bool]:
-    return lambda: simulator.decode.running == count
+    return lambda: len(simulator.decode.run_queue.running) == count
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_everybody_is_resident_while_others_leave_their_keys_free(stages: int) -> None:
-    simulator = lending_world(stages)
+def test_all_requests_are_fully_resident_while_kv_pages_are_free(stages: int) -> None:
+    simulator = lending_simulator(stages)
     for family in (0, 1):
         simulator.submit(20, family, 8, 1, None, 0)
     until(simulator, running(simulator, 2))
-    assert simulator.decode.hot is not None
-    assert simulator.decode.hot.resident == 2
+    assert simulator.decode.memory.hot is not None
+    assert simulator.decode.memory.hot.fully_resident == 2
     until(simulator, lambda: not simulator.decode.requests)
-    assert simulator.hot_seen["cycled"] == 0
+    assert simulator.hot_seen["evicting step"] == 0
     assert simulator.hot_seen["lent"] > 0
     simulator.finish()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_one_who_lacks_what_is_lent_gets_in_after_the_steps_under_way(stages: int) -> None:
-    """Nobody is retracted for it, and there is a step in every turn."""
-    simulator = lending_world(stages)
+def test_request_that_needs_lent_pages_starts_after_the_steps_in_flight(stages: int) -> None:
+    """No request is retracted for it, and there is a step in every turn."""
+    simulator = lending_simulator(stages)
     for family in (0, 1):
         simulator.submit(22, family, 13, 1, None, 0)
     until(simulator, running(simulator, 2))
@@ -191,8 +192,8 @@ def test_one_who_lacks_what_is_lent_gets_in_after_the_steps_under_way(stages: in
     assert simulator.decode.counters["retractions"] == 0
 
 
-def test_with_nothing_under_way_it_gets_in_at_once() -> None:
-    """Who waits is tried again when loans are back in the same turn: nothing else would wake it."""
+def test_request_that_needs_lent_pages_starts_at_once_when_nothing_is_in_flight() -> None:
+    """Waiting requests are tried again when pages are reclaimed in the same turn: no event would follow."""
     simulator = Simulator(hot_pages=9, lends=True, prefix_cache=False)
     for family in (0, 1):
         simulator.submit(22, family, 13, 1, None, 0)
@@ -208,14 +209,14 @@ def test_with_nothing_under_way_it_gets_in_at_once() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: int) -> None:
-    """Also with steps under way, whose rows are in host memory when the copy comes to its turn."""
-    simulator = lending_world(stages)
+def test_request_that_returned_its_loan_becomes_fully_resident_when_others_end(stages: int) -> None:
+    """Also with steps in flight: their rows are in host memory before the copy begins."""
+    simulator = lending_simulator(stages)
     simulator.submit(22, 0, 30, 1, None, 0)
     until(simulator, running(simulator, 1))
-    assert simulator.decode.hot is not None
+    assert simulator.decode.memory.hot is not None
     (rid,) = simulator.decode.requests
-    hot = simulator.decode.hot
+    hot = simulator.decode.memory.hot
     assert hot.of(rid).borrowed > 0
     simulator.submit(22, 1, 3, 3, None, 0)
     simulator.submit(22, 1, 3, 3, None, 0)
@@ -230,9 +231,9 @@ def test_who_gave_its_loan_back_is_resident_again_when_others_have_gone(stages: 
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_who_grows_never_waits_for_a_loan(stages: int) -> None:
-    """The two need all pages there are in the end: what one has borrowed is back before the other lacks it."""
-    simulator = lending_world(stages)
+def test_growing_request_never_waits_for_lent_pages(stages: int) -> None:
+    """At the end the two requests need all pages: what one has borrowed is back before the other needs it."""
+    simulator = lending_simulator(stages)
     simulator.submit(20, 0, 61, 1, None, 0)
     simulator.submit(22, 1, 27, 1, None, 0)
     starved = 0
@@ -248,10 +249,10 @@ def test_who_grows_never_waits_for_a_loan(stages: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "overlap"), [(1, False), (1, True), (2, False)])
-def test_nobody_is_retracted_while_anything_is_lent(
+def test_no_request_is_retracted_while_pages_are_lent(
     stages: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if a request should find nothing free: here nothing is kept for it."""
+    """Even if a request finds no free page: here the margin is 0."""
     monkeypatch.setattr(request_memory, "MARGIN_PAGES", 0)
     simulator = Simulator(stages=stages, overlap=overlap, hot_pages=9, lends=True, prefix_cache=False)
     simulator.submit(20, 0, 61, 1, None, 0)
@@ -263,31 +264,31 @@ def test_nobody_is_retracted_while_anything_is_lent(
     assert simulator.decode.counters["retractions"] == 0
 
 
-def test_nothing_is_lent_while_somebody_waits_for_pages() -> None:
-    effects: list[Effect] = []
+def test_nothing_is_lent_while_a_request_waits_for_pages() -> None:
+    outbox = Outbox()
     pages = PageAllocator[KvPage](KV_PAGES)
-    limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=LOTS)
-    memory = RequestMemory(pages, PAGE_SIZE, limits, effects)
+    limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
+    memory = RequestMemory(pages, PAGE_SIZE, limits, outbox)
     assert memory.hot is not None
     assert pages.grant("one that runs", 10) is not None
     assert pages.grant("one that waits", KV_PAGES) is None
-    assert not memory.call_in([])  # there is nothing that would help it
+    assert not memory.reclaim_lent([])  # nothing is lent
     cold, _ = memory.hot.open("a", 48)
     assert cold.evicting
-    assert not memory.call_in([])  # it has gone
+    assert not memory.reclaim_lent([])  # no request has failed to get pages since the last call
     resident, _ = memory.hot.open("b", 48)
     assert not resident.evicting
     resident.loading = False
     assert pages.grant("another", 25) is None
-    assert memory.call_in([])
-    assert effects == [ResizeHot(resident.slot, tuple(resident.pages), 8)]
+    assert memory.reclaim_lent([])
+    assert outbox == [ResizeHot(resident.slot, tuple(resident.pages), 8)]
     assert pages.grant("another", 25) is not None
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> None:
-    """Its rows are being copied: until that has ended, nobody else has what it held."""
-    simulator = lending_world()
+def test_request_that_ends_before_its_first_step_returns_its_loan(wanted: bool) -> None:
+    """Its rows are being copied: its memory is released when the copy has ended."""
+    simulator = lending_simulator()
     simulator.submit(22, 0, 13, 1, None, 0)
     while not len(simulator.decode.memory.copies):
         simulator.decode_turn()
@@ -296,7 +297,7 @@ def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> Non
                 move(which)
                 simulator.end_write(which, ok=True, late=False)
     assert simulator.decode.pages.lent > 0
-    assert not len(simulator.decode.commands)
+    assert not len(simulator.decode.memory._commands)
     simulator.cancel(0, stopped=False)
     simulator.check()
     assert simulator.decode.pages.lent > 0, "the ranks are not done"
@@ -320,8 +321,8 @@ def test_who_ends_before_its_first_step_gives_its_loan_back(wanted: bool) -> Non
     simulator.finish()
 
 
-def test_a_request_becomes_resident_again_when_the_prefix_cache_has_filled_the_index() -> None:
-    """Nothing can be lent. The hot pool's own pages are enough, and the slots that might want them are nobody's."""
+def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_pool() -> None:
+    """No page can be lent. The pages of the hot pool are enough, and no waiting request needs them."""
     simulator = Simulator(hot_pages=9, lends=True)
     for first in range(8):
         simulator.ask_for((first, *range(60, 69)), new=7)
@@ -330,7 +331,7 @@ def test_a_request_becomes_resident_again_when_the_prefix_cache_has_filled_the_i
     simulator.submit(10, 0, 24, 1, None, 0)
     until(simulator, running(simulator, 1))
     (request,) = simulator.decode.requests.values()
-    hot = simulator.decode.hot
+    hot = simulator.decode.memory.hot
     assert hot is not None
     others = [simulator.ask_for((90 + number,), new=3) for number in range(2)]
     until(simulator, lambda: not any(rid in simulator.decode.requests for rid in others))

@@ -1,4 +1,4 @@
-"""How much decode has at prefill servers: enough that they never wait, and no pages behind a long queue."""
+"""The dispatch window: prefill servers are always busy, and decode holds no pages for prompts in a long queue."""
 
 import pytest
 
@@ -10,13 +10,13 @@ from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator
 @pytest.mark.parametrize(
     ("tokens_per_s", "step_s", "most_retractions", "ideal_s"),
     [
-        (1700, 0.010, 0, 100_000 / 1700 + 10),  # prefill is the limit; the last one decodes for ten seconds
+        (1700, 0.010, 0, 100_000 / 1700 + 10),  # prefill is the limit; the last request decodes for ten seconds
         (3000, 0.010, 0, 100_000 / 3000 + 10),
         (3000, 0.020, 0, 81),  # the batch of 32 is the limit: four rounds of twenty seconds
         (10_000, 0.020, 12, 81),
     ],
 )
-def test_running_requests_are_not_retracted_for_pages_behind_a_queue(
+def test_running_requests_are_not_retracted_for_dispatched_prompts(
     tokens_per_s: float, step_s: float, most_retractions: int, ideal_s: float
 ) -> None:
     """100 x (1,000 + 1,000) tokens in a pool of 65,536. Without a window the first case had 68 retractions, computed
@@ -35,8 +35,8 @@ def test_running_requests_are_not_retracted_for_pages_behind_a_queue(
 
 
 @pytest.mark.parametrize(("tokens", "prompts"), [(5, 3000), (100, 300), (700, 60), (5000, 12)])
-def test_prefill_never_waits_for_the_next_prompt(tokens: int, prompts: int) -> None:
-    """However long they are: a step takes 20 ms at least, so short ones must share steps."""
+def test_prefill_is_always_busy_while_prompts_are_queued(tokens: int, prompts: int) -> None:
+    """For all lengths: a step takes at least 20 ms, so short prompts have to share steps."""
     simulator = TimedSimulator(tokens_per_s=5000, least_step_s=0.02, limits=decode_limits(max_queued_requests=3000))
     simulator.run_for(1.0)
     began = simulator.now
@@ -47,8 +47,8 @@ def test_prefill_never_waits_for_the_next_prompt(tokens: int, prompts: int) -> N
     assert simulator.most_at_prefill < 4000 + 2 * tokens
 
 
-def test_two_decode_servers_share_a_prefill_server() -> None:
-    """The other one has as much there as it can. Ours still has two prompts at a time, and its part of the steps."""
+def test_two_decode_servers_get_a_share_of_a_prefill_server() -> None:
+    """The other one fills its window. Ours still has two prompts at a time, and its part of the steps."""
     simulator = TimedSimulator(tokens_per_s=5000)
     simulator.flood(8, 1000)
     simulator.run_for(2.0)
@@ -63,8 +63,8 @@ def test_two_decode_servers_share_a_prefill_server() -> None:
 
 
 @pytest.mark.parametrize("pinned", [None, "a:1"])
-def test_what_prefill_computes_first_is_sent_though_the_window_is_full(pinned: str | None) -> None:
-    """Short prompts pass long ones there, and urgent ones all others: neither waits here for those."""
+def test_short_and_urgent_prompts_are_sent_although_the_window_is_full(pinned: str | None) -> None:
+    """Prefill computes short prompts and higher priorities before the others, so they do not wait in our queue."""
     simulator = TimedSimulator(tokens_per_s=1000)
     simulator.run_for(1.0)
     for number in range(6):
@@ -79,8 +79,8 @@ def test_what_prefill_computes_first_is_sent_though_the_window_is_full(pinned: s
     simulator.run(lambda: not simulator.decode.requests)
 
 
-def test_a_long_prompt_of_one_endpoint_does_not_hold_up_others() -> None:
-    """Its server is busy; the other one is not, and takes those that are not pinned."""
+def test_long_prompt_of_one_endpoint_does_not_block_others() -> None:
+    """Its server is busy; the other one is not, and takes prompts without an endpoint."""
     simulator = TimedSimulator(tokens_per_s=1000, endpoints=("a:1", "b:1"))
     simulator.run_for(1.0)
     for number in range(6):
@@ -92,7 +92,7 @@ def test_a_long_prompt_of_one_endpoint_does_not_hold_up_others() -> None:
     simulator.run(lambda: not simulator.decode.requests)
 
 
-def test_the_window_is_what_prefill_reports() -> None:
+def test_window_has_the_size_that_prefill_reports() -> None:
     window = DispatchWindow()
     long, short = PromptKind.of(0, 2000), PromptKind.of(0, 100)
     for _ in range(5):
@@ -104,7 +104,7 @@ def test_the_window_is_what_prefill_reports() -> None:
     window.report(Load(window_tokens=4000, waiting_tokens=10_000))
     assert not window.is_open(long)
     assert window.is_open(short)
-    assert window.is_open(PromptKind.of(1, 2000)), "what matters less does not count"
+    assert window.is_open(PromptKind.of(1, 2000)), "lower priorities do not count"
     for _ in range(3):
         window.computed(long, 500)
         window.returned(long, 1500)
@@ -112,14 +112,14 @@ def test_the_window_is_what_prefill_reports() -> None:
     window.computed(long, 500)
     assert window.is_open(long)
     window.report(Load(window_tokens=4000, waiting_tokens=6000))
-    assert (window.tokens_ahead, window.is_open(long)) == (6000, False), "2,500 are of others"
+    assert (window.tokens_ahead, window.is_open(long)) == (6000, False), "2,500 belong to other decode servers"
     window.returned(long, 1500)
-    assert window.is_open(long), "a second one, whatever others do"
+    assert window.is_open(long), "a second one is always allowed"
     window.sent(long, 2000)
     assert not window.is_open(long)
 
 
-def test_short_prompts_have_a_window_of_their_own_size() -> None:
+def test_short_prompts_have_their_own_window() -> None:
     window = DispatchWindow()
     window.report(Load(window_tokens=4000, waiting_tokens=50_000))
     short = PromptKind.of(0, 100)
@@ -127,4 +127,4 @@ def test_short_prompts_have_a_window_of_their_own_size() -> None:
         assert window.is_open(short)
         window.sent(short, 100)
     assert not window.is_open(short)
-    assert window.is_open(PromptKind.of(0, 2000)), "nor do those close that of others"
+    assert window.is_open(PromptKind.of(0, 2000)), "short prompts do not close the window of the others"

@@ -1,4 +1,4 @@
-"""Pages of a prompt and its samples: all of them or none, and none taken from the prefix cache in vain."""
+"""Reservations for a prompt and its samples: all pages or none, without useless evictions from the prefix cache."""
 
 from unittest.mock import Mock
 
@@ -25,8 +25,8 @@ def ask(
 
 
 @pytest.mark.parametrize(("tokens", "samples", "new_tokens"), [(10, 1, 1), (10, 3, 1), (10, 3, 9), (8, 2, 6)])
-def test_all_or_none_and_the_cache_is_left_alone(tokens: int, samples: int, new_tokens: int) -> None:
-    """With one page too few nothing changes; with as many as are needed all are taken, cached ones too."""
+def test_failed_reservation_takes_nothing_and_evicts_nothing(tokens: int, samples: int, new_tokens: int) -> None:
+    """With one page too few nothing changes; with enough pages all are taken, including cached ones."""
     needed = pages_needed(tokens, samples, tokens + new_tokens - 1, PAGE)
     for num_pages in (needed - 1, needed):
         pages = PageAllocator[KvPage](max(num_pages, 2))
@@ -48,7 +48,7 @@ def test_all_or_none_and_the_cache_is_left_alone(tokens: int, samples: int, new_
         pages.check_integrity(idle=True)
 
 
-def test_a_cached_prefix_that_nobody_holds_counts_as_taken() -> None:
+def test_idle_cached_prefix_counts_as_taken() -> None:
     pages = PageAllocator[KvPage](3)
     cache = PrefixCache(pages, PAGE)
     before = pages.grant("before", 2)
@@ -62,8 +62,8 @@ def test_a_cached_prefix_that_nobody_holds_counts_as_taken() -> None:
     assert (found.prefix_tokens, pages.available) == (8, 0)
 
 
-def test_one_that_was_refused_is_not_looked_for_again_before_there_is_a_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then it is: after pages were let go, after some were kept that it can share, with fewer samples."""
+def test_refused_prompt_is_matched_again_only_after_pages_became_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After pages were released, after pages were cached that it can share, or with fewer samples."""
     pages = PageAllocator[KvPage](6)
     cache = PrefixCache(pages, PAGE)
     prompt = Prompt(1, (*CACHED, 1, 2), now=0)

@@ -29,7 +29,7 @@ from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .common.fields import Body, Boolean, Characters, FieldError, Text, parse_body
+from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
@@ -59,10 +59,10 @@ class ModelNotFoundError(FieldError):
 
 
 class AbortBody(Body):
-    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = Field(
-        None, description="A request, or a list of prompts that was given this one id."
+    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = optional(
+        "A request, or a list of prompts that was given this one id."
     )
-    abort_all: Boolean | None = Field(None, description="Abort every open request instead.")
+    abort_all: Boolean | None = optional("Abort every open request instead.")
 
 
 class AbortReply(TypedDict):

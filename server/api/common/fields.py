@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Strict,
@@ -275,6 +276,11 @@ OneOrEach = Annotated[
     Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
 ]
 """A value for all prompts of a call, or a list with one for each."""
+
+
+def optional(description: str) -> Any:
+    """A field that may be absent or null."""
+    return Field(None, description=description)
 
 
 @cache

@@ -73,11 +73,13 @@ class DistributionFields(Body):
 
     def distribution(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
         """`default`, changed by the fields that are set."""
-        names = self.model_fields_set & DistributionFields.model_fields.keys()
-        changed = {name: value for name in names if (value := getattr(self, name)) is not None}
+        changed = {name: value for name in DISTRIBUTION_FIELDS if (value := getattr(self, name)) is not None}
         if "top_k" in changed and not 1 <= changed["top_k"] < vocab_size:
             changed["top_k"] = None
         return msgspec.structs.replace(default, **changed) if changed else default
+
+
+DISTRIBUTION_FIELDS = tuple(DistributionFields.model_fields)
 
 
 class SamplingFields(DistributionFields):

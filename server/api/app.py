@@ -29,11 +29,11 @@ from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .common.fields import Body, Boolean, Characters, FieldError, Text, parse_body
+from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
-from .documentation import Documentation, Operation
+from .documentation import Documentation, Handler, Operation
 from .error_responses import ErrorHandlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
@@ -59,10 +59,10 @@ class ModelNotFoundError(FieldError):
 
 
 class AbortBody(Body):
-    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = Field(
-        None, description="A request, or a list of prompts that was given this one id."
+    rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = optional(
+        "A request, or a list of prompts that was given this one id."
     )
-    abort_all: Boolean | None = Field(None, description="Abort every open request instead.")
+    abort_all: Boolean | None = optional("Abort every open request instead.")
 
 
 class AbortReply(TypedDict):
@@ -133,19 +133,10 @@ class Routes:
         self._add(router, "POST", "/v1/chat/completions", self.chat_completions, ChatBody, ChatCompletion, chat_event)
         return router
 
-    def _add(
-        self,
-        router: APIRouter,
-        method: str,
-        path: str,
-        handler: Callable[..., object],
-        body: Any = None,
-        reply: Any = None,
-        event: Any = None,
-    ) -> None:
+    def _add(self, router: APIRouter, method: str, path: str, handler: Handler, *models: Any, **named: Any) -> None:
         methods = ["GET", "HEAD"] if method == "GET" else [method]  # load balancers send HEAD
         router.add_api_route(path, handler, methods=methods, response_model=None)
-        self.operations.append(Operation(method, path, handler, body, reply, event))
+        self.operations.append(Operation(method, path, handler, *models, **named))
 
     async def check_api_key(self, request: Request) -> None:
         if self._config.api_key is None:

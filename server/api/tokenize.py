@@ -1,10 +1,9 @@
 """`/tokenize` and `/detokenize`: the token ids of a prompt before it is sent, and back."""
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from ..text.tokenizer import Tokenizer
-from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, parse_body
+from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, optional, parse_body
 from .common.limits import Limits
 from .native.requests import check_text
 from .openai.models import Messages, TemplateFields
@@ -18,7 +17,7 @@ class TokenizeBody(TemplateFields):
 
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: Boolean | None = Field(None, description="For `prompt`. Default true.")
+    add_special_tokens: Boolean | None = optional("For `prompt`. Default true.")
 
 
 class TokenizeReply(TypedDict):
@@ -29,7 +28,7 @@ class TokenizeReply(TypedDict):
 
 class DetokenizeBody(Body):
     tokens: TokenIds
-    skip_special_tokens: Boolean | None = Field(None, description="Default true.")
+    skip_special_tokens: Boolean | None = optional("Default true.")
 
 
 class DetokenizeReply(TypedDict):

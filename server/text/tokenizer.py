@@ -156,9 +156,7 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (
-            Exception
-        ) as error:  # the template is foreign code and runs on the client's values: it can raise anything
+        except Exception as error:  # a template is foreign code on the client's values: it can raise anything
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
 
     def _find_bytes(self, token_id: int) -> bytes:

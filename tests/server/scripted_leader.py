@@ -124,7 +124,7 @@ def main(behaviour: str) -> None:
     """
     introduction = json.loads(sys.stdin.readline())
     assert introduction["config"]["api_key"] in (None, "frontend-secret"), "secrets must arrive in the clear"
-    threading.Thread(target=_exit_with_front, daemon=True).start()
+    threading.Thread(target=_exit_with_frontend, daemon=True).start()
     if behaviour == "crash-at-start":
         os.kill(os.getpid(), signal.SIGSEGV)
     if behaviour == "deaf":
@@ -162,7 +162,7 @@ def main(behaviour: str) -> None:
                     return
 
 
-def _exit_with_front() -> None:
+def _exit_with_frontend() -> None:
     sys.stdin.read()
     os._exit(0)
 

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Strict,
@@ -133,18 +134,18 @@ def validate(model: type[BodyT], value: Mapping[str, object], vocab_size: int = 
 
 
 _EXPECTED = {
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "list_type": "must be an array",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
 }
 
 
 def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
-    """The first of pydantic's errors, in our words."""
+    """The first of pydantic's errors, with the texts of this API."""
     first = error.errors(include_url=False)[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     path = _path(first["loc"])
@@ -161,13 +162,12 @@ def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
     if kind == "too_long":
         return FieldError(name, f"holds {len(value)} items; at most {context['max_length']} are allowed")
     if kind == "literal_error":
-        expected = context["expected"].replace("'", '"')
-        return FieldError(name, f"must be {expected}, got {shown(value)}")
+        kind = context["expected"].replace("'", '"')
     if kind == "int_type":  # only of token ids: `Integer` raises an error of its own
         return FieldError(name, _token_id_problem(value, vocab_size))
     if kind == "float_type" and type(value) is int:
         kind = "finite_number"  # too large for a float
-    return FieldError(name, f"{_EXPECTED[kind]}, got {shown(value)}")
+    return FieldError(name, f"must be {_EXPECTED.get(kind, kind)}, got {shown(value)}")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -276,6 +276,11 @@ OneOrEach = Annotated[
     Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
 ]
 """A value for all prompts of a call, or a list with one for each."""
+
+
+def optional(description: str) -> Any:
+    """A field that may be absent or null."""
+    return Field(None, description=description)
 
 
 @cache

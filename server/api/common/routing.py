@@ -12,10 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from ....configs.words import counted, shown
-from .fields import Body, Characters, FieldError, Integer, Number, OneOrEach, Text, Within, check_within, problem
+from .fields import (
+    Body,
+    Characters,
+    FieldError,
+    Integer,
+    Number,
+    OneOrEach,
+    Text,
+    Within,
+    check_within,
+    optional,
+    problem,
+)
 from .limits import Limits
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -86,24 +98,23 @@ class CallShape:
 
 
 class RoutingFields(Body):
-    rid: OneOrEach[Rid | None] = Field(
-        None,
-        description="Id of the request, for /abort_request. For a list of prompts: one for each, or a prefix of them. "
-        "Default: random.",
+    rid: OneOrEach[Rid | None] = optional(
+        "Id of the request, for /abort_request. For a list of prompts: one for each, or a prefix of them. "
+        "Default: random."
     )
-    priority: Annotated[Integer, Within(-MAX_PRIORITY, MAX_PRIORITY)] | None = Field(
-        None, description="Higher first, on decode and on prefill. Default 0."
+    priority: Annotated[Integer, Within(-MAX_PRIORITY, MAX_PRIORITY)] | None = optional(
+        "Higher first, on decode and on prefill. Default 0."
     )
-    timeout_s: TimeoutS | None = Field(
-        None, description="Seconds until the request fails with 504. The server's request_timeout_s applies as well."
+    timeout_s: TimeoutS | None = optional(
+        "Seconds until the request fails with 504. The server's request_timeout_s applies as well."
     )
-    timeout: TimeoutS | None = Field(None, description="Another name of `timeout_s`.")
-    bootstrap_host: OneOrEach[Host | None] = Field(None, description="The prefill server that a router has chosen.")
-    bootstrap_port: OneOrEach[Annotated[Integer, Within(1, 65535)] | None] = Field(
-        None, description=f"Its control port. Default {DEFAULT_BOOTSTRAP_PORT}."
+    timeout: TimeoutS | None = optional("Another name of `timeout_s`.")
+    bootstrap_host: OneOrEach[Host | None] = optional("The prefill server that a router has chosen.")
+    bootstrap_port: OneOrEach[Annotated[Integer, Within(1, 65535)] | None] = optional(
+        f"Its control port. Default {DEFAULT_BOOTSTRAP_PORT}."
     )
-    bootstrap_room: OneOrEach[Annotated[Integer, Within(0, MAX_ROOM)] | None] = Field(
-        None, description="The router's id of the request, the same on prefill and decode."
+    bootstrap_room: OneOrEach[Annotated[Integer, Within(0, MAX_ROOM)] | None] = optional(
+        "The router's id of the request, the same on prefill and decode."
     )
 
     def routes(self, shape: CallShape, limits: Limits) -> tuple[Sequence[Route], str | None]:

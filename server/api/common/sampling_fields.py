@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 from annotated_types import MaxLen
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from ....configs.sampling import SamplingParams
 from ....configs.words import counted, shown
@@ -25,6 +25,7 @@ from .fields import (
     Within,
     check_token_ids,
     check_within,
+    optional,
     problem,
 )
 from .limits import ContextLengthError, Limits
@@ -58,29 +59,27 @@ def _stop_strings(value: object) -> list[str] | None:
 class DistributionFields(Body):
     """The distribution that tokens are drawn from. A checkpoint may recommend these five (default_sampling.py)."""
 
-    temperature: Annotated[Number, Within(0, note=" (0 is greedy)")] | None = Field(
-        None, description="0 is greedy. Default: the model's recommendation, or 1."
+    temperature: Annotated[Number, Within(0, note=" (0 is greedy)")] | None = optional(
+        "0 is greedy. Default: the model's recommendation, or 1."
     )
-    top_p: Annotated[Number, Within(0, 1, above=True)] | None = Field(
-        None, description="Default: the model's recommendation, or 1."
+    top_p: Annotated[Number, Within(0, 1, above=True)] | None = optional("Default: the model's recommendation, or 1.")
+    top_k: Annotated[Integer, Within(-1)] | None = optional(
+        "-1 or 0: the whole vocabulary. Default: the model's recommendation, or the whole vocabulary."
     )
-    top_k: Annotated[Integer, Within(-1)] | None = Field(
-        None, description="-1 or 0: the whole vocabulary. Default: the model's recommendation, or the whole vocabulary."
-    )
-    min_p: Annotated[Number, Within(0, 1)] | None = Field(
-        None, description="Default: the model's recommendation, or 0."
-    )
-    repetition_penalty: Annotated[Number, Within(0, 2, above=True)] | None = Field(
-        None, description="Counts prompt and output. Default: the model's recommendation, or 1."
+    min_p: Annotated[Number, Within(0, 1)] | None = optional("Default: the model's recommendation, or 0.")
+    repetition_penalty: Annotated[Number, Within(0, 2, above=True)] | None = optional(
+        "Counts prompt and output. Default: the model's recommendation, or 1."
     )
 
     def distribution(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
         """`default`, changed by the fields that are set."""
-        names = self.model_fields_set & DistributionFields.model_fields.keys()
-        changed = {name: value for name in names if (value := getattr(self, name)) is not None}
+        changed = {name: value for name in DISTRIBUTION_FIELDS if (value := getattr(self, name)) is not None}
         if "top_k" in changed and not 1 <= changed["top_k"] < vocab_size:
             changed["top_k"] = None
         return msgspec.structs.replace(default, **changed) if changed else default
+
+
+DISTRIBUTION_FIELDS = tuple(DistributionFields.model_fields)
 
 
 class SamplingFields(DistributionFields):
@@ -97,29 +96,25 @@ class SamplingFields(DistributionFields):
     }
     default_new_tokens: ClassVar[int] = 128
 
-    n: Annotated[Integer, Within(1, MAX_SAMPLES)] | None = Field(
-        None, description="Samples of each prompt. They share its prefill; sample i has seed + i. Default 1."
+    n: Annotated[Integer, Within(1, MAX_SAMPLES)] | None = optional(
+        "Samples of each prompt. They share its prefill; sample i has seed + i. Default 1."
     )
-    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = Field(
-        None, description="The same seed gives the same tokens, in any batch. Default: random."
+    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional(
+        "The same seed gives the same tokens, in any batch. Default: random."
     )
-    sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = Field(None, description="SGLang's name of `seed`.")
+    sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("SGLang's name of `seed`.")
     stop: Annotated[list[str] | None, PlainValidator(_stop_strings, json_schema_input_type=str | list[str] | None)] = (
-        Field(None, description=f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
+        optional(f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
     )
-    stop_token_ids: Annotated[TokenIds, MaxLen(MAX_STOP_TOKEN_IDS)] | None = Field(
-        None, description="Token ids that end the output."
-    )
-    ignore_eos: Boolean | None = Field(None, description="Continue after the model's end token. Default false.")
-    no_stop_trim: Boolean | None = Field(
-        None, description="Keep the stop string or stop token in the text. Default false."
-    )
-    include_stop_str_in_output: Boolean | None = Field(None, description="vLLM's name of `no_stop_trim`.")
-    skip_special_tokens: Boolean | None = Field(None, description="Leave special tokens out of the text. Default true.")
-    presence_penalty: Annotated[Number, Within(-2, 2)] | None = Field(None, description="Counts output. Default 0.")
-    frequency_penalty: Annotated[Number, Within(-2, 2)] | None = Field(None, description="Counts output. Default 0.")
-    logit_bias: dict[str, Annotated[Number, Within(-100, 100)]] | None = Field(
-        None, description=f"A bias for each token id, up to {MAX_LOGIT_BIASES}."
+    stop_token_ids: Annotated[TokenIds, MaxLen(MAX_STOP_TOKEN_IDS)] | None = optional("Token ids that end the output.")
+    ignore_eos: Boolean | None = optional("Continue after the model's end token. Default false.")
+    no_stop_trim: Boolean | None = optional("Keep the stop string or stop token in the text. Default false.")
+    include_stop_str_in_output: Boolean | None = optional("vLLM's name of `no_stop_trim`.")
+    skip_special_tokens: Boolean | None = optional("Leave special tokens out of the text. Default true.")
+    presence_penalty: Annotated[Number, Within(-2, 2)] | None = optional("Counts output. Default 0.")
+    frequency_penalty: Annotated[Number, Within(-2, 2)] | None = optional("Counts output. Default 0.")
+    logit_bias: dict[str, Annotated[Number, Within(-100, 100)]] | None = optional(
+        f"A bias for each token id, up to {MAX_LOGIT_BIASES}."
     )
 
     @property

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from ..common.errors import ErrorObject
-from ..common.fields import EACH, ONE, Boolean, FirstError, Integer, OneOrEach, Text, TokenIds, Within
+from ..common.fields import EACH, ONE, Boolean, FirstError, Integer, OneOrEach, Text, TokenIds, Within, optional
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import SamplingFields
 
@@ -21,11 +21,9 @@ class NativeSampling(SamplingFields):
 
     unknown_fields = "refused"
 
-    max_new_tokens: Annotated[Integer, Within(1)] | None = Field(
-        None, description="Default 128, or less where less fits."
-    )
-    min_new_tokens: Integer | None = Field(
-        None, description="End and stop tokens cannot be chosen before. Up to max_new_tokens; default 0."
+    max_new_tokens: Annotated[Integer, Within(1)] | None = optional("Default 128, or less where less fits.")
+    min_new_tokens: Integer | None = optional(
+        "End and stop tokens cannot be chosen before. Up to max_new_tokens; default 0."
     )
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
@@ -61,24 +59,22 @@ class GenerateBody(RoutingFields):
     }
     elsewhere = dict.fromkeys([*NativeSampling.model_fields, *NativeSampling.unsupported], "belongs in sampling_params")
 
-    text: OneOrEach[Text] | None = Field(None, description="A prompt, or a list of prompts.")
-    input_ids: InputIds | None = Field(None, description="Instead of `text`: token ids, or a list of such lists.")
-    sampling_params: OneOrEach[NativeSampling | None] = Field(
-        None, description="For a list of prompts: one object for all, or a list."
+    text: OneOrEach[Text] | None = optional("A prompt, or a list of prompts.")
+    input_ids: InputIds | None = optional("Instead of `text`: token ids, or a list of such lists.")
+    sampling_params: OneOrEach[NativeSampling | None] = optional(
+        "For a list of prompts: one object for all, or a list."
     )
-    stream: Boolean | None = Field(None, description="Reply with server-sent events. Default false.")
-    return_logprob: OneOrEach[Boolean | None] = Field(
-        None, description="Log-probabilities of the output, in `meta_info`. Default false."
+    stream: Boolean | None = optional("Reply with server-sent events. Default false.")
+    return_logprob: OneOrEach[Boolean | None] = optional(
+        "Log-probabilities of the output, in `meta_info`. Default false."
     )
-    top_logprobs_num: OneOrEach[Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None] = Field(
-        None, description="Alternatives for each token. Default 0."
+    top_logprobs_num: OneOrEach[Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None] = optional(
+        "Alternatives for each token. Default 0."
     )
-    logprob_start_len: OneOrEach[Integer | None] = Field(
-        None, description="First prompt position with log-probabilities; -1, the default: only the output."
+    logprob_start_len: OneOrEach[Integer | None] = optional(
+        "First prompt position with log-probabilities; -1, the default: only the output."
     )
-    return_text_in_logprobs: Boolean | None = Field(
-        None, description="The text of each token beside its id. Default false."
-    )
+    return_text_in_logprobs: Boolean | None = optional("The text of each token beside its id. Default false.")
 
 
 class FinishReason(TypedDict):

@@ -23,6 +23,7 @@ from ..common.fields import (
     Text,
     TokenIds,
     Within,
+    optional,
     problem,
 )
 from ..common.routing import RoutingFields
@@ -35,7 +36,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 
 
 class StreamOptions(Body):
-    include_usage: Boolean | None = Field(None, description="A last chunk with `usage`. Default false.")
+    include_usage: Boolean | None = optional("A last chunk with `usage`. Default false.")
 
 
 class OpenAiBody(SamplingFields, RoutingFields):
@@ -77,20 +78,14 @@ class OpenAiBody(SamplingFields, RoutingFields):
         "sampling_params": "is for /generate; here its fields stand at the top level",
     }
 
-    model: Annotated[Any, WithJsonSchema({"type": "string"})] = Field(
-        None, description="Ignored: the server has one model."
+    model: Annotated[Any, WithJsonSchema({"type": "string"})] = optional("Ignored: the server has one model.")
+    max_tokens: Annotated[Integer, Within(1)] | None = optional("Default 128, for chat 1024, or less where less fits.")
+    max_completion_tokens: Annotated[Integer, Within(1)] | None = optional(
+        "OpenAI's newer name of `max_tokens`; it takes precedence."
     )
-    max_tokens: Annotated[Integer, Within(1)] | None = Field(
-        None, description="Default 128, for chat 1024, or less where less fits."
-    )
-    max_completion_tokens: Annotated[Integer, Within(1)] | None = Field(
-        None, description="OpenAI's newer name of `max_tokens`; it takes precedence."
-    )
-    min_tokens: Integer | None = Field(
-        None, description="End and stop tokens cannot be chosen before. Up to max_tokens; default 0."
-    )
-    best_of: Annotated[Integer, Within(1)] | None = Field(None, description="1 or `n`: every sample is returned.")
-    stream: Boolean | None = Field(None, description="Reply with server-sent events. Default false.")
+    min_tokens: Integer | None = optional("End and stop tokens cannot be chosen before. Up to max_tokens; default 0.")
+    best_of: Annotated[Integer, Within(1)] | None = optional("1 or `n`: every sample is returned.")
+    stream: Boolean | None = optional("Reply with server-sent events. Default false.")
     stream_options: StreamOptions | None = None
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
@@ -117,11 +112,11 @@ class CompletionBody(OpenAiBody):
     unsupported = {**OpenAiBody.unsupported, "add_special_tokens": (True,)}  # noqa: RUF012 (a ClassVar of Body)
 
     prompt: Prompts = Field(description="A string, a list of strings, token ids or a list of lists of them.")
-    echo: Boolean | None = Field(None, description="Begin the text with the prompt. Default false.")
+    echo: Boolean | None = optional("Begin the text with the prompt. Default false.")
     logprobs: Annotated[
         Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None,
         BeforeValidator(lambda value: None if value is False else value),
-    ] = Field(None, description="Log-probabilities, with so many alternatives; false: none.")
+    ] = optional("Log-probabilities, with so many alternatives; false: none.")
 
 
 class TextPart(Body):
@@ -172,14 +167,14 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
 class TemplateFields(Body):
     """How messages become text."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = Field(
-        None, description="Variables of the model's chat template, such as Qwen3's `enable_thinking`."
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = optional(
+        "Variables of the model's chat template, such as Qwen3's `enable_thinking`."
     )
-    add_generation_prompt: Boolean | None = Field(
-        None, description="End the prompt with the beginning of an assistant message. Default true."
+    add_generation_prompt: Boolean | None = optional(
+        "End the prompt with the beginning of an assistant message. Default true."
     )
-    continue_final_message: Boolean | None = Field(
-        None, description="The last message is the assistant's, and the output continues it. Default false."
+    continue_final_message: Boolean | None = optional(
+        "The last message is the assistant's, and the output continues it. Default false."
     )
 
 
@@ -192,9 +187,9 @@ class ChatBody(OpenAiBody, TemplateFields):
     }
 
     messages: Messages
-    logprobs: Boolean | None = Field(None, description="Log-probabilities of the output. Default false.")
-    top_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = Field(
-        None, description="Alternatives for each token; needs `logprobs`. Default 0."
+    logprobs: Boolean | None = optional("Log-probabilities of the output. Default false.")
+    top_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
+        "Alternatives for each token; needs `logprobs`. Default 0."
     )
 
 
@@ -221,20 +216,26 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(TypedDict):
+class Reply(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class Choice(TypedDict):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 
 
-class Completion(TypedDict):
-    """A whole response, or a chunk of a stream, in which `text` is what is new."""
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
 
-    id: str
+
+class Completion(Reply):
+    """A whole response, or a chunk of a stream, which has only the new text."""
+
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
 
@@ -259,18 +260,13 @@ class AssistantMessage(TypedDict):
     content: str
 
 
-class ChatChoice(TypedDict):
-    index: int
+class ChatChoice(Choice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class ChatCompletion(TypedDict):
-    id: str
+class ChatCompletion(Reply):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -280,18 +276,13 @@ class ChatDelta(TypedDict):
     content: NotRequired[str]
 
 
-class ChatChunkChoice(TypedDict):
-    index: int
+class ChatChunkChoice(Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
 
 
-class ChatChunk(TypedDict):
-    id: str
+class ChatChunk(Reply):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
 

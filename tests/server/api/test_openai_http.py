@@ -203,6 +203,8 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
         ("chat/completions", {}, "messages"),
         ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": None}, "messages"),
+        ("chat/completions", {"message": HELLO}, "message"),
         ("chat/completions", {"messages": [1]}, "messages[0]"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role"),
         ("chat/completions", {"messages": [{"role": "banana", "content": "a"}]}, "messages[0].role"),

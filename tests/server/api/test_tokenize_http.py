@@ -40,6 +40,7 @@ async def test_detokenize_returns_text(decode: RunningServer) -> None:
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": [{}]}, "messages[0].role"),
+        ("/tokenize", {"messages": [], "continue_final_message": True}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, 999]}, "tokens[1]"),
     ],

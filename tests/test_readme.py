@@ -1,4 +1,4 @@
-"""Commands, settings and targets in the README and the deployment files exist; the settings table matches the schema."""
+"""Commands, settings and targets in the README and deployment files exist; the settings table matches the schema."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Ports for what tests start."""
+"""Ports for servers of tests."""
 
 import random
 import socket
@@ -8,16 +8,16 @@ random.SystemRandom().shuffle(_candidates)
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on and that no other test on this machine gets while this process lives.
+    """A free port of 127.0.0.1 that no other test on this machine gets while this process runs.
 
-    It lies above those that Mooncake takes (15000 to 17000) and below those that the kernel gives to connections (from
-    32768): nobody takes it in the meantime. Other workers and other runs find it taken by its name.
+    Ports are above those of Mooncake (15000 to 17000) and below those that the kernel gives to connections (from
+    32768), so that neither takes the port before it is used. An abstract socket reserves it among test processes.
     """
     while True:
         port = _candidates.pop()
         name = socket.socket(socket.AF_UNIX)
         try:
-            name.bind(f"\0pdserve-test-port-{port}")  # abstract: as far-reaching as a port is
+            name.bind(f"\0pdserve-test-port-{port}")  # abstract: visible to the same processes as a port
             with socket.create_server(("127.0.0.1", port)):
                 name.detach()  # open until this process ends
                 return port

@@ -1,4 +1,4 @@
-"""Processes that tests stop, and wait for."""
+"""Stopping processes, and waiting for their end."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP. Returns when no thread of the process runs any more: on a busy machine some go on for milliseconds."""
+    """SIGSTOP. Returns when all threads have stopped: on a busy machine that takes milliseconds."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10
     while any(_state(task / "stat") not in ("T", "Z", None) for task in Path(f"/proc/{pid}/task").iterdir()):
@@ -16,12 +16,12 @@ def stop_process(pid: int) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Ended, whether or not its new parent has collected it yet."""
+    """Whether the process has ended, reaped or not."""
     return _state(Path(f"/proc/{pid}/stat")) in ("Z", None)
 
 
 def _state(stat: Path) -> str | None:
-    """One letter of the kernel's, such as R for running and T for stopped; None when there is no such process."""
+    """The state letter of the kernel, such as R (running) or T (stopped); None when there is no such process."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,5 +1,5 @@
-"""What docs/ names exists: routes, fields, errors, metrics, messages, flags, files and links. Routes, fields and errors
-also the other way round, so that what is added is said.
+"""What docs/ names exists: routes, fields, errors, metrics, messages, flags, files and links. All routes, fields and
+errors of the code are documented.
 """
 
 import ast
@@ -37,6 +37,7 @@ CODE_FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels"
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
@@ -73,7 +74,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def quoted(text: str) -> list[str]:
-    """What stands in backticks within a line."""
+    """Texts in backticks within a line."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
 
 
@@ -138,7 +139,7 @@ def test_refused_fields_are_not_documented_as_accepted() -> None:
 
 
 def test_documented_errors_are_those_of_the_code() -> None:
-    """All that the code has: the classes, and the statuses that the web framework and the protocol answer."""
+    """All errors of the code: the classes, and the statuses of the web framework and of the HTTP protocol."""
     documented = {
         (int(status), code)
         for row in rows(section("docs/http.md", "Errors"))
@@ -152,8 +153,8 @@ def test_documented_errors_are_those_of_the_code() -> None:
             yield from below(child)
 
     raised = {(kind.status, kind.code) for kind in below(errors.RequestError) if kind.__name__ != "EngineError"}
-    answered = {*HTTP_ERROR_CODES.items(), (431, "too_large")}
-    assert documented == raised | answered
+    framework = {*HTTP_ERROR_CODES.items(), (431, "too_large")}
+    assert documented == raised | framework
 
 
 def test_documented_error_example_is_the_actual_response(tokenizer: Tokenizer) -> None:
@@ -173,7 +174,7 @@ def test_documented_metrics_exist(document: str) -> None:
         plain = re.sub(r"_(total|bucket)$", "", name)
         short = plain.removeprefix("pdserve_")
         spellings = {plain, short, short.removeprefix("control_")}
-        assert spellings & strings, f"{document} names {name}, which nobody exports"
+        assert spellings & strings, f"{document} names {name}, which is not exported"
 
 
 def test_documented_messages_exist_in_the_code() -> None:

@@ -1,4 +1,4 @@
-"""Which torch `make setup` installs. A script stands in for the interpreter of .venv and its pip."""
+"""Which torch `make setup` installs. A script replaces the interpreter of .venv and its pip."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The wheel and the sdist that a user installs, built and imported without this checkout."""
+"""The wheel and the sdist, built, installed and imported outside of this checkout."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment that holds the wheel, and sees this one's packages through a .pth file."""
+    """The interpreter of a new environment with the wheel. A .pth file makes the packages of this one visible."""
     environment = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
     site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
@@ -42,7 +42,7 @@ def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site_packages, wheel,
         cwd=environment,
     )  # fmt: skip
-    # Our packages, but not our editable install: its .pth file would bring this checkout along.
+    # The packages of this environment without its editable install, whose .pth file would add this checkout.
     (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return environment / "bin" / "python"
 
@@ -57,10 +57,8 @@ def test_wheel_is_one_package_of_all_folders(built: Path) -> None:
         if path.suffix in {".py", ".yaml", ".cu", ".cuh"}
     } | {"pdserve/py.typed"}
     assert ours - names == set()
-    strangers = {
-        name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))
-    }
-    assert strangers == set()
+    others = {name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))}
+    assert others == set()
     assert f"pdserve-{PROJECT['version']}.dist-info/licenses/LICENSE" in names
     assert not any(name.startswith(("pdserve/tests", "pdserve/.dev")) or name.endswith(".pyc") for name in names)
 
@@ -90,7 +88,7 @@ def test_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path
 
 
 def test_uninstall_leaves_no_files(built: Path, tmp_path: Path) -> None:
-    """Neither byte code nor what Numba has compiled, which is kept in the user's cache folder."""
+    """No byte code and no compiled kernels: those are in the cache folder of the user."""
     environment, home = tmp_path / "venv", tmp_path / "home"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     python = environment / "bin" / "python"

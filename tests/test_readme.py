@@ -1,4 +1,4 @@
-"""What the README and the deployment files tell a user to type exists, and the settings table is the schema's."""
+"""Commands, settings and targets in the README and deployment files exist; the settings table matches the schema."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Greedy tokens of a server against those of transformers, on a GPU."""
+"""Compares greedy tokens of a server with those of transformers, on a GPU."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ BF16_LOGIT_NOISE = 0.12
 """Two bf16 evaluations of one model differ by a few units in the last place of logits around 4 (ulp 0.03)."""
 
 
-def ask(decode: Server, prompts: list[list[int]], new_tokens: int, *, together: bool) -> list[list[int]]:
-    """What the server continues the prompts with: one after the other, or all in one request."""
+def generate_all(decode: Server, prompts: list[list[int]], new_tokens: int, *, together: bool) -> list[list[int]]:
+    """Output ids of the prompts: one request each, or all in one request."""
     if not together:
         return [decode.generate(prompt, new_tokens) for prompt in prompts]
     response = httpx.post(f"{decode.url}/generate", json=body(prompts, new_tokens), timeout=120)
@@ -22,8 +22,8 @@ def ask(decode: Server, prompts: list[list[int]], new_tokens: int, *, together: 
 def same_tokens(
     reference: Any, prompts: list[list[int]], outputs: list[list[int]], new_tokens: int, *, noise: float | None
 ) -> list[bool]:
-    """Of each output, whether it is transformers' to the last token. It must be, unless there is `noise`: then they may
-    part where transformers' own logits are a tie within that.
+    """For each output, whether it equals that of transformers. A difference fails the test, unless the logits of
+    transformers for the two tokens differ by at most `noise`.
     """
     return [_is_same(reference, prompt, got, new_tokens, noise) for prompt, got in zip(prompts, outputs, strict=True)]
 

@@ -83,6 +83,11 @@ class Server:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.bootstrap_port}"
 
+    @property
+    def bootstrap(self) -> dict[str, Any]:
+        """Fields of a request that is to use this prefill server."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
+
     def start(self) -> "Server":
         """Start the processes; wait_ready() waits for them. A server that has ended can be started again."""
         arguments = [self.role, "--model", self.model, "--port", str(self.port), "--threads", "1", "--verify-kv"]

@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7]
 POOL = ("--kv-tokens", "16384")
 WAIT_S = 0.2
 OTHERS_S = 1.0
-"""How much longer a request of another client may take during an attack."""
+"""How much longer a request of another client may take during an attack, beside twice the usual time."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def another_client(decode: Server, expected: list[int]) -> Iterator[list[float]]
         done.set()
         sending.result()
     assert times
-    assert max(times) < usual_s + OTHERS_S, times
+    assert max(times) < 2 * usual_s + OTHERS_S, times
 
 
 def test_old_protocol_messages_do_not_delay_others(pair: tuple[Cluster, Server, Server], expected: list[int]) -> None:

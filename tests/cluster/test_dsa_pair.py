@@ -1,4 +1,4 @@
-"""Sparse-attention models through real pairs: both families, any layout to any layout, chunked and retracted."""
+"""Sparse-attention models on real pairs: both families, different layouts, chunked prompts, retraction."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ from tests.cluster.servers import HTTP, Cluster, Server, cluster
 
 TOPK = 16
 LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
-"""Below, at and far above the selection; the last two are several chunks."""
+"""Below, at and far above index_topk; the last two take several chunks."""
 NEW_TOKENS = 12
 PREFILL_PAGE = 16
 
@@ -27,7 +27,7 @@ Layout = tuple[int, int]
 
 
 class Pairs(NamedTuple):
-    """The prefill servers of a model and what transformers says."""
+    """The prefill servers of a model, prompts, and the tokens of transformers."""
 
     servers: Cluster
     model: Path
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
     reference: Any
 
     def decode(self, layout: Layout, *flags: str) -> Server:
-        """A decode server that is paired with all prefill servers."""
+        """Start a decode server that is paired with all prefill servers."""
         endpoints = ",".join(server.endpoint for server in self.sources.values())
         server = self.servers.add(
             "decode", self.model, "--prefill", endpoints, *layout_flags(layout), "--no-prefix-cache", *flags
@@ -54,7 +54,7 @@ def layout_flags(layout: Layout) -> list[str]:
 def serving(
     factory: pytest.TempPathFactory, architecture: DsaArchitecture, layouts: Sequence[Layout], **overrides: Any
 ) -> Iterator[Pairs]:
-    """Prefill servers of these layouts; afterwards they must be clean."""
+    """Start prefill servers of these layouts; afterwards check that they are clean."""
     model = make_dsa_checkpoint(factory.mktemp("model"), architecture, index_topk=TOPK, **overrides)
     flags = ("--page-size", str(PREFILL_PAGE), "--chunk-size", str(3 * PREFILL_PAGE), "--kv-tokens", "4096")
     with cluster(factory.mktemp("logs")) as servers:
@@ -78,8 +78,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    """Its layers share selections where an even cut into two stages would part them. The first stage of two has one
-    indexer for four layers, the second two for two; a third stage would have one of these.
+    """Layers that share a selection must be on one stage, which rules out equal stages. Of two stages the first has one
+    indexer for four layers, the second two for two layers.
     """
     pattern = "FSSSFF"
     shape = {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
@@ -98,8 +98,8 @@ def test_tokens_of_glm_equal_transformers(glm: Pairs, layout: Layout, page_size:
 
 
 def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm: Pairs) -> None:
-    """HiSparse in two stages: under a hot page are eight pages of keys on the first and two on the second. Beside them
-    are buffers for two requests: the one that has the server for itself is resident by what it borrows.
+    """HiSparse in two stages: a hot page covers eight key pages on the first and two on the second. The hot pool has
+    buffers for two requests; a single request is fully resident with lent pages.
     """
     page_size, hot_rows, pages = 8, 2 * TOPK, 200
     hot_pages = 2 * (hot_rows // page_size + 1)
@@ -121,14 +121,15 @@ def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm:
 
 
 def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
-    """From every prefill server to a decode server of `layout`. Two samples of one prompt, which share its full pages
-    and have a last page each, equal the same two alone.
+    """Tokens from every prefill server to a decode server of `layout`. Two samples of one prompt, which share all pages
+    but the last, equal two separate requests.
     """
     decode = pairs.decode(layout, "--page-size", str(page_size), "--kv-tokens", "4096")
     for source in pairs.sources.values():
-        place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda prompt, place=place: decode.generate(prompt, NEW_TOKENS, **place), pairs.prompts)
+            found = pool.map(
+                lambda prompt, source=source: decode.generate(prompt, NEW_TOKENS, **source.bootstrap), pairs.prompts
+            )
         assert list(found) == pairs.expected
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
 
@@ -137,7 +138,7 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
         return HTTP.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status().json()
 
     alone = [sample(seed=seed)["output_ids"] for seed in (3, 4)]
-    assert alone[0] != alone[1], "the seeds make a difference"
+    assert alone[0] != alone[1], "seeds must matter"
     assert [answer["output_ids"] for answer in sample(seed=3, n=2)] == alone
     assert decode.count("chunks_verified") > 0
     assert len(decode.info()["ranks"]) == layout[0] * layout[1]
@@ -146,7 +147,7 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
 
 
 def test_retraction_under_memory_pressure_keeps_tokens(glm: Pairs) -> None:
-    """Six at once in a pool for about two and a half: latent rows and indexer keys go to host memory and come back."""
+    """Six requests in a pool for two and a half: latent rows and indexer keys are copied to host memory and back."""
     decode = glm.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
     prompt = glm.prompts[-1]
     expected = reference_greedy(glm.reference, prompt, 40)
@@ -158,7 +159,7 @@ def test_retraction_under_memory_pressure_keeps_tokens(glm: Pairs) -> None:
 
 
 def test_fp8_rows_are_transferred_from_expert_parallel_ranks(tmp_path: Path, servers: Cluster) -> None:
-    """Prefill on two ranks with half of the experts each. Tokens equal those of one process that packs its rows."""
+    """Prefill has two ranks with half of the experts each. Tokens equal those of one process with fp8 rows."""
     model = make_dsa_checkpoint(tmp_path / "model", index_topk=TOPK)
     flags = ("--kv-dtype", "fp8_e4m3", "--kv-tokens", "4096")
     prefill, decode = servers.pair(

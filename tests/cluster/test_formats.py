@@ -1,4 +1,4 @@
-"""Pairs whose KV is fp8, and pairs whose weights are dummies: right by themselves, refused in a mixture."""
+"""Pairs with fp8 KV and pairs with dummy weights give the right tokens, and do not pair with other servers."""
 
 import random
 from pathlib import Path
@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
 
 
 def refusal(decode: Server) -> str:
-    """What decode says of the prefill server that it does not pair with."""
+    """The reason that decode gives for not pairing with its prefill server."""
 
     def details() -> list[str]:
         return [peer["detail"] for peer in decode.info()["peers"] if peer["state"] == "refused"]
@@ -48,7 +48,7 @@ def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
         reference = load_reference(model)
         got = [decode.generate(prompt, NEW_TOKENS) for prompt in prompts()]
         assert got == [rounded_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
-        assert got != [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()], "rounding shows"
+        assert got != [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()], "rounding must matter"
         token_bytes = 3 * 2 * 2 * 32  # layers, keys and values, heads, dim
         assert decode.count("transfer_bytes") == sum(map(len, prompts())) * token_bytes
         plain = started.add("decode", model, "--prefill", prefill.endpoint, *FLAGS)

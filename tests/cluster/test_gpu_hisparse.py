@@ -20,20 +20,20 @@ LENGTHS = (3, 15, 30, 60, 300, 1500)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
 ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
-"""Of one token: 48 + 16 floats in each layer, and 32 for each indexer."""
+"""Bytes per token: 48 + 16 floats in each layer, 32 floats for each indexer."""
 KV_TOKENS = 8192
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
-"""What all need at once. With no page more nothing is lent when all are there."""
+"""Pages for all prompts at once. With exactly these, no page is lent while all run."""
 LONG_TOKENS = 6000
 LONG_PAGES = ALL_PAGES + -(-(LENGTHS[0] + LONG_TOKENS - 1) // PAGE)
-"""What they need beside one that goes on for long."""
+"""Pages for all prompts and one long-running request."""
 
 
 def hisparse(
     hot_rows: int, hot_pages: int, kv_tokens: int = KV_TOKENS, largest_stage: tuple[int, int] = (4, 2)
 ) -> tuple[str, ...]:
-    """Flags of a decode server whose hot pool has so many pages of its own; the largest stage has so many layers and
-    indexers.
+    """Flags of a decode server with an index for `kv_tokens` tokens and `hot_pages` hot pages beside it;
+    `largest_stage` is its layers and indexers.
     """
     layers, indexers = largest_stage
     page_bytes = PAGE * layers * ROW_BYTES
@@ -51,7 +51,7 @@ def buffers(hot_rows: int, count: int) -> int:
 
 
 def squeezed(times: int, largest_stage: tuple[int, int] = (4, 2)) -> tuple[str, ...]:
-    """A hot pool with a buffer for everybody and four pages more: who starts resident shrinks as the others come."""
+    """A hot pool with one buffer per request and four pages more: fully resident requests become evicting."""
     hot_pages = buffers(times * TOPK, len(LENGTHS)) + 4
     return hisparse(times * TOPK, hot_pages, kv_tokens=ALL_PAGES * PAGE, largest_stage=largest_stage)
 
@@ -80,7 +80,7 @@ DECODES = {
 
 
 class Servers(NamedTuple):
-    """A prefill server without any HiSparse setting, decode servers of all kinds, and what transformers says."""
+    """A prefill server without HiSparse settings, decode servers of all kinds, and the tokens of transformers."""
 
     prefill: Server
     decodes: dict[str, Server]
@@ -88,12 +88,12 @@ class Servers(NamedTuple):
     expected: list[list[int]]
 
     def decode(self, name: str) -> Server:
-        """One that failed to start fails its own tests, not those of the others."""
+        """A server that fails to start fails only the tests that use it."""
         return self.decodes[name].wait_ready(peers=1)
 
 
 def start(started: Cluster, model: Path, flags: tuple[str, ...], decodes: dict[str, tuple[str, ...]]) -> list[Server]:
-    """A prefill server and these decode servers, none of them ready yet: starting is what takes the time."""
+    """Start a prefill server and these decode servers, all at once; does not wait until they are ready."""
     prefill = started.add("prefill", model, *flags, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
     shared = (*flags, "--prefill", prefill.endpoint, "--page-size", str(PAGE))
     servers = [started.add("decode", model, *shared, *own) for own in decodes.values()]
@@ -121,13 +121,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         prefill.check_clean()
 
 
-def ask_all(decode: Server, prompts: list[list[int]]) -> list[list[int]]:
+def generate_all(decode: Server, prompts: list[list[int]]) -> list[list[int]]:
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), prompts))
 
 
 def check_pools(decode: Server) -> dict[str, int]:
-    """Everything is home, in the pools and in the tables on the device; returns the counters."""
+    """All pages are free, in the pools and in the tables on the device; returns the counters."""
     wait_until(decode.idle, 15, "idle")
     decode.check_clean()
     info = decode.settled_info()
@@ -138,18 +138,18 @@ def check_pools(decode: Server) -> dict[str, int]:
 
 
 def test_tokens_without_hisparse_equal_transformers(servers: Servers) -> None:
-    """What the others are held against as well: if this fails, HiSparse is not what is wrong."""
+    """The reference for the other tests: if this fails, the fault is not in HiSparse."""
     plain = servers.decode("plain")
-    assert ask_all(plain, servers.prompts) == servers.expected
+    assert generate_all(plain, servers.prompts) == servers.expected
     plain.check_clean()
 
 
 @pytest.mark.parametrize("name", ["1k-graphs", "2k-graphs", "4k-graphs", "2k-eager", "2k-tp2", "4k-pp2"])
 def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(servers: Servers, name: str) -> None:
-    """All at once, then out of the prefix cache, then each alone: resident at first, or beyond the hot pool at once."""
+    """All at once, again from the prefix cache, then one by one."""
     decode = servers.decode(name)
-    assert ask_all(decode, servers.prompts) == servers.expected
-    assert ask_all(decode, servers.prompts) == servers.expected
+    assert generate_all(decode, servers.prompts) == servers.expected
+    assert generate_all(decode, servers.prompts) == servers.expected
     assert [decode.generate(prompt, NEW_TOKENS) for prompt in servers.prompts] == servers.expected
     counters = check_pools(decode)
     for counter in ("hot_hits", "hot_misses", "hot_write_backs", "prefix_tokens_reused", "chunks_verified"):
@@ -159,7 +159,7 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(se
 
 
 def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Servers) -> None:
-    """The pools of one server are reached in two ways."""
+    """The pools of one server use two transports."""
     for name in DECODES:
         servers.decode(name)
     routes = [peer["transports"] for peer in servers.prefill.info()["peers"]]
@@ -168,22 +168,22 @@ def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Se
 
 
 def test_requests_are_fully_resident_while_memory_is_free(servers: Servers) -> None:
-    """The hot pool has six buffers: all other rows are in free pages of keys."""
+    """The hot pool has six buffers; all other hot rows are in lent key pages."""
     decode = servers.decode("lending")
-    assert ask_all(decode, servers.prompts) == servers.expected
+    assert generate_all(decode, servers.prompts) == servers.expected
     counters = check_pools(decode)
     assert counters["hot_misses"] == 0
     assert counters["hot_write_backs"] > 0
 
 
 def test_request_continues_evicting_when_its_borrowed_pages_are_reclaimed(servers: Servers) -> None:
-    """Keys arrive where its rows were."""
+    """Keys of other requests are written to the pages where its rows were."""
     decode = servers.decode("pressed")
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(decode.generate, servers.prompts[0], LONG_TOKENS)
-        wait_until(lambda: decode.info()["gauges"]["hot_pages_borrowed"] > 0 or long.done(), 30, "a loan")
+        wait_until(lambda: decode.info()["gauges"]["hot_pages_borrowed"] > 0 or long.done(), 30, "pages are lent")
         assert not long.done(), long.result()
-        assert ask_all(decode, servers.prompts) == servers.expected
+        assert generate_all(decode, servers.prompts) == servers.expected
         assert long.result(60)[:NEW_TOKENS] == servers.expected[0]
     counters = check_pools(decode)
     assert counters["hot_misses"] > 0
@@ -206,7 +206,7 @@ def test_requests_queue_and_retract_without_failing_when_buffers_and_pages_are_s
 
 
 def test_sixteen_bit_models_with_experts_give_the_same_tokens_with_and_without_hisparse(tmp_path: Path) -> None:
-    """One at a time: the same kernels on the same rows, wherever these are. Rows of 128 bytes, and packed ones."""
+    """One request at a time uses the same kernels on the same rows. With rows of 128 bytes and with fp8 rows."""
     draw = random.Random(5)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (40, 500)]
     model = make_dsa_checkpoint(
@@ -216,7 +216,7 @@ def test_sixteen_bit_models_with_experts_give_the_same_tokens_with_and_without_h
         "plain": ("--kv-tokens", "2048"),
         "hisparse": (
             "--enable-hisparse",
-            *("--hot-rows", str(TOPK), "--kv-tokens", "560", "--max-running-requests", "2"),  # hardly any to lend
+            *("--hot-rows", str(TOPK), "--kv-tokens", "560", "--max-running-requests", "2"),  # few pages to lend
             *("--kv-memory-gib", str((560 * 4 * 32 * 2 + 6 * PAGE * 4 * 64 * 2) / (1 << 30))),
             *("--host-memory-gib", "0.1"),
         ),

@@ -13,7 +13,7 @@ import transformers
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import load_tokenizer
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
-from tests.cluster.greedy import BF16_LOGIT_NOISE, ask, same_tokens
+from tests.cluster.greedy import BF16_LOGIT_NOISE, generate_all, same_tokens
 from tests.cluster.servers import Server, cluster
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])
 def test_greedy_tokens_equal_transformers(pair: Pair, together: bool) -> None:
-    outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
+    outputs = generate_all(pair.decode, pair.prompts, NEW_TOKENS, together=together)
     same = same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
     assert sum(same) >= len(same) / 2, "ties are rare: most prompts must agree to the last token"
 
@@ -109,5 +109,5 @@ def smollm2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_smollm2_tokens_equal_transformers(smollm2: dict[str, Pair], graphs: str) -> None:
     pair = smollm2[graphs]
     for together in (False, True):
-        outputs = ask(pair.decode, pair.prompts, NEW_TOKENS, together=together)
+        outputs = generate_all(pair.decode, pair.prompts, NEW_TOKENS, together=together)
         same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)

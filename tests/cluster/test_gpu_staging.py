@@ -1,7 +1,7 @@
 """Staged pairs on one GPU: servers of one, two and four ranks that share it, over TCP and through CUDA IPC.
 
-Each test starts the decode servers of one layout and the prefill servers that it needs and nobody has started yet: in
-one process the tests share them, and with several (pytest -n) no process starts what it has no use for.
+Each test starts the decode servers of one layout, and the prefill servers that it needs and that do not run yet. Tests
+in one process share prefill servers; with several processes (pytest -n) each starts only those that it needs.
 """
 
 import functools
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -26,13 +26,13 @@ NEW_TOKENS = 8
 LENGTHS = (1, 17, 48, 131, 333)
 CHUNK = 48
 SOURCES = {1: (1, 2, 4), 2: (1, 4), 4: (2,)}
-"""For each tensor parallelism of decode, those of the prefill servers that it is paired with."""
+"""Tensor parallelism of decode, and of the prefill servers that it is paired with."""
 TRANSPORTS = {"tcp": "tcp", "nvlink": "auto"}
-"""How KV travels, and the setting of the prefill servers that makes it so. Decode servers take both."""
+"""Transport, and --transport of the prefill servers that use it. Decode servers accept both."""
 PAGE_SIZES = {1: 16, 2: 8, 4: 64}
-"""Of the decode servers. Prefill servers have 16."""
+"""Page sizes of the decode servers; those of prefill servers are 16."""
 TOKEN_BYTES = 3 * 2 * 4 * 16 * 4
-"""Layers, keys and values, heads, dimensions, bytes."""
+"""Layers * (keys and values) * heads * dimensions * bytes."""
 CLIENTS = 16
 
 
@@ -43,20 +43,20 @@ class Model:
 
     @functools.cached_property
     def expected(self) -> list[list[int]]:
-        """What transformers continues the prompts with. Takes a while, in which servers can start."""
+        """The tokens of transformers. Computed on first use, while servers start."""
         reference = load_reference(self.directory)
         return [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in self.prompts]
 
 
 class Source(NamedTuple):
-    """Which prefill server."""
+    """Identifies a prefill server."""
 
     transport: str
     tp: int
 
 
 class Prefills:
-    """Prefill servers, each started when a test first wants it."""
+    """Prefill servers, started when a test first needs them."""
 
     def __init__(self, servers: Cluster, model: Model) -> None:
         self.servers = servers
@@ -64,7 +64,7 @@ class Prefills:
         self._started: dict[Source, Server] = {}
 
     def start(self, wanted: Iterable[Source]) -> dict[Source, Server]:
-        """These servers, started but not all ready."""
+        """Start these servers where they do not run yet; does not wait until they are ready."""
         return {source: self._started.get(source) or self._start(source) for source in wanted}
 
     def _start(self, source: Source) -> Server:
@@ -81,10 +81,6 @@ def add_server(servers: Cluster, role: str, model: Model, flags: list[str]) -> S
 def add_decode(prefills: Prefills, sources: Iterable[Server], flags: list[str]) -> Server:
     endpoints = ",".join(source.endpoint for source in sources)
     return add_server(prefills.servers, "decode", prefills.model, ["--prefill", endpoints, *flags])
-
-
-def place_of(source: Server) -> dict[str, Any]:
-    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +141,7 @@ def check_tokens(model: Model, decode: Server, sources: dict[Source, Server]) ->
     cases = [(source, number % len(LENGTHS)) for number in range(CLIENTS) for source in sources]
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = [
-            pool.submit(decode.generate, model.prompts[case], NEW_TOKENS, **place_of(sources[source]))
+            pool.submit(decode.generate, model.prompts[case], NEW_TOKENS, **sources[source].bootstrap)
             for source, case in cases
         ]
         found = [answer.result() for answer in answers]
@@ -192,7 +188,7 @@ def stop_all(servers: Iterable[Server]) -> None:
 
 
 def test_two_stages_with_small_rings_survive_client_disconnects(prefills: Prefills) -> None:
-    """Four prefill ranks and one write into the same rings, of 32 KiB: three dozen tokens."""
+    """Servers of four and of one prefill ranks write into the same rings of 32 KiB, about 36 tokens."""
     model = prefills.model
     sources = list(prefills.start([Source("nvlink", 4), Source("tcp", 1)]).values())
     flags = ["--pp", "2", "--staging", "on", "--staging-ring-mib", "0.03", "--page-size", "8", "--quarantine-s", "2"]
@@ -202,27 +198,27 @@ def test_two_stages_with_small_rings_survive_client_disconnects(prefills: Prefil
     rng = random.Random(11)
     plan = [(rng.randrange(len(LENGTHS)), rng.choice([0.02, 0.1, 0.3])) for _ in range(64)]
 
-    def ask(number: int) -> bool:
-        """Half of the clients leave after a moment. Whether an answer came."""
-        case, moment_s = plan[number]
+    def send(number: int) -> bool:
+        """Half of the clients disconnect early. Returns whether a response came."""
+        case, read_s = plan[number]
         with suppress(httpx.ReadTimeout):
-            answer = httpx.post(
+            response = httpx.post(
                 f"{decode.url}/generate",
-                json=body(model.prompts[case], NEW_TOKENS, **place_of(sources[number // 2 % 2])),
-                timeout=httpx.Timeout(60, read=moment_s if number % 2 else 60),
+                json=body(model.prompts[case], NEW_TOKENS, **sources[number // 2 % 2].bootstrap),
+                timeout=httpx.Timeout(60, read=read_s if number % 2 else 60),
             )
-            assert answer.raise_for_status().json()["output_ids"] == model.expected[case]
+            assert response.raise_for_status().json()["output_ids"] == model.expected[case]
             return True
         return False
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answered = list(pool.map(ask, range(len(plan))))
+        answered = list(pool.map(send, range(len(plan))))
     assert all(answered[::2])
     assert answered.count(False) > 5
-    wait_until(lambda: decode.count("requests_aborted") > 0, 10, "somebody was aborted")
+    wait_until(lambda: decode.count("requests_aborted") > 0, 10, "a request was aborted")
     for source in sources:
-        assert decode.generate(model.prompts[-1], NEW_TOKENS, **place_of(source)) == model.expected[-1]
+        assert decode.generate(model.prompts[-1], NEW_TOKENS, **source.bootstrap) == model.expected[-1]
     assert decode.count("checksum_errors") == 0
-    assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks were cut: the ring is small"
+    assert decode.count("staged_parts") > decode.count("chunks") * 4, "the ring is small: chunks take several parts"
     check_left_behind([decode, *sources])
     stop_all([decode])

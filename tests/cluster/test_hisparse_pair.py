@@ -1,4 +1,4 @@
-"""HiSparse through real pairs: KV goes straight into decode's host memory, attention reads hot rows, tokens agree."""
+"""HiSparse on real pairs: prefill writes KV into decode's host memory, attention reads hot rows, tokens are right."""
 
 import contextlib
 import os
@@ -35,20 +35,20 @@ LENGTHS = (3, 15, 30, 60, 200, 300)
 PAGE = 8
 LAYERS = 4
 ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
-"""Of one token: 48 + 16 floats in each layer, and 32 for each indexer."""
+"""Bytes per token: 48 + 16 floats in each layer, 32 floats for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
-"""What all need at once. With no page more nothing is lent when all are there."""
+"""Pages for all prompts at once. With exactly these, no page is lent while all run."""
 TWO_LENGTH, GROWTH_TOKENS = 416, 8
-"""Two prompts of that length fit into as many pages with their first growth, but not when one has come to its end."""
+"""Two prompts of this length fit into ALL_PAGES with their first growth, but not up to their last token."""
 TWO_BEGUN, TWO_ENDED = (-(-(TWO_LENGTH + tokens) // PAGE) for tokens in (GROWTH_TOKENS, NEW_TOKENS - 1))
-"""Pages of one of them."""
+"""Pages of one of them, at its first growth and at its end."""
 
 PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
 
 class Case(NamedTuple):
-    """A model, and by the number of stages how many layers and indexers the largest has: layers with one index stay
-    together.
+    """A model. `largest_stage`: by number of stages, the layers and indexers of the largest one. Layers that share a
+    selection are on the same stage.
     """
 
     architecture: DsaArchitecture
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     def hisparse(
         self, hot_rows: int, hot_pages: int, kv_tokens: int = 4096, pp: int = 1, page_size: int = PAGE
     ) -> list[str]:
-        """Flags of a decode server whose hot pool has so many pages of its own, behind the index of `kv_tokens`."""
+        """Flags of a decode server with an index for `kv_tokens` tokens and `hot_pages` hot pages beside it."""
         layers, indexers = self.largest_stage[pp]
         page_bytes = page_size * layers * ROW_BYTES
         covered = -(-kv_tokens * indexers * KEY_BYTES // page_bytes)
@@ -77,7 +77,7 @@ CASES = {
 
 
 class Source(NamedTuple):
-    """A prefill server without any HiSparse setting, and what transformers says."""
+    """A prefill server without HiSparse settings, prompts, and the tokens of transformers."""
 
     servers: Cluster
     case: Case
@@ -86,13 +86,13 @@ class Source(NamedTuple):
     prompts: list[list[int]]
     expected: list[list[int]]
     continued: list[int]
-    """What comes after the answer to the longest prompt."""
+    """The tokens after the output of the longest prompt."""
     two: list[list[int]]
     """Prompts of TWO_LENGTH tokens."""
     expected_of_two: list[list[int]]
 
     def decode(self, *flags: str, spare: Server | None = None) -> Server:
-        """A decode server, paired with the prefill server and with a spare one."""
+        """Start a decode server that is paired with the prefill server and with `spare`."""
         endpoints = [server.endpoint for server in (self.prefill, spare) if server is not None]
         to_prefill = ("--prefill", ",".join(endpoints))
         return self.servers.add("decode", self.model, *to_prefill, *flags).wait_ready(peers=len(endpoints))
@@ -120,13 +120,13 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Source(servers, case, model, prefill, prompts, expected, continued, two, expected_of_two)
 
 
-def ask_all(decode: Server, source: Source) -> list[list[int]]:
+def generate_all(decode: Server, source: Source) -> list[list[int]]:
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), source.prompts))
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """What Prometheus would read, less what has labels."""
+    """All metrics without labels."""
     families = text_string_to_metric_families(HTTP.get(f"{server.url}/metrics", timeout=5).text)
     return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
@@ -139,13 +139,13 @@ def metrics(server: Server) -> dict[str, float]:
 def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     source: Source, hot_rows: int, layout: tuple[int, int]
 ) -> None:
-    """All at once: short and long ones, some resident at first, all of which shrink as the others come."""
+    """Short and long prompts at once. Some are fully resident at first; all become evicting as others arrive."""
     buffers = len(LENGTHS) * (hot_rows // PAGE + 1)
     tp, pp = layout
     sizes = source.case.hisparse(hot_rows, max(buffers + 4, TWO_ENDED), kv_tokens=ALL_PAGES * PAGE, pp=pp)
     decode = source.decode(*sizes, "--tp", str(tp), "--growth-tokens", str(GROWTH_TOKENS))
-    assert ask_all(decode, source) == source.expected
-    assert ask_all(decode, source) == source.expected  # prompts come from the prefix cache, whose rows are shared
+    assert generate_all(decode, source) == source.expected
+    assert generate_all(decode, source) == source.expected  # from the prefix cache, with shared rows
     counters = decode.settled_info()["counters"]
     assert counters["prefix_tokens_reused"] > 0
     assert counters["chunks_verified"] > 0
@@ -157,7 +157,7 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
 
 
 def check_conversation(decode: Server, source: Source) -> None:
-    """Rows that decode has written back are part of a prefix as well, in host memory like those that prefill wrote."""
+    """Rows that decode has written back to host memory are reused as a prefix, like those that prefill wrote."""
     prompt, answer = source.prompts[-1], source.expected[-1]
     HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
     assert decode.generate(prompt, NEW_TOKENS) == answer
@@ -168,8 +168,8 @@ def check_conversation(decode: Server, source: Source) -> None:
 
 
 def check_retraction(decode: Server, source: Source) -> None:
-    """Of two that come together one has to give up its pages before either has ended. When the other has, it goes on:
-    resident, with a hot buffer in which there is nothing of its own.
+    """One of two requests is retracted before either has finished. It resumes when the other one ends: fully resident,
+    with a hot buffer that has none of its rows yet.
     """
     assert 2 * TWO_BEGUN <= ALL_PAGES < TWO_BEGUN + TWO_ENDED
     assert decode.count("retractions") == 0
@@ -180,7 +180,7 @@ def check_retraction(decode: Server, source: Source) -> None:
 
 
 def check_metrics(found: dict[str, float]) -> None:
-    """Of an idle server that has answered everybody twice."""
+    """Metrics of an idle server after all prompts have run twice."""
     steps = 2 * len(LENGTHS) * (NEW_TOKENS - 1)
     assert found["pdserve_hot_write_backs_total"] == steps * LAYERS
     misses = found["pdserve_hot_misses_total"]
@@ -197,7 +197,7 @@ def check_metrics(found: dict[str, float]) -> None:
 
 
 class Listener:
-    """The control port of a prefill server that computes and writes nothing: what decode tells it, in order."""
+    """The control port of a prefill server that computes and writes nothing, and the messages of decode to it."""
 
     def __init__(self, port: int, me: Welcome, check: Callable[[Hello], str | None] = lambda _: None) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -210,27 +210,27 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.control.close()
 
-    def hear(self) -> MessageReceived:
-        """The next message; what else happens is of no interest here."""
+    def receive(self) -> MessageReceived:
+        """The next message; other events are skipped."""
         while not isinstance(event := self._events.get(timeout=30), MessageReceived):
             pass
         return event
 
 
 def introduction(port: int) -> Hello:
-    """What a decode server that looks for its prefill server at this port says first. It is turned away."""
-    heard: queue.SimpleQueue[Hello] = queue.SimpleQueue()
+    """The Hello of a decode server that connects to this port. It is refused."""
+    received: queue.SimpleQueue[Hello] = queue.SimpleQueue()
 
-    def turn_away(hello: Hello) -> str:
-        heard.put(hello)
+    def refuse(hello: Hello) -> str:
+        received.put(hello)
         return "not yet"
 
-    with Listener(port, Welcome(PROTOCOL_VERSION, InstanceId("nobody"), "", "", ()), turn_away):
-        return heard.get(timeout=60)
+    with Listener(port, Welcome(PROTOCOL_VERSION, InstanceId("none"), "", "", ()), refuse):
+        return received.get(timeout=60)
 
 
 def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_acknowledges(source: Source) -> None:
-    """The one that asked is gone at once; its pages are nobody's until the writer says that it has stopped."""
+    """An aborted request ends at once; its pages stay held until prefill acknowledges the abort."""
     port, tokens = free_port(), 60
     flags = ("--prefill", f"127.0.0.1:{port}", *source.case.hisparse(TOPK, 12, kv_tokens=512))
     decode = source.servers.add("decode", source.model, *flags)
@@ -244,20 +244,20 @@ def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_ackno
     with Listener(port, me) as prefill, ThreadPoolExecutor(1) as pool:
         decode.wait_ready(peers=1)
         answer = pool.submit(decode.post, source.prompts[-1][:tokens], 4)
-        told = prefill.hear()
-        assert isinstance(told.message, KvDestination)
-        assert (told.message.enable_hisparse, told.message.granularity) == (True, "page")
-        prompt, pages = (array.tolist() for array in told.arrays)
+        request = prefill.receive()
+        assert isinstance(request.message, KvDestination)
+        assert (request.message.enable_hisparse, request.message.granularity) == (True, "page")
+        prompt, pages = (array.tolist() for array in request.arrays)
         assert prompt == source.prompts[-1][:tokens]
         assert len(set(pages)) == len(pages) == -(-tokens // PAGE)
         assert set(pages) <= set(range(512 // PAGE))
         HTTP.post(f"{decode.url}/abort_request", json={"abort_all": True}).raise_for_status()
         assert answer.result(10).status_code == 499
-        given_up = prefill.hear().message
-        assert isinstance(given_up, Abort)
+        abort = prefill.receive().message
+        assert isinstance(abort, Abort)
         assert decode.settled_info()["states"]["draining"] == 1
         assert metrics(decode)["pdserve_kv_pages_held"] == len(pages)
-        prefill.control.send(told.instance, AbortAck(given_up.key))
+        prefill.control.send(request.instance, AbortAck(abort.key))
         wait_until(decode.idle, 10, "the pages are free")
         decode.check_clean()
     assert decode.stop() == 0
@@ -267,7 +267,7 @@ def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_ackno
 def test_prefill_and_decode_page_sizes_may_differ(
     source: Source, prefill_page: int, chunk_size: int, decode_page: int
 ) -> None:
-    """Chunks end within pages, last pages are partly filled; rows are swapped in from there."""
+    """Chunks end within pages and last pages are partly filled; rows are swapped in from them."""
     flags = ("--page-size", str(prefill_page), "--chunk-size", str(chunk_size), "--kv-tokens", "1024")
     prefill = source.servers.add("prefill", source.model, *flags)
     hot_pages = 2 * (4 * TOPK // decode_page + 1)
@@ -275,7 +275,7 @@ def test_prefill_and_decode_page_sizes_may_differ(
     decode = source.servers.add("decode", source.model, "--prefill", prefill.endpoint, *sizes, "--no-prefix-cache")
     prefill.wait_ready()
     decode.wait_ready(peers=1)
-    assert ask_all(decode, source) == source.expected
+    assert generate_all(decode, source) == source.expected
     counters = decode.settled_info()["counters"]
     assert counters["chunks_verified"] > len(LENGTHS)
     assert counters["hot_misses"] > 0
@@ -286,16 +286,16 @@ def test_prefill_and_decode_page_sizes_may_differ(
 
 def test_requests_are_fully_resident_while_memory_is_free(source: Source) -> None:
     decode = source.decode(*source.case.hisparse(2 * TOPK, 400))
-    assert decode.generate(source.prompts[-1], 1) == source.expected[-1][:1]  # over when its KV arrives
+    assert decode.generate(source.prompts[-1], 1) == source.expected[-1][:1]  # ends when its KV arrives
     found: dict[str, float] = {}
 
     def in_use() -> bool:
         found.update(metrics(decode))
         return found["pdserve_hot_buffers"] > 0
 
-    long_tokens = 400  # longer at work than a report of the leader takes
+    long_tokens = 400  # runs longer than the interval of reports
     with ThreadPoolExecutor(2) as pool:
-        answers = pool.submit(lambda: (ask_all(decode, source), ask_all(decode, source)))
+        answers = pool.submit(lambda: (generate_all(decode, source), generate_all(decode, source)))
         long = pool.submit(decode.generate, source.prompts[0], long_tokens)
         wait_until(in_use, 30, "hot buffers in use")
         assert answers.result(60) == (source.expected, source.expected)
@@ -312,8 +312,8 @@ def test_requests_are_fully_resident_while_memory_is_free(source: Source) -> Non
 
 
 def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source: Source) -> None:
-    """The hot pool has a buffer for everybody and nothing else. One that has the server for itself is resident; those
-    who come then need all pages there are, and it goes on with its buffer.
+    """The hot pool has one buffer per request. A single request is fully resident with lent pages. The following ones
+    need all pages, and it continues as evicting.
     """
     long_tokens, buffers = 500, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
     pages = ALL_PAGES + -(-(LENGTHS[0] + long_tokens - 1) // PAGE)
@@ -323,8 +323,8 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
     assert decode.count("hot_misses") == decode.count("hot_hits") == 0
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(decode.generate, source.prompts[0], long_tokens)
-        wait_until(lambda: metrics(decode)["pdserve_hot_pages_borrowed"] > 0, 30, "a loan")
-        assert ask_all(decode, source) == source.expected
+        wait_until(lambda: metrics(decode)["pdserve_hot_pages_borrowed"] > 0, 30, "pages are lent")
+        assert generate_all(decode, source) == source.expected
         assert long.result(60)[:NEW_TOKENS] == source.expected[0]
     counters = decode.settled_info()["counters"]
     assert counters["hot_misses"] > 0
@@ -340,8 +340,8 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
 def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_scarce(
     source: Source, layout: tuple[int, int]
 ) -> None:
-    """Two hot buffers, two request slots and pages for about two of the long prompts, for six requests, four that are
-    aborted and some that are too long; and a prefill server that is killed.
+    """Two hot buffers, two request slots and pages for about two of the long prompts. There are six requests, four that
+    time out and some that are too long, and a prefill server is killed.
     """
     spare = source.servers.add("prefill", source.model, *PREFILL)
     tp, pp = layout
@@ -382,7 +382,7 @@ def test_hisparse_refuses_dense_models_and_impossible_hot_rows(source: Source, t
         (dense, [], "enable_hisparse needs a model with sparse attention"),
         (source.model, ["--hot-rows", "8"], "hot_rows = 8 is below the model's index_topk = 16"),
     ]
-    if FULL:  # tests/memory has them, too
+    if FULL:  # tests/memory covers them too
         refused += [
             (source.model, ["--hot-rows", "20"], "hot_rows = 20 must be a multiple of page_size = 8"),
             (source.model, ["--host-memory-gib", "9999"], "host_memory_gib = 9999"),

@@ -1,4 +1,4 @@
-"""What a user sees when something about the launch is wrong: one line that says what to do, exit code 2."""
+"""Mistakes at launch end the command with exit code 2 and one line that names the remedy."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from tests.ports import free_port
 
 
 def launch(*arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of a command that is expected to end by itself."""
+    """Exit code and stderr of a command that ends without a signal."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-P", "-m", "pdserve.server", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Token for token what transformers says, through two real processes, the real Mooncake engine and real sockets."""
+"""Tokens of a real pair (processes, Mooncake, sockets) equal those of transformers."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ CASES = {
     "qwen3-qk-norm": Case("qwen3", {}, decode_page=1),
 }
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
-"""`make test-matrix`: every model; otherwise those that no other pair of this folder serves."""
+"""`make test-matrix`: every model; otherwise those that no other test in this folder serves."""
 
 
 class Pair(NamedTuple):
@@ -89,7 +89,7 @@ def test_batch_equals_transformers(pair: Pair) -> None:
 
 
 def test_concurrent_streams_equal_transformers_while_the_batch_changes(pair: Pair) -> None:
-    """Different lengths and budgets at once: sequences join and leave the batch while others run."""
+    """Different prompt and output lengths at once: sequences join and leave the batch while others run."""
     budgets = [NEW_TOKENS - index % 5 for index in range(len(pair.prompts))]
     with ThreadPoolExecutor(len(pair.prompts)) as pool:
         results = list(pool.map(lambda args: stream(pair.decode, *args), zip(pair.prompts, budgets, strict=True)))
@@ -100,7 +100,7 @@ def test_concurrent_streams_equal_transformers_while_the_batch_changes(pair: Pai
 
 
 def stream(server: Server, prompt: list[int], new_tokens: int) -> list[dict[str, Any]]:
-    """All events of a streamed request; the stream must end in [DONE]."""
+    """All events of a streamed request. The stream must end with [DONE]."""
     with HTTP.stream(
         "POST", f"{server.url}/generate", json=body(prompt, new_tokens, stream=True), timeout=60
     ) as response:
@@ -110,7 +110,7 @@ def stream(server: Server, prompt: list[int], new_tokens: int) -> list[dict[str,
 
 
 def test_timeline_adds_up_to_the_latency(pair: Pair) -> None:
-    """It is the leader's; the latency is the front's, and has the way between them in it."""
+    """The leader measures the timeline and the frontend the latency, which includes the messages between the two."""
     elsewhere_s = []
     for _ in range(5):
         info = pair.decode.post(pair.prompts[-1], NEW_TOKENS).json()["meta_info"]
@@ -122,7 +122,7 @@ def test_timeline_adds_up_to_the_latency(pair: Pair) -> None:
 
 
 def test_eos_and_stop_tokens_end_a_request(pair: Pair) -> None:
-    """The token that ends a request is part of its output, and is named."""
+    """The token that ends a request is part of its output and named in finish_reason."""
     prompt, expected = pair.prompts[3], pair.expected[3]
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "stop_token_ids": [expected[4]], "ignore_eos": True}
     response = HTTP.post(
@@ -150,4 +150,4 @@ def test_seed_gives_the_same_tokens_in_any_batch(pair: Pair) -> None:
 def test_logs_hold_only_lines_of_pdserve(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         for line in Path(server.log).read_text().splitlines():
-            assert f" {server.role}: " in line, f"not ours: {line!r}"
+            assert f" {server.role}: " in line, f"not a line of pdserve: {line!r}"

@@ -1,6 +1,6 @@
-"""Random mixes of all options, aborts and disconnects against a live pair: in the end all is free and nothing is open.
+"""Random requests with all options, aborts and disconnects; afterwards all pages are free and no request is open.
 
-The pool is small, so that requests queue, are retracted and share prefixes; every chunk of KV is checksummed.
+The pool is small, so that requests queue, are retracted and share prefixes. Every chunk of KV is checksummed.
 """
 
 import random
@@ -61,7 +61,7 @@ REQUESTS = st.fixed_dictionaries(
 
 
 def to_body(request: dict[str, Any], rid: str) -> dict[str, Any]:
-    """Prompts of one family share their beginning."""
+    """Prompts of one family share a prefix."""
     draw = random.Random(request["family"])
     sampling = {
         "max_new_tokens": request["new_tokens"],
@@ -93,7 +93,7 @@ def to_body(request: dict[str, Any], rid: str) -> dict[str, Any]:
 
 
 ALLOWED = {200, 413, 429, 499, 504}
-"""Done, too large for the small pool, queue full, aborted, deadline."""
+"""Finished, too large for the pool, queue full, aborted, deadline."""
 
 
 def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) -> None:

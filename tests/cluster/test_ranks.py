@@ -1,4 +1,4 @@
-"""Tensor- and pipeline-parallel servers of real processes: any layout to any layout, and ranks that die."""
+"""Tensor- and pipeline-parallel servers: any layout to any layout, and ranks that are lost."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from tests.processes import gone
 NEW_TOKENS = 10
 LENGTHS = (1, 17, 48, 131)
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
-"""`make test-matrix`: every combination; otherwise a few that have everything in them."""
+"""`make test-matrix`: every combination; otherwise a few that cover every kind of transfer."""
 
 Layout = tuple[int, int]
 """Tensor-parallel ranks and pipeline stages."""
@@ -27,9 +27,9 @@ LAYOUTS: tuple[Layout, ...] = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 PREFILL = LAYOUTS if FULL else ((1, 1), (4, 1), (2, 2))
 DECODE = LAYOUTS if FULL else ((2, 1), (1, 2))
 RETRACTING = ((1, 2), (2, 1)) if FULL else ((1, 2),)
-"""Decode servers with a pool too small for all."""
+"""Layouts of decode servers whose pool is too small for all requests."""
 PAGE_SIZES = {(1, 1): 16, (2, 1): 8, (4, 1): 16, (1, 2): 64, (2, 2): 1}
-"""Of the decode servers. Prefill servers have 16."""
+"""Page sizes of the decode servers; those of prefill servers are 16."""
 
 
 class Model(NamedTuple):
@@ -40,7 +40,7 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Five layers, so that stages are uneven, and two KV heads for four ranks, so that some hold the same one."""
+    """Five layers make stages unequal. With two KV heads for four ranks, two ranks each hold the same head."""
     directory = make_checkpoint(
         tmp_path_factory.mktemp("ranks-model"),
         "qwen3",
@@ -87,9 +87,10 @@ def test_tokens_equal_transformers_for_all_layouts(
     )
     decode.wait_ready(peers=len(sources))
     for source in sources.values():
-        place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda prompt, place=place: decode.generate(prompt, NEW_TOKENS, **place), model.prompts)
+            found = pool.map(
+                lambda prompt, source=source: decode.generate(prompt, NEW_TOKENS, **source.bootstrap), model.prompts
+            )
         assert list(found) == model.expected
     assert decode.count("chunks_verified") > 0
     assert len(decode.info()["ranks"]) == layout[0] * layout[1]
@@ -108,7 +109,7 @@ def rank_pids(server: Server) -> list[int]:
 def test_retraction_under_memory_pressure_keeps_tokens(
     prefills: tuple[Cluster, dict[Layout, Server]], model: Model, layout: Layout
 ) -> None:
-    """Eight at once in a pool for about three."""
+    """Eight requests at once in a pool for about three."""
     servers, sources = prefills
     tp, pp = layout
     source = sources[1, 1].endpoint
@@ -126,10 +127,10 @@ def test_retraction_under_memory_pressure_keeps_tokens(
 
 
 def test_pipeline_stages_overlap(tmp_path: Path) -> None:
-    """With eight requests and two stages, the stages are busy for longer than they could be one after the other.
+    """With eight requests, the busy time of the two stages adds up to more than the elapsed time.
 
-    The model is large enough for its steps to take longer than what is between them. On a machine that does other
-    things as well, one try may fail; stages that took turns would never succeed.
+    The model is large enough for steps to take longer than the overhead between them. One attempt may fail on a busy
+    machine; stages that run one after the other would never pass.
     """
     model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6, hidden_size=512, intermediate_size=2048)
     prompt = list(range(20))
@@ -146,11 +147,11 @@ def test_pipeline_stages_overlap(tmp_path: Path) -> None:
                 assert list(pool.map(lambda _: decode.generate(prompt, 200), range(8))) == [alone] * 8
             wall = time.monotonic() - started
             shares = {name: (value - before[name]) / wall for name, value in busy().items()}
-            print(f"share of the time each stage was at work: {shares}, bubble {1 - sum(shares.values()) / 2:.2f}")
+            print(f"share of time that each stage was busy: {shares}, bubble {1 - sum(shares.values()) / 2:.2f}")
             assert len(shares) == 2
             if sum(shares.values()) > 1.1:
                 return
-    raise AssertionError("the stages took turns")
+    raise AssertionError("the stages did not overlap")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -178,7 +179,7 @@ def test_server_exits_within_seconds_when_a_rank_is_lost(
 
 
 def test_server_on_two_machines_serves_and_stops(model: Model, tmp_path: Path) -> None:
-    """Two machines are two sets of processes that meet at an address; the second only computes, and ends with it."""
+    """Each machine is a set of processes. The second one only computes, and ends with the first."""
     with cluster(tmp_path) as servers:
         key = ["--cluster-key", "a secret of the whole cluster"]
         prefill = servers.add("prefill", model.directory, *key)

@@ -1,4 +1,4 @@
-"""Everything an ordinary user sends, and everything an ordinary load does, through a real pair."""
+"""Ordinary requests and ordinary load on a real pair."""
 
 import json
 import random
@@ -22,7 +22,7 @@ class Pair(NamedTuple):
     reference: Any
 
     def post(self, **request: Any) -> Any:
-        """The JSON answer of /generate."""
+        """The JSON response of /generate."""
         return HTTP.post(f"{self.decode.url}/generate", json=request, timeout=60).raise_for_status().json()
 
 
@@ -43,7 +43,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 
 
 class Source(NamedTuple):
-    """A prefill server that decode servers with pools of their own share."""
+    """A prefill server that several decode servers use."""
 
     servers: Cluster
     prefill: Server
@@ -53,7 +53,7 @@ class Source(NamedTuple):
         return server.wait_ready(peers=1)
 
     def end(self, decode: Server) -> None:
-        """Nothing is left on either side."""
+        """Check that both servers are clean, and stop decode."""
         self.prefill.check_clean()
         decode.check_clean()
         assert decode.stop() == 0
@@ -72,7 +72,7 @@ def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> Non
         pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100 + index})["output_ids"]
         for index in range(4)
     ]
-    assert len({tuple(tokens) for tokens in singles}) > 1, "the seeds make a difference"
+    assert len({tuple(tokens) for tokens in singles}) > 1, "seeds must matter"
     before = pair.decode.count("transfers")
     samples = pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100, "n": 4})
     assert [sample["output_ids"] for sample in samples] == singles
@@ -80,7 +80,7 @@ def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> Non
 
 
 def test_second_request_with_the_same_prefix_transfers_only_new_pages(pair: Pair) -> None:
-    """Prefill computes only what is new, and only what decode lacks goes over the wire."""
+    """Prefill computes only new tokens and transfers only pages that decode does not have."""
     shared = prompt_of(10 * PAGE, seed=2)
     first, second = shared + prompt_of(5, seed=3), shared + prompt_of(7, seed=4)
     assert pair.post(**body(first, 8))["meta_info"]["cached_tokens"] == 0
@@ -104,7 +104,7 @@ def test_every_stream_event_has_the_cached_tokens(pair: Pair) -> None:
 
 
 def test_next_turn_of_a_conversation_reuses_generated_tokens(pair: Pair) -> None:
-    """Decode keeps what it generated; the next turn transfers less than its own prompt."""
+    """Decode caches what it has generated; the next turn transfers only the rest of its prompt."""
     prompt = prompt_of(20, seed=5)
     answer = pair.post(**body(prompt, 40))["output_ids"]
     following = prompt + answer + prompt_of(3, seed=6)
@@ -124,9 +124,9 @@ def test_flush_cache_drops_prefixes(pair: Pair) -> None:
 
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 150])
 def test_logprobs_equal_transformers(pair: Pair, length: int) -> None:
-    """Of the prompt (computed on prefill, chunk by chunk, cached or not) and of the output."""
+    """For the prompt (computed on prefill in chunks, cached or not) and for the output."""
     prompt = prompt_of(length, seed=length)
-    pair.post(**body(prompt, 1))  # its prefix is cached now
+    pair.post(**body(prompt, 1))  # caches its prefix
     meta = pair.post(**body(prompt, 6), return_logprob=True, top_logprobs_num=3, logprob_start_len=0)["meta_info"]
     tokens = prompt + reference_greedy(pair.reference, prompt, 6)
     expected = torch.log_softmax(reference_logits(pair.reference, tokens), dim=-1)
@@ -142,7 +142,7 @@ def test_logprobs_equal_transformers(pair: Pair, length: int) -> None:
 
 
 def test_penalties_act_across_prefill_and_decode(pair: Pair) -> None:
-    """A strong presence penalty: no token twice, from the first (drawn on prefill) to the last."""
+    """Biased tokens do not occur, from the first token (sampled on prefill) to the last."""
     sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "presence_penalty": 2.0}
     plain = pair.post(**body(prompt_of(9, seed=8), 40))["output_ids"]
     bias = {str(token): -100 for token in set(plain)}
@@ -165,7 +165,7 @@ def test_request_ended_by_a_stop_string_has_a_timeline(pair: Pair) -> None:
 def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
     source: Source, llama: Path, retract_memory_gib: str
 ) -> None:
-    """Everybody gets the tokens they would get alone, and nobody fails."""
+    """Each request gets the tokens of a single request, and none fails."""
     flags = ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib)
     decode = source.decode(*flags)
     reference = load_reference(llama)
@@ -176,7 +176,9 @@ def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0
     copied = counters["retractions"] - counters["retractions_recomputed"]
-    assert (copied > 0) == (retract_memory_gib == "1"), "at least until it is known that computing takes less time"
+    assert (copied > 0) == (retract_memory_gib == "1"), (
+        "copied at least until decode has measured that computing takes less time"
+    )
     source.end(decode)
 
 
@@ -192,7 +194,7 @@ def test_full_queue_responds_429(source: Source) -> None:
 
 
 def test_small_requests_overtake_a_large_one_without_starving_it(source: Source) -> None:
-    """The pool is busy; a request that needs nearly all of it waits while small ones flow, and gets its turn."""
+    """A request that needs nearly the whole pool waits while small ones pass, and is then served."""
     decode = source.decode("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
     with ThreadPoolExecutor(40) as pool:
         running = [pool.submit(decode.post, prompt_of(20, seed=index), 400) for index in range(6)]
@@ -212,11 +214,11 @@ def test_request_past_its_deadline_responds_504(pair: Pair) -> None:
 
 
 def test_higher_priority_goes_first(source: Source) -> None:
-    """One at a time: of those that wait, the important one is served next."""
+    """The pool serves one request at a time: of those that wait, the one with the highest priority is next."""
     decode = source.decode("--kv-tokens", "1536", "--growth-tokens", "2000")
     ended: list[str] = []
 
-    def ask(name: str, priority: int) -> None:
+    def send(name: str, priority: int) -> None:
         decode.post(prompt_of(20, seed=len(name)), 800, priority=priority).raise_for_status()
         ended.append(name)
 
@@ -228,16 +230,16 @@ def test_higher_priority_goes_first(source: Source) -> None:
         lines = running.iter_lines()
         next(lines)
         for name in ("a", "b"):
-            pool.submit(ask, name, 0)
+            pool.submit(send, name, 0)
         wait_until(lambda: decode.info()["states"]["queued"] == 2, 10, "two wait")
-        pool.submit(ask, "urgent", 5)
+        pool.submit(send, "urgent", 5)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert (ended[0], sorted(ended)) == ("urgent", ["a", "b", "urgent"])
     source.end(decode)
 
 
 def test_prompt_longer_than_the_prefill_pool_responds_413(source: Source) -> None:
-    """Its pages differ from those of decode, too: what that costs is in the log of prefill."""
+    """The page sizes differ as well; the log of prefill names the cost."""
     model = source.prefill.model
     small = source.servers.add("prefill", model, "--kv-tokens", "256", "--chunk-size", "64", "--page-size", "8")
     decode = source.servers.add("decode", model, "--prefill", small.endpoint, "--kv-tokens", "2048")
@@ -255,7 +257,7 @@ def test_prompt_longer_than_the_prefill_pool_responds_413(source: Source) -> Non
 
 
 def test_timeline_separates_waiting_from_computing(pair: Pair) -> None:
-    """Time behind others is no time of computing, and a list of prompts needs no room for each in the queue."""
+    """prefill_queue is the time behind other prompts, prefill the time of computing."""
     outputs = pair.post(
         input_ids=[prompt_of(640, 100 + number) for number in range(6)],
         sampling_params={"max_new_tokens": 1, "temperature": 0},
@@ -263,5 +265,5 @@ def test_timeline_separates_waiting_from_computing(pair: Pair) -> None:
     timelines = sorted((output["meta_info"]["timeline"] for output in outputs), key=lambda stages: sum(stages.values()))
     waits, computing = ([stages[name] for stages in timelines] for name in ("prefill_queue", "prefill"))
     assert waits[-1] > 2 * waits[0]
-    assert waits[-1] > computing[-1], "five of six were before it"
-    assert all(stages["queue"] < 0.2 for stages in timelines), "there is memory enough"
+    assert waits[-1] > computing[-1], "it waited for five others"
+    assert all(stages["queue"] < 0.2 for stages in timelines), "decode has enough memory"

@@ -1,4 +1,4 @@
-"""Pairs of real servers that share heads out differently: the same tokens, one write per part, nothing left behind."""
+"""Real pairs with different tensor parallelism: right tokens, one write per staged part, nothing left in the rings."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -18,18 +18,18 @@ from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_unt
 NEW_TOKENS = 8
 LENGTHS = (1, 17, 48, 131, 333)
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
-"""`make test-matrix`: every combination; otherwise a few that have everything in them."""
+"""`make test-matrix`: every combination; otherwise a few that cover staged and direct transfers."""
 PREFILL_TP = (1, 2, 4) if FULL else (1, 4)
 DECODE: tuple[tuple[int, str], ...] = ((1, "auto"), (1, "off"), (2, "on"))
-"""Ranks and setting of the decode servers."""
+"""Ranks and --staging of the decode servers."""
 if FULL:
     DECODE = tuple((tp, staging) for tp in (1, 2, 4) for staging in ("auto", "on", "off"))
 PAGE_SIZES = {1: 16, 2: 8, 4: 64}
-"""Of the decode servers. Prefill servers have 16."""
+"""Page sizes of the decode servers; those of prefill servers are 16."""
 TOKEN_BYTES = 3 * 2 * 4 * 16 * 4
-"""Layers, keys and values, heads, dimensions, bytes."""
+"""Layers * (keys and values) * heads * dimensions * bytes."""
 SMALL_RING = ["--staging-ring-mib", "0.03", "--page-size", "8", "--no-prefix-cache", "--quarantine-s", "2"]
-"""32 KiB: two or four dozen tokens."""
+"""A ring of 32 KiB holds about 20 to 40 tokens."""
 
 
 class Model(NamedTuple):
@@ -74,10 +74,6 @@ def add_decode(servers: Cluster, model: Model, sources: list[Server], *flags: st
     return decode.wait_ready(peers=len(sources))
 
 
-def place_of(source: Server) -> dict[str, Any]:
-    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": source.bootstrap_port}
-
-
 def check_nothing_staged(*servers: Server) -> None:
     for server in servers:
         gauges = server.settled_info()["gauges"]
@@ -89,7 +85,7 @@ def check_nothing_staged(*servers: Server) -> None:
 def test_tokens_equal_transformers_and_each_part_is_one_write(
     prefills: tuple[Cluster, dict[int, Server]], model: Model, tp: int, staging: str
 ) -> None:
-    """Sixteen at once from each prefill server. Each pair of ranks that share heads stages a chunk in one part."""
+    """Sixteen requests at once from each prefill server. Ranks that share heads stage each chunk as one part."""
     servers, sources = prefills
     flags = ["--tp", str(tp), "--page-size", str(PAGE_SIZES[tp]), "--staging", staging, "--no-prefix-cache"]
     decode = add_decode(servers, model, list(sources.values()), *flags)
@@ -97,7 +93,7 @@ def test_tokens_equal_transformers_and_each_part_is_one_write(
         before = source.settled_info()["counters"]
         cases = [index % len(LENGTHS) for index in range(16)]
         with ThreadPoolExecutor(16) as pool:
-            answers = [pool.submit(decode.post, model.prompts[case], NEW_TOKENS, **place_of(source)) for case in cases]
+            answers = [pool.submit(decode.post, model.prompts[case], NEW_TOKENS, **source.bootstrap) for case in cases]
             found = [answer.result().raise_for_status().json()["output_ids"] for answer in answers]
         assert found == [model.expected[case] for case in cases]
         after = source.settled_info()["counters"]
@@ -118,37 +114,37 @@ def test_tokens_equal_transformers_and_each_part_is_one_write(
 def test_ring_smaller_than_a_request_survives_client_disconnects(
     prefills: tuple[Cluster, dict[int, Server]], model: Model
 ) -> None:
-    """One prefill rank and four write into the same two rings."""
+    """Servers of one and of four prefill ranks write into the same two rings."""
     servers, sources = prefills
     both = [sources[1], sources[4]]
     decode = add_decode(servers, model, both, *SMALL_RING, "--tp", "2")
     rng = random.Random(11)
     plan = [(rng.randrange(len(LENGTHS)), rng.choice([0.02, 0.1, 0.3])) for _ in range(48)]
 
-    def ask(number: int) -> bool:
-        """Half of the clients leave after a moment. Whether an answer came."""
-        case, moment_s = plan[number]
+    def send(number: int) -> bool:
+        """Half of the clients disconnect early. Returns whether a response came."""
+        case, read_s = plan[number]
         with suppress(httpx.ReadTimeout):
-            answer = HTTP.post(
+            response = HTTP.post(
                 f"{decode.url}/generate",
-                json=body(model.prompts[case], NEW_TOKENS, **place_of(both[number // 2 % 2])),
-                timeout=httpx.Timeout(60, read=moment_s if number % 2 else 60),
+                json=body(model.prompts[case], NEW_TOKENS, **both[number // 2 % 2].bootstrap),
+                timeout=httpx.Timeout(60, read=read_s if number % 2 else 60),
             )
-            assert answer.raise_for_status().json()["output_ids"] == model.expected[case]
+            assert response.raise_for_status().json()["output_ids"] == model.expected[case]
             return True
         return False
 
     with ThreadPoolExecutor(16) as pool:
-        answered = list(pool.map(ask, range(len(plan))))
+        answered = list(pool.map(send, range(len(plan))))
     assert all(answered[::2])
-    wait_until(lambda: decode.count("requests_aborted") > 0, 10, "somebody was aborted")
+    wait_until(lambda: decode.count("requests_aborted") > 0, 10, "a request was aborted")
     assert answered.count(False) > 5
     for source in both:
         before = source.count("staged_parts")
-        assert decode.generate(model.prompts[-1], NEW_TOKENS, **place_of(source)) == model.expected[-1]
+        assert decode.generate(model.prompts[-1], NEW_TOKENS, **source.bootstrap) == model.expected[-1]
         assert source.count("staged_parts") > before
     assert decode.count("checksum_errors") == 0
-    assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks were cut: the ring is small"
+    assert decode.count("staged_parts") > decode.count("chunks") * 4, "the ring is small: chunks take several parts"
     for server in (decode, *both):
         server.check_clean()
     check_nothing_staged(decode, *both)
@@ -163,8 +159,8 @@ def test_killed_prefill_leaves_nothing_in_the_staging_ring(
     decode = add_decode(servers, model, [victim, sources[1]], *SMALL_RING, "--staging", "on")
     prompt = random.Random(5).choices(range(VOCAB_SIZE), k=6000)
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(decode.post, prompt, 1, **place_of(victim)) for _ in range(4)]
-        wait_until(lambda: decode.info()["gauges"]["staging_ring_bytes_granted"] > 0, 30, "something is staged")
+        answers = [pool.submit(decode.post, prompt, 1, **victim.bootstrap) for _ in range(4)]
+        wait_until(lambda: decode.info()["gauges"]["staging_ring_bytes_granted"] > 0, 30, "KV is staged")
         victim.kill()
         killed_at = time.monotonic()
         for answer in answers:

@@ -1,4 +1,4 @@
-"""Several servers: pairing in any order, many to many, refusal of what does not fit, authentication, router bodies."""
+"""Several servers: pairing in any order, many to many, refusal, authentication, requests of routers."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def peer_details(server: Server) -> list[tuple[str, str | None]]:
 
 @pytest.fixture(scope="module")
 def square(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Server], list[Server]]]:
-    """Two decode servers that start first, and the two prefill servers they wait for."""
+    """Two decode servers, started first, and two prefill servers."""
     with cluster(tmp_path_factory.mktemp("square")) as servers:
         prefills = [Server("prefill", llama, servers.directory / f"prefill-{index}.log", *POOL) for index in range(2)]
         endpoints = ",".join(prefill.endpoint for prefill in prefills)
@@ -45,7 +45,7 @@ def square(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
     prefills, decodes = square
-    for decode in decodes:  # in one call: the second prompt is there before the first has been computed
+    for decode in decodes:  # one request, so that several prompts wait at the same time
         answers = HTTP.post(f"{decode.url}/generate", json=body(PROMPTS, 6), timeout=60).raise_for_status().json()
         assert [answer["output_ids"] for answer in answers] == expected
     assert all(prefill.count("requests_finished") > 0 for prefill in prefills)
@@ -54,7 +54,7 @@ def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server
 def test_bootstrap_fields_pin_the_prefill_server(
     square: tuple[list[Server], list[Server]], expected: list[list[int]]
 ) -> None:
-    """What a router does: the same body, with the room, to both sides at once."""
+    """A router sends the same body, with the room, to both sides at once."""
     prefills, decodes = square
     for number, prefill in enumerate(prefills):
         room: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_request_pinned_to_a_missing_prefill_responds_503(square: tuple[list[Ser
 
 
 def test_servers_with_different_models_refuse_to_pair(servers: Cluster, llama: Path, tmp_path: Path) -> None:
-    """Both stay up, both say why; decode pairs as soon as the right prefill is at that address."""
+    """Both keep running and report the reason. Decode pairs when a matching prefill server starts at that address."""
     other = make_checkpoint(tmp_path / "another-model", "llama", seed=1)
     prefill = servers.add("prefill", other, *POOL)
     decode = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL)
@@ -123,7 +123,7 @@ def test_servers_with_different_models_refuse_to_pair(servers: Cluster, llama: P
     assert reason is not None
     assert "another-model" in reason
     assert llama.name in reason
-    wait_until(lambda: "models differ" in prefill.log.read_text(), 10, "prefill says so")
+    wait_until(lambda: "models differ" in prefill.log.read_text(), 10, "prefill logs it")
     assert decode.post(PROMPTS[0], 1).status_code == 503
     assert prefill.stop() == 0
     prefill.model = str(llama)
@@ -133,7 +133,7 @@ def test_servers_with_different_models_refuse_to_pair(servers: Cluster, llama: P
 
 
 def test_decode_reports_why_it_has_no_prefill_server(servers: Cluster, llama: Path) -> None:
-    """In its log, in /health, which stays 200, and in the answer; here --prefill names the HTTP port."""
+    """In the log, in /health (which stays 200) and in the response. Here --prefill names the HTTP port."""
     prefill = servers.add("prefill", llama, *POOL)
     prefill.wait_ready()
     decode = servers.add("decode", llama, "--prefill", f"127.0.0.1:{prefill.port}", *POOL)
@@ -152,14 +152,14 @@ def test_peer_that_stops_cleanly_causes_no_warning(servers: Cluster, llama: Path
     prefill, decode = servers.pair(llama, POOL, POOL)
     second = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL).wait_ready(peers=1)
     assert second.stop() == 0
-    wait_until(lambda: "has stopped" in prefill.log.read_text(), 10, "prefill knows")
+    wait_until(lambda: "has stopped" in prefill.log.read_text(), 10, "prefill logs it")
     assert prefill.stop() == 0
-    wait_until(lambda: "has stopped" in decode.log.read_text(), 10, "decode knows")
+    wait_until(lambda: "has stopped" in decode.log.read_text(), 10, "decode logs it")
     warnings = [line for server in (prefill, decode) for line in server.log.read_text().splitlines() if " W " in line]
     assert [line for line in warnings if "no prefill server is paired" not in line] == []
 
 
-def learned_why(outsider: Server) -> bool:
+def knows_reason(outsider: Server) -> bool:
     return "cluster_key" in str(peer_details(outsider))
 
 
@@ -168,14 +168,14 @@ def test_cluster_key_is_required_and_checked(servers: Cluster, llama: Path, expe
     wrong = {"PDSERVE_CLUSTER_KEY": "another secret of another cluster"}
     prefill = servers.add("prefill", llama, *POOL, env=key)
     prefill.wait_ready()
-    friend = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=key)
-    stranger = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=wrong)
+    member = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=key)
+    intruder = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, env=wrong)
     keyless = servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL)
-    friend.wait_ready(peers=1)
-    assert friend.generate(PROMPTS[0], 6) == expected[0]
-    for outsider in (stranger, keyless):
+    member.wait_ready(peers=1)
+    assert member.generate(PROMPTS[0], 6) == expected[0]
+    for outsider in (intruder, keyless):
         outsider.wait_ready(peers=0)
-        wait_until(partial(learned_why, outsider), 10, "the outsider learns why")
+        wait_until(partial(knows_reason, outsider), 10, "the reason is known")
         assert outsider.post(PROMPTS[0], 1).status_code == 503
     prefill.wait_ready(peers=1)
-    assert "a-secret-of" not in prefill.log.read_text() + friend.log.read_text() + str(friend.info())
+    assert "a-secret-of" not in prefill.log.read_text() + member.log.read_text() + str(member.info())

@@ -39,13 +39,13 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
-from ...transfer.staging.receiver import StageReceiver
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import ConnectPeer, CopyPage, Effect, SendToFrontend
 from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from ..messages.lifecycle import State
 from .deadlines import Deadlines
 from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.staging import RankRing
 from .memory.background_copies import CopyKind
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
@@ -71,9 +71,9 @@ class DecodeScheduler:
         pages: PageAllocator[KvPage],
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
-        receivers: Sequence[StageReceiver] = (),
+        rings: Sequence[RankRing] = (),
     ) -> None:
-        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse). `receivers` are the
+        """With `hot_limits` KV is in host memory, and running requests have hot buffers (HiSparse). `rings` are the
         staging rings of the ranks, if they have them.
         """
         self.limits = limits
@@ -83,7 +83,7 @@ class DecodeScheduler:
         self.requests: dict[str, Request] = {}
         """Requests whose client has no answer yet, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, receivers)
+        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, rings)
         self._effects = self.dispatcher.effects  # one list for all, so that the order is kept
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._effects)
         self.commands = self.memory.commands
@@ -259,9 +259,9 @@ class DecodeScheduler:
             self.dispatcher.give_up(prompt, problem, tell=True)
             self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
-    def part_scattered(self, rank: int, part: StagePart) -> PrefillDone | None:
-        """A rank has scattered a staged part. The PrefillDone that has waited for it, when it was the last one."""
-        return self.dispatcher.staging.scattered(rank, part)
+    def part_scattered(self, part: StagePart) -> PrefillDone | None:
+        """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
+        return self.dispatcher.staging.scattered(part)
 
     # -- the one door ------------------------------------------------------------------------------------------
 

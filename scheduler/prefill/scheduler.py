@@ -41,7 +41,7 @@ from .compute_queue import ComputeQueue
 from .fair_queue import FairQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
-from .staged_sends import StagedSends
+from .staging import StagedSends
 
 MAX_MISFITS = 8
 """Transfers that find no pages before a turn stops looking for one that does."""

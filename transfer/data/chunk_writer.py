@@ -309,7 +309,7 @@ class ChunkWriter:
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the links to a decode server, and start a sender for each session they go to."""
-        staged = {one.link: one for one in staged_regions(hello, welcome) if one.link.source == self._rank}
+        staged = {one.region: one for one in staged_regions(hello, welcome) if one.region.source == self._rank}
         buffers = self._make_buffers(staged.values())
         plans = list(self._plan_links(hello, welcome, {link: buffers[link.destination] for link in staged}))
         by_routes: dict[tuple[KvRoute, ...], list[_LinkPlan]] = {}
@@ -357,8 +357,8 @@ class ChunkWriter:
         """Room to gather parts in, for each decode rank that they go to."""
         largest: dict[int, StagedRegion] = {}
         for one in staged:
-            other = largest.setdefault(one.link.destination, one)
-            largest[one.link.destination] = max(one, other, key=lambda link: link.part_bytes)
+            other = largest.setdefault(one.region.destination, one)
+            largest[one.region.destination] = max(one, other, key=lambda link: link.part_bytes)
         if not largest:
             return {}
         data = self._pools[STAGED_KIND].data

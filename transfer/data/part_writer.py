@@ -18,7 +18,7 @@ from ...kernels.backends.streams import use_own_stream
 from ...kernels.staging.kv_stage import kv_gather, warm_up_kv_stage
 from ..mooncake.sockets import Region
 from ..plan.copy_runs import CopyRuns
-from ..plan.ring import ALIGNMENT
+from ..plan.ring import aligned
 from ..protocol.layout import KvLayout, Plane
 from ..protocol.messages import Pool, StageRing, TransferKey
 from .chunks import PartWrite, PartWritten
@@ -45,7 +45,7 @@ class _Gathering:
 
 def gather_bytes(part_bytes: int) -> int:
     """What StageBuffers take for parts of at most `part_bytes`."""
-    return BUFFERS * -(-part_bytes // ALIGNMENT) * ALIGNMENT
+    return BUFFERS * aligned(part_bytes)
 
 
 def warm_up_gather(pool: torch.Tensor) -> None:

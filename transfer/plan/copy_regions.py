@@ -2,7 +2,7 @@
 
 A rank's layout is a rectangle of (layer, head) cells; pipeline parallelism cuts it by layers, tensor parallelism by
 heads, and replicas (more ranks than KV heads, latent rows) hold the same one. A *link* is a rectangle that one prefill
-rank writes to one decode rank. `plan_links` finds links that cover every cell of every decode rank exactly once.
+rank writes to one decode rank. `plan_regions` finds links that cover every cell of every decode rank exactly once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class CopyRegion:
     heads: range
 
 
-def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[CopyRegion, ...]:
+def plan_regions(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[CopyRegion, ...]:
     """The links for one kind of pool, of which rank i of each side holds the i-th layout.
 
     Decode ranks are served in order. Each takes the prefill rank that holds most of what it still lacks: few, large

@@ -19,7 +19,7 @@ def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> st
     staged is gathered into one write whatever the pages are.
     """
     prefill, decode = welcome.ranks[0].pools[0].layout.page_size, hello.ranks[0].pools[0].layout.page_size
-    staged = {each.link for each in staged_regions(hello, welcome)}
+    staged = {each.region for each in staged_regions(hello, welcome)}
     if prefill == decode:
         return None
     writes = _count_writes(hello, welcome, chunk_tokens, staged, decode)

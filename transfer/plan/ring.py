@@ -24,6 +24,11 @@ Position = NewType("Position", int)
 Owner = TypeVar("Owner", bound=Hashable)
 
 
+def aligned(size_bytes: int) -> int:
+    """The size, rounded up to a multiple of ALIGNMENT."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """Bytes [offset, offset + size_bytes) of the buffer."""
@@ -69,7 +74,7 @@ class StagingRing(Generic[Owner]):
             raise ValueError(f"a region has 1 to {self.capacity_bytes} bytes, not {size_bytes}")
         if owner in self._waiting:
             raise ValueError(f"{owner} is already waiting")
-        self._waiting[owner] = -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        self._waiting[owner] = aligned(size_bytes)
 
     def withdraw(self, owner: Owner) -> bool:
         """Forget a request that waits; False when there is none."""

@@ -14,7 +14,6 @@ from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
-from ....transfer.staging.receiver import StageReceiver
 from ...messages.effects import ConnectPeer, Effect, SendToPeer
 from ...messages.lifecycle import State
 from ..requests.dispatch_window import PromptKind
@@ -24,7 +23,7 @@ from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine
 from .queue_pace import QueuePace
-from .staged_arrivals import StagedArrivals
+from .staging import RankRing, StagedArrivals
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may pass one that waits for memory; then memory is left to gather for it."""
@@ -64,7 +63,7 @@ class PrefillDispatcher:
         pages: PageAllocator[KvPage],
         cache: PrefixCache,
         counters: "collections.Counter[str]",
-        receivers: Sequence[StageReceiver] = (),
+        rings: Sequence[RankRing] = (),
     ) -> None:
         self.limits = limits
         self.counters = counters
@@ -75,7 +74,7 @@ class PrefillDispatcher:
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.effects: list[Effect] = []
         """What is to be sent; the scheduler takes it."""
-        self.staging = StagedArrivals(receivers, limits.page_size, counters, self.effects)
+        self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, self.effects)
         self._pages = pages
         self._cache = cache
         self._prompt_ids = itertools.count(1)

@@ -69,7 +69,7 @@ class StagedRank:
         hello = Hello(PROTOCOL_VERSION, DECODE, "m", "m", (place,))
         other = layout((0, LAYERS), (0, 2), page_size=16, num_pages=5)
         welcome = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "m", "m", (rank(0, other), rank(1, HALF)))
-        self.link: StagedRegion = next(one for one in staged_regions(hello, welcome) if one.link.source == 1)
+        self.link: StagedRegion = next(one for one in staged_regions(hello, welcome) if one.region.source == 1)
         self.pair = hello, welcome
         self.writer.open(hello, welcome)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_links
+from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_regions
 from pdserve.transfer.plan.copy_runs import check_bounds, expand_runs, expand_token_runs
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 
@@ -156,7 +156,7 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
         pool = rng.integers(0, 256, kv.size_bytes, dtype=np.uint8)
         put(pool, kv, truth, everything, rows_of(tokens.source_pages, kv.page_size, everything))
         sources.append(pool)
-    links = plan_links(prefill, decode, first=seed % len(prefill))
+    links = plan_regions(prefill, decode, first=seed % len(prefill))
     sent = np.arange(tokens.start, tokens.end)
     for destination, kv in enumerate(decode):
         poison = rng.integers(0, 256, kv.size_bytes, dtype=np.uint8)
@@ -204,7 +204,7 @@ def sides(draw: st.DrawFn) -> Sides:
 @settings(max_examples=1000, deadline=None)
 @given(case=sides(), first=st.integers(0, 31))
 def test_every_cell_has_one_writer_that_holds_it_and_rectangles_are_maximal(case: Sides, first: int) -> None:
-    links = plan_links(*case, first=first % len(case.prefill))
+    links = plan_regions(*case, first=first % len(case.prefill))
     for destination, kv in enumerate(case.decode):
         here = [link for link in links if link.destination == destination]
         writers = np.zeros((12, 16), dtype=np.int64)
@@ -228,7 +228,7 @@ def test_every_cell_has_one_writer_that_holds_it_and_rectangles_are_maximal(case
 def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies: int) -> None:
     prefill = [layout((0, layers), (0, 1))] * replicas
     decode = [layout(stage, (0, 1)) for stage in cut(layers, min(stages, layers))] * copies
-    links = plan_links(prefill, decode)
+    links = plan_regions(prefill, decode)
     assert len(links) == len(decode), "a decode rank that one prefill rank can serve has one link"
     load = [sum(len(link.layers) for link in links if link.source == source) for source in range(replicas)]
     assert max(load) - min(load) <= max(kv.num_layers for kv in decode)
@@ -236,7 +236,7 @@ def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies
 
 def test_another_first_rank_takes_its_turn() -> None:
     prefill, decode = [layout((0, 4), (0, 1))] * 3, [layout((0, 4), (0, 1))]
-    assert [plan_links(prefill, decode, first=first)[0].source for first in range(3)] == [0, 1, 2]
+    assert [plan_regions(prefill, decode, first=first)[0].source for first in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_another_first_rank_takes_its_turn() -> None:
     ],
 )
 def test_equal_topologies_are_rank_to_rank_and_one_copy_per_run_of_pages(topology: list[KvLayout]) -> None:
-    links = plan_links(topology, topology)
+    links = plan_regions(topology, topology)
     assert [(link.source, link.destination) for link in links] == [(rank, rank) for rank in range(len(topology))]
     for link in links:
         kv = topology[link.source]
@@ -261,7 +261,7 @@ def test_three_stages_to_two() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((4, 8), (0, 2)), layout((8, 12), (0, 2))]
     decode = [layout((0, 6), (0, 2)), layout((6, 12), (0, 2))]
     heads = range(2)
-    assert set(plan_links(prefill, decode)) == {
+    assert set(plan_regions(prefill, decode)) == {
         CopyRegion(0, 0, range(4), heads),
         CopyRegion(1, 0, range(4, 6), heads),
         CopyRegion(1, 1, range(6, 8), heads),
@@ -272,4 +272,4 @@ def test_three_stages_to_two() -> None:
 def test_what_nobody_holds_is_named() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((0, 3), (2, 4))]
     with pytest.raises(CoverageError, match=r"decode rank 1 needs layer 3, head 2 of p0\+p1, which no prefill rank"):
-        plan_links(prefill, [layout((0, 3), (0, 4)), layout((2, 4), (0, 4))])
+        plan_regions(prefill, [layout((0, 3), (0, 4)), layout((2, 4), (0, 4))])

@@ -152,7 +152,7 @@ def test_an_answer_that_finds_the_link_full_fails_its_transfer(
 ) -> None:
     """Decode would wait for it until its deadline."""
     (route,) = engine.control._sessions()
-    monkeypatch.setattr(route.link, "limit_bytes", 2000)
+    monkeypatch.setattr(route.channel, "limit_bytes", 2000)
     engine.scheduler._effects.append(SendToPeer(DECODE, done_with_logprobs()))
     engine.loop._carry_out()
     while "dropped" not in caplog.text:

@@ -1,4 +1,4 @@
-"""Which links are staged: a pure answer that both sides of a pair come to, and parts that the ring can hold."""
+"""Which regions are staged: a pure answer that both sides of a pair come to, and parts that the ring can hold."""
 
 import itertools
 from typing import get_args

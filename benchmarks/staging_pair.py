@@ -1,5 +1,6 @@
 """The two processes of benchmarks/staging.py: Prefill has a pool per rank, Decode a pool of all heads and a ring."""
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -11,37 +12,35 @@ import torch
 
 from pdserve.configs.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
+from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.messages.effects import Effect, SendToPeer
+from pdserve.scheduler.prefill.staging import StagedSends
+from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.mooncake.engine import ReceiveEngine
 from pdserve.transfer.mooncake.library import Transport, create_engine
+from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.copy_runs import CopyRuns, expand_runs
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
+from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
-    HeadSlice,
     InstanceId,
+    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
     StagePart,
     StageRequest,
+    StageRing,
     StageStopped,
     TransferKey,
 )
-from pdserve.transfer.staging.receiver import (
-    PagesQuiet,
-    Post,
-    ReceiverEffect,
-    ScatterPart,
-    StageReceiver,
-    TransferLanded,
-)
-from pdserve.transfer.staging.sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
 
 BATCH = 1024
 """Mooncake's queue to one peer breaks above 2,048 writes."""
 SMALL_WRITE = 64 << 10
 WINDOW = 8
-PREFILL = InstanceId("prefill")
+PREFILL, DECODE = InstanceId("prefill"), InstanceId("decode")
 ELEMENT = 2
 
 
@@ -86,8 +85,15 @@ class Shape:
     def heads_of(self, rank: int) -> range:
         return range(rank * self.rank_heads, (rank + 1) * self.rank_heads)
 
-    def block(self, rank: int) -> HeadSlice:
-        return HeadSlice(0, self.layers, self.heads_of(rank).start, self.heads_of(rank).stop)
+    def staged_regions(self) -> list[StagedRegion]:
+        """Every prefill rank stages its heads to the one decode rank."""
+        ring, token_bytes = StageRing(0, self.ring_bytes, epoch=1), 2 * self.layers * self.rank_heads * self.row_bytes
+        return [
+            StagedRegion(
+                CopyRegion(rank, 0, range(self.layers), self.heads_of(rank)), ring, token_bytes, self.part_bytes
+            )
+            for rank in range(self.ranks)
+        ]
 
     def order(self, page_size: int, seed: int) -> list[int]:
         """Pages of a sequence, scattered over the pool."""
@@ -168,9 +174,10 @@ class Decode:
         self.order = shape.order(shape.decode_page_size, seed=100)
         self.pages = torch.tensor(self.order, dtype=torch.int32, device=shape.device)
         self.equal_order = shape.order(shape.page_size, seed=101)
-        self.receiver = StageReceiver(
-            0, StagingRing(shape.ring_bytes, epoch=1), cell_bytes=2 * shape.row_bytes, quarantine_s=1.0
-        )
+        self.effects: list[Effect] = []
+        rings = [RankRing(StagingRing(shape.ring_bytes, epoch=1), cell_bytes=2 * shape.row_bytes)]
+        self.staging = StagedArrivals(rings, shape.decode_page_size, 1.0, collections.Counter(), self.effects)
+        self.staging.peer_up(PREFILL, shape.staged_regions())
         self.scatters: list[tuple[StagePart, torch.cuda.Event | None]] = []
         self.engine = ReceiveEngine("127.0.0.1", transport=shape.transport)
         self.engine.register(self.memory.buffer.data_ptr(), len(self.memory.buffer))
@@ -193,27 +200,25 @@ class Decode:
                 case ("check", arm, tokens):
                     self.control.send(self.check(arm, tokens))
                 case TransferKey():
-                    blocks = [(rank, self.shape.block(rank)) for rank in range(self.shape.ranks)]
-                    self.receiver.open(message, PREFILL, 0, self.shape.tokens, blocks)
-                case StageRequest():
-                    self.obey(self.receiver.requested(PREFILL, message))
-                case StageArrived():
-                    self.obey(self.receiver.arrived(PREFILL, message))
-                case StageStopped():
-                    self.obey(self.receiver.stopped(PREFILL, message, time.monotonic()))
+                    self.staging.open(message, PREFILL, 0, self.shape.tokens, self.order)
+                    self.staging.hold(PrefillDone(message, (), self.shape.tokens, 1, 0, 0, 0.0, 0.0, 0.0))
+                case StageRequest() | StageArrived() | StageStopped():
+                    problem = self.staging.receive(PREFILL, message, time.monotonic())
+                    if problem is not None:
+                        raise RuntimeError(problem)
+                    self.act()
                 case "end":
                     break
         self.engine.close()
 
-    def obey(self, effects: list[ReceiverEffect]) -> None:
-        for effect in effects:
+    def act(self) -> None:
+        for effect in self.effects:
             match effect:
-                case Post(_, message):
+                case SendToPeer(message=message):
                     self.control.send(message)
-                case ScatterPart(part, region):
-                    block = self.ring[region.offset :][: part.tokens * part.block.cells * 2 * self.shape.row_bytes]
+                case PartScatter(part=part, offset=offset, size_bytes=size_bytes):
                     kv_scatter(
-                        block,
+                        self.ring[offset:][:size_bytes],
                         self.whole.data,
                         self.pages,
                         start=part.token_start,
@@ -222,19 +227,19 @@ class Decode:
                         heads=range(part.block.head_start, part.block.head_end),
                     )
                     self.scatters.append((part, mark(self.shape.device)))
-                case TransferLanded(key):
-                    self.control.send("landed")
-                    self.obey(self.receiver.close(key))
-                case PagesQuiet():
-                    pass
                 case unexpected:
-                    raise RuntimeError(f"decode did not expect {unexpected}")
+                    raise RuntimeError(f"unexpected effect on decode: {unexpected}")
+        self.effects.clear()
 
     def collect(self) -> None:
         for part, done in list(self.scatters):
             if done is None or done.query():  # type: ignore[no-untyped-call]
                 self.scatters.remove((part, done))
-                self.obey(self.receiver.scattered(part))
+                landed = self.staging.scattered(part)
+                self.act()
+                if landed is not None:
+                    self.control.send("landed")
+                    self.staging.close(part.key)
 
     def check(self, arm: str, tokens: int) -> bool:
         """Whether this process has exactly the prompt's KV after the last run of an arm."""
@@ -284,7 +289,9 @@ class Prefill:
         self.requests = 0
         self.bytes_written = 0
         self.keys = (TransferKey(number, 1) for number in itertools.count(1))
-        self.sender = StageSender({0: PeerRing(1, shape.ring_bytes)}, resend_after_s=60.0)
+        self.effects: list[Effect] = []
+        self.staging = StagedSends(shape.page_size, collections.Counter(), self.effects)
+        self.staging.peer_up(DECODE, shape.staged_regions())
 
     def fill_pages(self, tokens: int) -> None:
         values = self.shape.values(tokens)
@@ -348,30 +355,22 @@ class Prefill:
         key = next(self.keys)
         self.control.send(key)
         self.requests = self.bytes_written = 0
-        parts = []
-        for rank in range(shape.ranks):
-            token_bytes = 2 * shape.layers * shape.rank_heads * shape.row_bytes
-            for start, end in split_tokens(0, shape.tokens, token_bytes=token_bytes, limit_bytes=shape.part_bytes):
-                parts.append(StagePart(1, key, rank, 0, shape.block(rank), start, end))
-        for part in parts:
-            for effect in self.sender.request(part, part.tokens * part.block.cells * 2 * shape.row_bytes, 0.0):
-                self.control.send(effect)
-        early = min(len(parts), shape.ring_bytes // shape.part_bytes)
-        for _ in range(early):
-            self.handle(self.control.recv())
+        self.staging.request((DECODE, key), 0, shape.tokens, 0.0)
+        parts = self.staging.parts
+        self.act()
+        for _ in range(min(parts, shape.ring_bytes // shape.part_bytes)):
+            self.receive(self.control.recv())
 
         started = time.perf_counter()
         landed = False
-        ready: list[SenderEffect] = []
-        for part in parts:
-            ready += self.sender.computed(part)
-        gathered: list[tuple[WritePart, int, torch.cuda.Event | None]] = []
+        source_pages = list(range(shape.pages(shape.page_size)))  # gather() has the page table of each rank
+        self.staging.send(ChunkWrite(DECODE, key, 0, shape.tokens, source_pages, []), 0.0)
+        ready = self.act()
+        gathered: list[tuple[PartWrite, int, torch.cuda.Event | None]] = []
         buffers = itertools.cycle(self.buffers)
         while not landed:
             while ready and len(gathered) < 2:
-                write = ready.pop(0)
-                assert isinstance(write, WritePart)
-                gathered.append(self.gather(write, *next(buffers)))
+                gathered.append(self.gather(ready.pop(0), *next(buffers)))
             if gathered:
                 write, offset, done = gathered[0]
                 if done is not None:
@@ -379,29 +378,41 @@ class Prefill:
                 source, destination = np.array([offset]), np.array([self.ring_offset + write.offset])
                 self.write(CopyRuns(source, destination, np.array([write.size_bytes])))
                 gathered.pop(0)
-                for effect in self.sender.written(write.part, 0.0):
-                    self.control.send(effect)
+                self.staging.part_written(PartWritten(DECODE, write.part, ok=True), 0.0)
+                self.act()
             while not landed and (self.control.poll() or not (ready or gathered)):
                 message = self.control.recv()
                 landed = message == "landed"
                 if not landed:
-                    ready += self.handle(message)
+                    ready += self.receive(message)
         seconds = time.perf_counter() - started
-        while not self.sender.idle:
-            self.handle(self.control.recv())
-        return Run(seconds, shape.tokens, len(parts), self.requests, self.bytes_written)
+        self.staging.chunk_written(ChunkWritten(DECODE, key, 0, shape.tokens, ok=True), 0.0)
+        self.staging.take_ended()
+        return Run(seconds, shape.tokens, parts, self.requests, self.bytes_written)
 
-    def handle(self, message: object) -> list[SenderEffect]:
-        match message:
-            case StageGrant():
-                return self.sender.granted(message, 0.0)
-            case StageFree():
-                return self.sender.freed(message)
-        raise RuntimeError(f"prefill did not expect {message}")
+    def receive(self, message: object) -> list[PartWrite]:
+        if not isinstance(message, StageGrant | StageFree):
+            raise RuntimeError(f"unexpected message from decode: {message}")
+        self.staging.receive(DECODE, message, 0.0)
+        return self.act()
+
+    def act(self) -> list[PartWrite]:
+        """Send the messages to decode; returns the parts to write now."""
+        writes = []
+        for effect in self.effects:
+            match effect:
+                case SendToPeer(message=message):
+                    self.control.send(message)
+                case PartWrite():
+                    writes.append(effect)
+                case unexpected:
+                    raise RuntimeError(f"unexpected effect on prefill: {unexpected}")
+        self.effects.clear()
+        return writes
 
     def gather(
-        self, write: WritePart, offset: int, buffer: torch.Tensor
-    ) -> tuple[WritePart, int, torch.cuda.Event | None]:
+        self, write: PartWrite, offset: int, buffer: torch.Tensor
+    ) -> tuple[PartWrite, int, torch.cuda.Event | None]:
         part = write.part
         kv_gather(
             self.pools[part.writer].data,

@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection: how many bytes the peer has acknowledged and how many it has sent.
+"""The kernel's counters of a TCP connection: bytes that the peer has acknowledged and bytes received from it.
 
 Both count from the start of the connection (`struct tcp_info` of <linux/tcp.h>, since Linux 4.1).
 """
@@ -22,12 +22,12 @@ class TcpCounters(NamedTuple):
     """Payload bytes of one connection."""
 
     acked: int
-    """Sent by us and received by the peer's kernel; whether its process has read them is another matter."""
+    """Sent by us and received by the peer's kernel; its process may not have read them."""
     received: int
 
 
 def tcp_counters(connection: socket.socket) -> TcpCounters:
-    """Raises OSError where the kernel does not say: not a TCP socket, or a kernel that is too old."""
+    """Raises OSError for sockets that are not TCP and on kernels that are too old."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
     if len(info) < _SIZE:
         raise OSError(f"TCP_INFO has {len(info)} bytes, {_SIZE} are needed")
@@ -36,7 +36,7 @@ def tcp_counters(connection: socket.socket) -> TcpCounters:
 
 @contextmanager
 def borrowed_socket(fd: int) -> Iterator[socket.socket]:
-    """A duplicate of a descriptor that somebody else owns, closed at the end. Raises OSError when `fd` is no socket."""
+    """A duplicate of a descriptor with another owner, closed at the end. Raises OSError if `fd` is not a socket."""
     duplicate = os.dup(fd)
     try:
         connection = socket.socket(fileno=duplicate)

@@ -39,7 +39,6 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
-from ...transfer.staging.receiver import StageReceiver
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend
 from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
@@ -47,6 +46,7 @@ from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
 from .deadlines import Deadlines
 from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.staging import RankRing
 from .memory.background_copies import CopyKind
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
@@ -72,9 +72,9 @@ class DecodeScheduler:
         pages: PageAllocator[KvPage],
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
-        receivers: Sequence[StageReceiver] = (),
+        rings: Sequence[RankRing] = (),
     ) -> None:
-        """With `hot_limits`, KV is in host memory and running requests have hot buffers (HiSparse). `receivers` are the
+        """With `hot_limits`, KV is in host memory and running requests have hot buffers (HiSparse). `rings` are the
         staging rings of the ranks, if any.
         """
         self.limits = limits
@@ -85,7 +85,7 @@ class DecodeScheduler:
         """Requests without a terminal message, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, self._outbox, receivers)
+        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, self._outbox, rings)
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
@@ -273,9 +273,9 @@ class DecodeScheduler:
             self.dispatcher.give_up(prompt, problem, abort=True)
             self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
-    def part_scattered(self, rank: int, part: StagePart) -> PrefillDone | None:
-        """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if this was the last part."""
-        return self.dispatcher.staging.scattered(rank, part)
+    def part_scattered(self, part: StagePart) -> PrefillDone | None:
+        """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
+        return self.dispatcher.staging.scattered(part)
 
     # -- admission ---------------------------------------------------------------------------------------------
 

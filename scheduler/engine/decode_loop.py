@@ -122,8 +122,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
-            case PartScattered(rank=rank, part=part):
-                done = scheduler.part_scattered(rank, part)
+            case PartScattered(part=part):
+                done = scheduler.part_scattered(part)
                 if done is not None:
                     self._all_arrived(done, now)
             case MessageReceived(

@@ -38,8 +38,8 @@ from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
 from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
-from ...transfer.staging.receiver import StageReceiver
 from ..decode.dispatch.dispatcher import DecodeLimits
+from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
@@ -183,7 +183,7 @@ class Leader:
             PageAllocator[KvPage](self._num_pages),
             self._source.config.eos_token_ids,
             self._hot_limits(config),
-            self._stage_receivers(config),
+            self._rank_rings(),
         )
         control = DecodeControl(
             hello,
@@ -223,15 +223,10 @@ class Leader:
         own_pages = min(report.hot_pages or 0 for report in self._ready) - overlay.covered
         return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, overlay=overlay)
 
-    def _stage_receivers(self, config: DecodeConfig) -> list[StageReceiver]:
-        """One for each rank, if the ranks have staging rings."""
+    def _rank_rings(self) -> list[RankRing]:
+        """The staging ring of each rank; empty where staging is off."""
         return [
-            StageReceiver(
-                rank.rank,
-                StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch),
-                cell_bytes=cell_bytes(rank.pools[0].layout),
-                quarantine_s=config.quarantine_s,
-            )
+            RankRing(StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch), cell_bytes(rank.pools[0].layout))
             for rank in self._peer_infos
             if rank.ring is not None
         ]

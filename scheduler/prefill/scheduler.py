@@ -43,7 +43,7 @@ from .compute_queue import ComputeQueue
 from .fair_queue import FairQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
-from .staged_sends import StagedSends
+from .staging import StagedSends
 
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""

@@ -23,7 +23,7 @@ from ...configs.schema import AnyServerConfig
 from ...models.layers.parallel import listen
 from ...models.loading.catalog import ModelSource
 from ...transfer.control.curve import ClientGate, ClusterKeys
-from ...transfer.control.unknown_peers import Strangers
+from ...transfer.control.unknown_peers import UnknownPeers
 from ...transfer.control.wakeup import ConnectionMonitor, Wakeup
 from ...transfer.data.chunks import PartScatter, PartWrite
 from ..messages.ranks import (
@@ -198,7 +198,9 @@ class _Hub:
         self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
         """By routing id."""
         self._noise = rate_limited(log)
-        self._strangers = Strangers(None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s"))
+        self._unknown_peers = UnknownPeers(
+            None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s")
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wakeup = Wakeup(self._context)
         self._gate = ClientGate(self._context, keys)
@@ -271,15 +273,15 @@ class _Hub:
                 tick_at = time.monotonic() + TICK_S
                 self._send(None, self._encoder.encode(LeaderAlive()))
                 self._check_silence()
-                self._strangers.look()
+                self._unknown_peers.enforce_limits()
 
     def _read_connections(self) -> None:
         while (event := self._monitor.read()) is not None:
             match event:
                 case (zmq.EVENT_ACCEPTED, fd):
-                    self._strangers.accepted(fd)
+                    self._unknown_peers.accepted(fd)
                 case (_, fd):
-                    self._strangers.closed(fd)
+                    self._unknown_peers.closed(fd)
 
     def _flush(self) -> bool:
         """Send everything queued; False after close()."""
@@ -304,7 +306,7 @@ class _Hub:
             return
         if rank not in self._heard:
             self._read_connections()  # the event of its accept comes first
-            self._strangers.introduced(int(identity.get(zmq.SRCFD)))
+            self._unknown_peers.introduced(int(identity.get(zmq.SRCFD)))
         try:
             report = self._decoder.decode(payloads[0].buffer)
         except msgspec.MsgspecError as error:

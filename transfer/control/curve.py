@@ -1,12 +1,12 @@
 """Authentication of the control port: CURVE key pairs derived from the cluster key, and the check of client keys.
 
 All servers of a cluster share one secret. From it every server derives the same two key pairs: prefill proves that it
-holds the server key, decode that it holds the client key, and traffic is encrypted. Whoever lacks the secret can
-neither pair nor pose as a prefill server.
+holds the server key, decode that it holds the client key, and traffic is encrypted. Without the secret a process can
+neither pair nor impersonate a prefill server.
 
-A listener that a decode server connects to can test guesses of the secret against the handshake, offline. So the
-derivation is slow (scrypt; 0.2 s and 64 MiB for each guess), and what can be guessed is refused at start
-(`configs/key_strength.py`). A change of the derivation makes releases refuse each other: it has its own number.
+A malicious listener that a decode server connects to can test guesses of the secret against the handshake, offline. So
+the derivation is slow (scrypt; 0.2 s and 64 MiB per guess), and weak secrets are refused at start
+(`configs/key_strength.py`). Releases with different derivations cannot pair: the derivation has its own number.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"pdserve"
 
 DERIVATION = b"pdserve cluster key, derivation 2"
-"""Salt: the same for all clusters, because the secret is all that servers share. 1 was an unstretched BLAKE2b."""
+"""Salt: the same for all clusters, because servers share only the secret. Derivation 1 was an unstretched BLAKE2b."""
 SCRYPT_COST = 1 << 16
 SCRYPT_BLOCK = 8
 
@@ -30,7 +30,7 @@ AUTHENTICATION_FAILED = "authentication failed: cluster_key differs (or only one
 
 
 class KeyPair(NamedTuple):
-    """A CURVE key pair, z85-encoded as ZMQ takes it."""
+    """A CURVE key pair, z85-encoded for ZMQ."""
 
     public: bytes
     secret: bytes
@@ -40,7 +40,7 @@ class KeyPair(NamedTuple):
 
 
 class ClusterKeys:
-    """The two key pairs of a cluster. Raises StartupError where libzmq or OpenSSL lacks what they need."""
+    """The two key pairs of a cluster. Raises StartupError if libzmq lacks CURVE or Python lacks scrypt."""
 
     def __init__(self, cluster_key: str) -> None:
         if not zmq.has("curve"):
@@ -50,26 +50,26 @@ class ClusterKeys:
         self.client = _key_pair(seeds[32:])
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Make `socket` prove that it holds the server key; whom it lets in is its ClientGate's to say."""
+        """Make `socket` prove that it holds the server key; ClientGate decides which clients are accepted."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server.secret)
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Make `socket` talk only to a server that holds the server key. Call before connect."""
+        """Make `socket` accept only a server that holds the server key. Call before connect."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.client.secret)
 
 
 class ClientGate:
-    """Answers libzmq's question whether a connecting client may come in (ZAP, ZMQ RFC 27): with a cluster key only the
-    derived key may, without one everybody.
+    """The ZAP handler (ZMQ RFC 27), which accepts or refuses connecting clients: with a cluster key those with the
+    derived key, without one every client.
 
-    Also without a key it is of use: libzmq then refuses ZMTP 1.0 and 2.0, which have no handshake and whose messages do
-    not say which connection they came on.
+    It is needed without a key, too: libzmq then refuses ZMTP 1.0 and 2.0, which have no handshake and whose messages do
+    not identify their connection.
 
-    Owns a socket that the control thread polls next to its own: `answer_all()` when it is readable. pyzmq's
-    authenticator does the same with an asyncio loop in a thread of its own.
+    Owns a socket that the control thread polls; call `answer_all()` when it is readable. pyzmq's authenticator does the
+    same with an asyncio loop in its own thread.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys | None) -> None:
@@ -81,14 +81,14 @@ class ClientGate:
         self.socket.bind(ZAP_ENDPOINT)
 
     def protect(self, server: zmq.Socket[bytes]) -> None:
-        """Make `server`, of the same context, accept only clients that this gate lets in. Call before bind."""
+        """Make `server`, of the same context, accept only clients that this gate allows. Call before bind."""
         if self._keys is not None:
             self._keys.secure_server(server)
         server.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer_all(self) -> None:
-        """Answer every waiting question."""
+        """Answer all pending ZAP requests."""
         while True:
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -129,9 +129,7 @@ def _stretch(cluster_key: str) -> bytes:
             dklen=64,
         )
     except (AttributeError, ValueError) as error:
-        raise StartupError(
-            f"cluster_key needs scrypt of Python's hashlib, which does not work here: {error}"
-        ) from error
+        raise StartupError(f"cluster_key needs scrypt of Python's hashlib, which is not available: {error}") from error
 
 
 def _key_pair(seed: bytes) -> KeyPair:

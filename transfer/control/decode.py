@@ -1,4 +1,4 @@
-"""The control connections of a decode server: one DEALER to each prefill server, made again for ever."""
+"""The control connections of a decode server: one DEALER per prefill server, reconnected without limit."""
 
 import ipaddress
 import logging
@@ -39,12 +39,12 @@ HUNG_UP = (
 )
 ZMQ_RECONNECT_MS = 3_600_000
 MAX_ENDPOINTS = 1024
-"""Endpoints may come with requests, so their number is bounded."""
+"""Requests may name endpoints, so their number is bounded."""
 MAX_UNPAIRED = 256
 MAX_UNPAIRED_PER_CLIENT = 64
-"""Endpoints of requests that are not paired. Each costs sockets and connection attempts, whoever is behind it."""
+"""Endpoints named by requests that are not paired. Each costs sockets and connection attempts."""
 UNPAIRED_S = 30.0
-"""How long an endpoint that no request names any more is tried."""
+"""How long an unpaired endpoint is tried after the last request that named it."""
 
 
 class _Connection(Session):
@@ -58,19 +58,19 @@ class _Connection(Session):
 
 
 class _Endpoint:
-    """One place to connect to. Every attempt has its own socket, so a connection and its routing id end together.
+    """One HOST:PORT to connect to. Every attempt has its own socket, so a connection and its routing id end together.
 
-    `socket` is None between attempts and while the name is resolved; `connection` is there once ZMQ has shaken hands.
+    `socket` is None between attempts and while the host name is resolved; `connection` is set after the ZMQ handshake.
     """
 
-    def __init__(self, endpoint: str, *, client: str | None, now: float, reconnect_min_s: float) -> None:
-        self.endpoint = endpoint
+    def __init__(self, name: str, *, client: str | None, now: float, reconnect_min_s: float) -> None:
+        self.name = name
         self.client = client
-        """Whose request named it; None for a configured one, which is never given up."""
+        """The client whose request named it; None for a configured endpoint, which is never removed."""
         self.wanted_at = now
-        self.host, _, self.port = endpoint.rpartition(":")
+        self.host, _, self.port = name.rpartition(":")
         self.address: str | None = None
-        """What this attempt connects to."""
+        """The IP address of this attempt."""
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: ConnectionMonitor | None = None
         self.connection: _Connection | None = None
@@ -84,19 +84,19 @@ class _Endpoint:
 
     @property
     def unpaired(self) -> bool:
-        """Named by a request, and nobody has paired there, or not any more."""
+        """Named by a request, and no server is paired there."""
         paired = self.connection is not None and self.connection.state in _PAIRED
         return self.client is not None and not paired
 
 
 _PAIRED = (SessionState.PAIRED, SessionState.ALIAS, SessionState.LOST)
-"""States of a connection whose server has paired. A lost one may be back, and its end is still to be told."""
+"""States of a connection whose server has paired. A lost server may come back; its PeerClosed follows later."""
 
 
 class DecodeControl(Control):
-    """Connects to prefill servers, introduces itself and stays connected whatever happens to them.
+    """Connects to prefill servers, introduces itself, and reconnects when a connection ends.
 
-    `check(welcome)` returns one sentence when the pair must not be; protocol versions are compared before it is asked.
+    `check(welcome)` returns one sentence if the servers must not pair; protocol versions are compared before.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DecodeControl(Control):
         allowed_hosts: AllowedHosts = ANY_HOST,
         unpaired_s: float = UNPAIRED_S,
     ) -> None:
-        """`allowed_hosts` is for endpoints of requests, whose names are resolved here."""
+        """`allowed_hosts` applies to endpoints named by requests, after their host names are resolved."""
         super().__init__(role="decode", on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
         self._hello = me
         self._check = check
@@ -120,16 +120,16 @@ class DecodeControl(Control):
         self._allowed_hosts = allowed_hosts
         self._unpaired_s = unpaired_s
         self._endpoints: dict[str, _Endpoint] = {}
-        self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance that was announced
+        self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance with a PeerUp
         self._attempts = 0
         self._reachability = Reachability()
 
     def connect(self, endpoint: str, *, client: str | None = None) -> None:
-        """Pair with the prefill server at HOST:PORT, now or whenever it is there. Again is a no-op. Any thread.
+        """Pair with the prefill server at HOST:PORT, now or when it starts. Repeated calls have no effect. Any thread.
 
-        With a `client`, whose request has named it, it is tried for a while only, and when there are too many that do
-        not pair the least recently named one of that client gives way: nobody uses up what others need. Raises
-        ValueError when it is not HOST:PORT.
+        With a `client` (its request named the endpoint), connection attempts end after `unpaired_s`. When too many such
+        endpoints are unpaired, the least recently named one of this client is removed, so that a client cannot use up
+        the limit of the others. Raises ValueError if `endpoint` is not HOST:PORT.
         """
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -144,7 +144,7 @@ class DecodeControl(Control):
         return self._connections()
 
     def _connections(self) -> list[_Connection]:
-        return [place.connection for place in self._endpoints.values() if place.connection is not None]
+        return [endpoint.connection for endpoint in self._endpoints.values() if endpoint.connection is not None]
 
     def _session_of(self, instance: InstanceId) -> Session | None:
         return self._connection_of.get(instance)
@@ -153,93 +153,95 @@ class DecodeControl(Control):
         assert isinstance(session, _Connection)
         session.socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def _add(self, endpoint: str, client: str | None) -> None:
+    def _add(self, name: str, client: str | None) -> None:
         now = self._clock()
-        place = self._endpoints.get(endpoint)
-        if place is not None:
-            place.wanted_at = now
+        endpoint = self._endpoints.get(name)
+        if endpoint is not None:
+            endpoint.wanted_at = now
             return
         if client is not None:
             self._make_room(client, now)
             if len(self._endpoints) >= MAX_ENDPOINTS:
-                reason = f"{MAX_ENDPOINTS} prefill endpoints are paired or configured, no more are taken"
-                self._emit(PeerRefused(endpoint, reason))
+                reason = f"{MAX_ENDPOINTS} prefill endpoints are paired or configured, no more are accepted"
+                self._emit(PeerRefused(name, reason))
                 return
-        self._endpoints[endpoint] = _Endpoint(
-            endpoint, client=client, now=now, reconnect_min_s=self.timing.reconnect_min_s
-        )
+        self._endpoints[name] = _Endpoint(name, client=client, now=now, reconnect_min_s=self.timing.reconnect_min_s)
 
     def _make_room(self, client: str, now: float) -> None:
-        """For another endpoint of this client's: of those that are not paired, one of its own gives way or, when there
-        are too many in all, one of the client that has most.
+        """Make room for another endpoint of this client, if needed: remove one of its own unpaired endpoints or, if
+        there are too many in total, one of the client with the most.
         """
-        unpaired = [place for place in self._endpoints.values() if place.unpaired]
-        count_of = Counter(place.client for place in unpaired)
+        unpaired = [endpoint for endpoint in self._endpoints.values() if endpoint.unpaired]
+        count_of = Counter(endpoint.client for endpoint in unpaired)
         largest: str | None = client
         if count_of[client] < MAX_UNPAIRED_PER_CLIENT:
             if len(unpaired) < MAX_UNPAIRED and len(self._endpoints) < MAX_ENDPOINTS:
                 return
             largest = max(count_of, key=count_of.__getitem__, default=client)
-        candidates = [place for place in unpaired if place.client == largest]
+        candidates = [endpoint for endpoint in unpaired if endpoint.client == largest]
         if candidates:
-            self._give_up(min(candidates, key=lambda place: place.wanted_at), "it gives way to another endpoint", now)
+            self._give_up(
+                min(candidates, key=lambda endpoint: endpoint.wanted_at), "too many endpoints are not paired", now
+            )
 
-    def _give_up(self, place: _Endpoint, reason: str, now: float) -> None:
-        self._end_attempt(place, reason, now)
-        self._reachability.forget(place.endpoint)
-        del self._endpoints[place.endpoint]
-        self._noise.warning("prefill endpoint %s of a request is given up: %s", place.endpoint, reason)
+    def _give_up(self, endpoint: _Endpoint, reason: str, now: float) -> None:
+        self._end_attempt(endpoint, reason, now)
+        self._reachability.forget(endpoint.name)
+        del self._endpoints[endpoint.name]
+        self._noise.warning(
+            "no longer connecting to prefill endpoint %s, which a request named: %s", endpoint.name, reason
+        )
 
-    def _begin_attempt(self, place: _Endpoint, now: float) -> None:
+    def _begin_attempt(self, endpoint: _Endpoint, now: float) -> None:
         try:
-            ipaddress.ip_address(place.host)
+            ipaddress.ip_address(endpoint.host)
         except ValueError:
-            # Not in ZMQ's I/O thread, where one slow name server would silence all other peers; and anew for every
+            # Not in ZMQ's I/O thread, where one slow name server would block all other peers; and again for every
             # attempt, because a restarted server may have a new address.
-            place.resolving = True
-            threading.Thread(target=self._resolve, args=(place,), name="decode-resolve", daemon=True).start()
+            endpoint.resolving = True
+            threading.Thread(target=self._resolve, args=(endpoint,), name="decode-resolve", daemon=True).start()
         else:
-            self._open(place, place.host, now)
+            self._open(endpoint, endpoint.host, now)
 
-    def _resolve(self, place: _Endpoint) -> None:
-        """Runs on a thread of its own."""
+    def _resolve(self, endpoint: _Endpoint) -> None:
+        """Runs on its own thread."""
         address: str | None = None
         try:
-            found = sockets.getaddrinfo(place.host, None, type=sockets.SOCK_STREAM)
+            found = sockets.getaddrinfo(endpoint.host, None, type=sockets.SOCK_STREAM)
             found.sort(key=lambda entry: entry[0] != sockets.AF_INET)
             address = str(found[0][4][0])
         except (OSError, UnicodeError) as error:
-            logger.debug("%s cannot be resolved: %s", place.host, error)
-        self._post(partial(self._resolved, place, address))
+            logger.debug("%s cannot be resolved: %s", endpoint.host, error)
+        self._post(partial(self._resolved, endpoint, address))
 
-    def _resolved(self, place: _Endpoint, address: str | None) -> None:
-        place.resolving = False
-        if self._endpoints.get(place.endpoint) is not place:
-            return  # it was given up
+    def _resolved(self, endpoint: _Endpoint, address: str | None) -> None:
+        endpoint.resolving = False
+        if self._endpoints.get(endpoint.name) is not endpoint:
+            return  # it was removed
         if address is None:
-            self._end_attempt(place, f"host name {place.host} cannot be resolved", self._clock())
-        elif place.client is not None and not self._allowed_hosts.allows_at(place.host, address):
-            reason = f"{place.host} is {address}, where requests may not send this server (bootstrap_allow)"
-            self._report_refused(place.endpoint, reason)
-            self._end_attempt(place, reason, self._clock())
+            self._end_attempt(endpoint, f"host name {endpoint.host} cannot be resolved", self._clock())
+        elif endpoint.client is not None and not self._allowed_hosts.allows_at(endpoint.host, address):
+            reason = f"{endpoint.host} resolves to {address}, which bootstrap_allow does not permit for requests"
+            self._report_refused(endpoint.name, reason)
+            self._end_attempt(endpoint, reason, self._clock())
         else:
-            self._open(place, address, self._clock())
+            self._open(endpoint, address, self._clock())
 
-    def _open(self, place: _Endpoint, address: str, now: float) -> None:
+    def _open(self, endpoint: _Endpoint, address: str, now: float) -> None:
         try:
-            self._connect(place, address, now)
-        except zmq.ZMQError as error:  # this process has no more sockets, say
-            self._end_attempt(place, f"cannot connect to {place.endpoint}: {error}", now)
+            self._connect(endpoint, address, now)
+        except zmq.ZMQError as error:  # for example, too many sockets
+            self._end_attempt(endpoint, f"cannot connect to {endpoint.name}: {error}", now)
 
-    def _connect(self, place: _Endpoint, address: str, now: float) -> None:
+    def _connect(self, endpoint: _Endpoint, address: str, now: float) -> None:
         self._attempts += 1
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        place.socket = socket
-        place.address = address
+        endpoint.socket = socket
+        endpoint.address = address
         self._poller.register(socket, zmq.POLLIN)
         self._configure(socket)
-        # One socket per attempt: ZMQ must not reconnect behind our back. Not -1, which says just that but makes ZMQ
-        # throw away received messages that were not read yet when the connection ends.
+        # One socket per attempt: ZMQ must not reconnect by itself. Not -1, which disables reconnection but also makes
+        # ZMQ drop received, unread messages when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, ZMQ_RECONNECT_MS)
         socket.setsockopt(zmq.ROUTING_ID, f"{self._me.instance[:64]}#{self._attempts}".encode())
         if ":" in address:
@@ -247,36 +249,36 @@ class DecodeControl(Control):
             address = f"[{address}]"
         if self._keys is not None:
             self._keys.secure_client(socket)
-        place.monitor = ConnectionMonitor(self._context, socket, _MONITORED)
-        self._poller.register(place.monitor.socket, zmq.POLLIN)
-        place.attempt_ends_at = now + self.timing.connect_timeout_s
-        socket.connect(f"tcp://{address}:{place.port}")
+        endpoint.monitor = ConnectionMonitor(self._context, socket, _MONITORED)
+        self._poller.register(endpoint.monitor.socket, zmq.POLLIN)
+        endpoint.attempt_ends_at = now + self.timing.connect_timeout_s
+        socket.connect(f"tcp://{address}:{endpoint.port}")
 
-    def _end_attempt(self, place: _Endpoint, reason: str, now: float) -> None:
-        """Drop the socket, if there is one, and try again later."""
-        if place.monitor is not None:
-            self._poller.unregister(place.monitor.socket)
-            place.monitor.close()
-            place.monitor = None
-        if place.socket is not None:
-            self._poller.unregister(place.socket)
-            place.socket.close(linger=0)
-            place.socket = None
-        address, place.address = place.address, None
-        if place.connection is None:
-            if address is None:  # nothing was connected to, and `reason` says why
-                self._reachability.forget(place.endpoint)
+    def _end_attempt(self, endpoint: _Endpoint, reason: str, now: float) -> None:
+        """Close the socket, if there is one, and try again later."""
+        if endpoint.monitor is not None:
+            self._poller.unregister(endpoint.monitor.socket)
+            endpoint.monitor.close()
+            endpoint.monitor = None
+        if endpoint.socket is not None:
+            self._poller.unregister(endpoint.socket)
+            endpoint.socket.close(linger=0)
+            endpoint.socket = None
+        address, endpoint.address = endpoint.address, None
+        if endpoint.connection is None:
+            if address is None:  # there was no connection attempt; `reason` has the cause
+                self._reachability.forget(endpoint.name)
             else:
-                self._reachability.failed(place.endpoint, address, now)
+                self._reachability.failed(endpoint.name, address, now)
         else:
-            if not place.unpaired:
-                place.wanted_at = now  # its server may come back
-            connection, place.connection = place.connection, None
+            if not endpoint.unpaired:
+                endpoint.wanted_at = now  # its server may come back
+            connection, endpoint.connection = endpoint.connection, None
             self._end_connection(connection, reason)
-        if not place.refused:
-            place.detail = reason
-        place.attempt_at = now + place.backoff_s * random.uniform(0.75, 1.25)
-        place.backoff_s = min(2 * place.backoff_s, self.timing.reconnect_max_s)
+        if not endpoint.refused:
+            endpoint.detail = reason
+        endpoint.attempt_at = now + endpoint.backoff_s * random.uniform(0.75, 1.25)
+        endpoint.backoff_s = min(2 * endpoint.backoff_s, self.timing.reconnect_max_s)
 
     def _end_connection(self, connection: _Connection, reason: str) -> None:
         instance = connection.instance
@@ -290,11 +292,11 @@ class DecodeControl(Control):
 
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
         all_read = True
-        for place in list(self._endpoints.values()):
-            if place.monitor is not None and place.monitor.socket in ready:
-                self._read_connection_events(place, now)
-            if place.connection is not None and place.socket in ready:
-                all_read &= self._read_messages(place.connection, now)
+        for endpoint in list(self._endpoints.values()):
+            if endpoint.monitor is not None and endpoint.monitor.socket in ready:
+                self._read_connection_events(endpoint, now)
+            if endpoint.connection is not None and endpoint.socket in ready:
+                all_read &= self._read_messages(endpoint.connection, now)
         return all_read
 
     def _read_messages(self, connection: _Connection, now: float) -> bool:
@@ -307,50 +309,51 @@ class DecodeControl(Control):
             self._receive(connection, [frame.buffer for frame in frames], now)
         return False
 
-    def _read_connection_events(self, place: _Endpoint, now: float) -> None:
-        while place.monitor is not None and (event := place.monitor.read()) is not None:
+    def _read_connection_events(self, endpoint: _Endpoint, now: float) -> None:
+        while endpoint.monitor is not None and (event := endpoint.monitor.read()) is not None:
             kind, value = event
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                assert place.socket is not None
-                self._reachability.forget(place.endpoint)
-                place.failed_handshakes = 0
-                place.refused = False
-                place.detail = None
-                place.connection = _Connection(
-                    place.endpoint, place.socket, resend_after_s=self.timing.resend_after_s, now=now
+                assert endpoint.socket is not None
+                self._reachability.forget(endpoint.name)
+                endpoint.failed_handshakes = 0
+                endpoint.refused = False
+                endpoint.detail = None
+                endpoint.connection = _Connection(
+                    endpoint.name, endpoint.socket, resend_after_s=self.timing.resend_after_s, now=now
                 )
             elif kind == zmq.EVENT_CLOSED:
-                place.failed_handshakes = 0
-                place.refused = False
-                self._end_attempt(place, f"nothing listens at {place.endpoint}, or it cannot be reached", now)
+                endpoint.failed_handshakes = 0
+                endpoint.refused = False
+                self._end_attempt(endpoint, f"nothing listens at {endpoint.name}, or it cannot be reached", now)
             elif kind == zmq.EVENT_DISCONNECTED:
-                if place.connection is None:
-                    self._end_attempt(place, f"{place.endpoint} closed the connection while shaking hands", now)
+                if endpoint.connection is None:
+                    self._end_attempt(endpoint, f"{endpoint.name} closed the connection during the handshake", now)
                 else:
-                    while not self._read_messages(place.connection, now):
-                        pass  # its last words, such as a PrefillDone, count
-                    self._end_attempt(place, "its connection was closed", now)
+                    while not self._read_messages(endpoint.connection, now):
+                        pass  # messages sent before the close, such as PrefillDone, are valid
+                    self._end_attempt(endpoint, "its connection was closed", now)
             else:
-                self._note_failed_handshake(place, kind, value)
+                self._note_failed_handshake(endpoint, kind, value)
 
-    def _note_failed_handshake(self, place: _Endpoint, kind: int, value: int) -> None:
-        """A prefill server with another key hangs up without a word, as does one that dies: only the second in a row
-        is called by its name. Where we have no key it may as well be something else that hangs up, until more is known.
+    def _note_failed_handshake(self, endpoint: _Endpoint, kind: int, value: int) -> None:
+        """A prefill server with another key closes the connection without an error, as does one that crashes: only the
+        second failure in a row is reported as an authentication failure. Without a key of our own it may also be
+        another kind of server, which the text then mentions.
         """
         self._counts["authentication_failures"] += kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        place.failed_handshakes += 1
+        endpoint.failed_handshakes += 1
         certain = kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not certain:
-            reason = f"{place.endpoint} is not the control port of a prefill server"
-        elif certain or (self._keys is not None and place.failed_handshakes > 1):
+            reason = f"{endpoint.name} is not the control port of a prefill server"
+        elif certain or (self._keys is not None and endpoint.failed_handshakes > 1):
             reason = AUTHENTICATION_FAILED
-        elif place.failed_handshakes > 1 and not place.refused:
-            reason = HUNG_UP.format(place.endpoint)
+        elif endpoint.failed_handshakes > 1 and not endpoint.refused:
+            reason = HUNG_UP.format(endpoint.name)
         else:
             return
-        place.refused = True
-        place.detail = reason
-        self._report_refused(place.endpoint, reason)
+        endpoint.refused = True
+        endpoint.detail = reason
+        self._report_refused(endpoint.name, reason)
 
     def _admits(self, session: Session, now: float) -> bool:  # noqa: ARG002
         return session.state is SessionState.PAIRED
@@ -362,23 +365,25 @@ class DecodeControl(Control):
                 self._welcomed(session, message, now)
             case Refused(code="unknown_peer"):
                 if session.state is SessionState.PAIRED:
-                    self._lose(session, "it had lost this server")
+                    self._lose(session, "it no longer had this server as a peer")
                     session.hello_at = now
             case Refused(code="mismatch", reason=reason):
                 self._set_refused(session, reason, now)
             case Refused(reason=reason):
                 self._counts["complaints_received"] += 1
                 if self._first_time(str(session), "complaint"):
-                    self._refusals.warning("%s does not understand this server: %s", session, reason)
+                    self._refusals.warning("%s could not read a message of this server: %s", session, reason)
             case Hello():
-                self._complain(session, "Hello is for prefill servers: this is a decode server", now)
+                self._complain(
+                    session, "received Hello, but this is a decode server: only prefill servers accept Hello", now
+                )
 
     def _welcomed(self, connection: _Connection, welcome: Welcome, now: float) -> None:
         if connection.state in (SessionState.PAIRED, SessionState.ALIAS):
             return  # the answer to an earlier Hello
         if connection.announced and connection.instance != welcome.instance:
-            # Something between us connected the same stream to another process.
-            self._end_attempt(self._endpoints[connection.name], "another instance took its place", now)
+            # A proxy connected the same stream to another process.
+            self._end_attempt(self._endpoints[connection.name], "another instance took its endpoint", now)
             return
         connection.instance = welcome.instance
         connection.introduction = welcome
@@ -392,7 +397,7 @@ class DecodeControl(Control):
         connection.detail = None
         paired = self._connection_of.get(welcome.instance)
         if paired is not None and paired is not connection:
-            # Prefill goes on using the other connection as long as nothing but Hello is sent on this one.
+            # Prefill keeps using the other connection as long as only Hello is sent on this one.
             connection.state = SessionState.ALIAS
             connection.detail = f"same server as {paired.name}"
             self._emit(PeerAlias(connection.name, welcome.instance))
@@ -400,7 +405,7 @@ class DecodeControl(Control):
         self._connection_of[welcome.instance] = connection
         connection.state = SessionState.PAIRED
         connection.announced = True
-        connection.link.restart()
+        connection.channel.restart()
         self._endpoints[connection.name].backoff_s = self.timing.reconnect_min_s
         self._beat(connection, now)  # tells prefill that its Welcome arrived
         self._counts["peers_up"] += 1
@@ -430,22 +435,22 @@ class DecodeControl(Control):
             self._emit(PeerRefused(endpoint, reason))
 
     def _tick(self, now: float) -> None:
-        for place in list(self._endpoints.values()):
-            connection = place.connection
-            if place.unpaired and now - place.wanted_at > self._unpaired_s:
-                self._give_up(place, f"no request has named it for {self._unpaired_s:g} s", now)
+        for endpoint in list(self._endpoints.values()):
+            connection = endpoint.connection
+            if endpoint.unpaired and now - endpoint.wanted_at > self._unpaired_s:
+                self._give_up(endpoint, f"no request has named it for {self._unpaired_s:g} s", now)
             elif connection is not None:
                 if connection.state not in (SessionState.PAIRED, SessionState.ALIAS) and now >= connection.hello_at:
                     refused = connection.state is SessionState.REFUSED
                     connection.hello_at = now + (self.timing.refused_retry_s if refused else self.timing.hello_retry_s)
                     self._reply(connection, self._me)
-            elif place.socket is not None:
-                if now >= place.attempt_ends_at:
+            elif endpoint.socket is not None:
+                if now >= endpoint.attempt_ends_at:
                     self._end_attempt(
-                        place, f"{place.endpoint} did not answer for {self.timing.connect_timeout_s:g} s", now
+                        endpoint, f"{endpoint.name} did not answer for {self.timing.connect_timeout_s:g} s", now
                     )
-            elif not place.resolving and now >= place.attempt_at:
-                self._begin_attempt(place, now)
+            elif not endpoint.resolving and now >= endpoint.attempt_at:
+                self._begin_attempt(endpoint, now)
         reasons = self._reachability.report(self._snapshot, now)
         if reasons is not None:
             self._emit(PeersUnreachable(reasons))
@@ -453,11 +458,11 @@ class DecodeControl(Control):
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [
             PeerSnapshot(
-                place.endpoint,
-                "refused" if place.refused else "connecting",
-                detail=self._reachability.reason(place.endpoint) or place.detail,
+                endpoint.name,
+                "refused" if endpoint.refused else "connecting",
+                detail=self._reachability.reason(endpoint.name) or endpoint.detail,
             )
-            if place.connection is None
-            else place.connection.snapshot(place.endpoint)
-            for place in self._endpoints.values()
+            if endpoint.connection is None
+            else endpoint.connection.snapshot(endpoint.name)
+            for endpoint in self._endpoints.values()
         ]

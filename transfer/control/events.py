@@ -1,8 +1,8 @@
-"""What the control thread tells its owner. Events of one peer come in this order:
+"""Events of the control thread for its owner. Events of one peer come in this order:
 
-PeerUp, then MessageReceived and LoadReported in between, then PeerLost; from there PeerUp again (the same process was
-silent and is back) or PeerClosed (it is not coming back under this connection). No message is delivered outside
-PeerUp .. PeerLost: what a peer sends meanwhile it sends again.
+PeerUp, then MessageReceived and LoadReported in any order, then PeerLost; after that PeerUp again (the same process was
+silent and is back) or PeerClosed (the connection has ended). Messages are delivered only between PeerUp and PeerLost:
+a peer sends again what it sent at other times.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from ..protocol.messages import AnyMessage, Hello, InstanceId, Load, Welcome
 from ..protocol.wire import IntArray
 
 MOST_SHOWN = 4
-"""Endpoints that one line names."""
+"""Endpoints named in one log line."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """The pair exists, on both sides. `endpoint` is where decode connected to; None on the prefill side."""
+    """The servers are paired. `endpoint` is where decode connected to; None on the prefill side."""
 
     instance: InstanceId
     endpoint: str | None
@@ -28,7 +28,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerAlias:
-    """`endpoint` is another name of a server that is already paired; use `instance`."""
+    """`endpoint` is another address of a server that is already paired as `instance`."""
 
     endpoint: str
     instance: InstanceId
@@ -36,7 +36,7 @@ class PeerAlias:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer is silent, its connection closed, or it has lost us. It may still be alive, and still write."""
+    """The peer is silent, its connection closed, or it has lost us. It may still run, and still write."""
 
     instance: InstanceId
     reason: str
@@ -44,8 +44,8 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The connection of a lost peer is closed or has a successor: its process is gone, or cut off and has stopped for
-    us too. Messages queued for it are dropped. Never raised for mere silence, as of a process under SIGSTOP.
+    """The connection of a lost peer is closed or replaced by a new one: its process has ended, or is disconnected and
+    has stopped writing to us. Messages queued for it are dropped. Not emitted for silence (a process under SIGSTOP).
     """
 
     instance: InstanceId
@@ -53,7 +53,7 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """A peer cannot be paired with; `peer` is its endpoint (decode) or its instance or address (prefill)."""
+    """Pairing was refused; `peer` is the endpoint (on decode) or the instance or address (on prefill)."""
 
     peer: str
     reason: str
@@ -61,13 +61,13 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class PeersUnreachable:
-    """Why no server is paired at these endpoints (decode); takes the place of what was said before."""
+    """Why no server is paired at these endpoints (decode); replaces the previous event."""
 
     reasons: Mapping[str, str]
 
 
 def describe_absence(reasons: Mapping[str, str]) -> str:
-    """The first few of them in one line."""
+    """The first few reasons in one line."""
     shown = [f"{endpoint}: {reason}" for endpoint, reason in islice(reasons.items(), MOST_SHOWN)]
     more = len(reasons) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
@@ -92,7 +92,7 @@ class LoadReported:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """A message was not taken because too much already waits for this peer."""
+    """A message was not queued, because too many messages already wait for this peer."""
 
     instance: InstanceId
     message: AnyMessage

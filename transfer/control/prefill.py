@@ -15,7 +15,7 @@ from .curve import AUTHENTICATION_FAILED, ClientGate, ClusterKeys
 from .events import Event, PeerRefused, PeerSnapshot, PeerUp
 from .session import Session, SessionState, Timing
 from .thread import MESSAGES_PER_TURN, Control
-from .unknown_peers import Strangers
+from .unknown_peers import UnknownPeers
 from .wakeup import ConnectionMonitor
 
 logger = logging.getLogger(__name__)
@@ -24,12 +24,12 @@ _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
-"""Of a decode server: a message and its two arrays."""
+"""The largest message of a decode server: a message and its two arrays."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class _Route(Session):
-    """The connection of one decode server: its ZMQ routing id and the file descriptor that its end is reported for."""
+    """The connection of one decode server: its ZMQ routing id, and the file descriptor that monitor events name."""
 
     def __init__(self, name: str, routing_id: bytes, fd: int, *, resend_after_s: float, now: float) -> None:
         super().__init__(name, resend_after_s=resend_after_s, now=now)
@@ -38,10 +38,10 @@ class _Route(Session):
 
 
 class PrefillControl(Control):
-    """Binds the bootstrap port and pairs with every decode server that says Hello and passes `check`.
+    """Binds the bootstrap port and pairs with every decode server that sends Hello and passes `check`.
 
-    `check(hello)` returns one sentence when the pair must not be; protocol versions are compared before it is asked.
-    Port 0 binds a free one; `port` is the real one. Raises StartupError when it cannot bind.
+    `check(hello)` returns one sentence if the servers must not pair; protocol versions are compared before.
+    Port 0 binds a free port; `port` is the bound one. Raises StartupError if it cannot bind.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class PrefillControl(Control):
         self._check = check
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
-        self._route_of: dict[InstanceId, _Route] = {}  # the one route of each instance that was announced
-        self._connections = Strangers(MAX_MESSAGE_BYTES, self._report_cut)
+        self._route_of: dict[InstanceId, _Route] = {}  # the route of each instance with a PeerUp
+        self._connections = UnknownPeers(MAX_MESSAGE_BYTES, self._report_cut)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -109,20 +109,20 @@ class PrefillControl(Control):
         return False
 
     def _route_of_sender(self, routing_id: zmq.Frame, now: float) -> _Route | None:
-        """The route that a message came on, a new one for a stranger; None when its connection is not known."""
+        """The route that a message came on, a new one for an unknown peer; None if its connection is not known."""
         try:
             fd = int(routing_id.get(zmq.SRCFD))
             address = str(routing_id.get("Peer-Address"))
         except zmq.ZMQError:
             self._counts["malformed"] += 1
-            self._noise.warning("a message on the control port that does not say where it comes from is ignored")
+            self._noise.warning("ignoring a message on the control port: its connection cannot be determined")
             return None
         route = self._routes.get(routing_id.bytes)
         if route is not None and route.fd != fd:
-            self._forget(route, "another connection took its name")
+            self._forget(route, "another connection has the same routing id")
             route = None
         if route is None:
-            # Kept when it says Hello.
+            # Stored once it sends Hello.
             route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
         return route
 
@@ -143,7 +143,7 @@ class PrefillControl(Control):
                         self._emit(PeerRefused("a connecting peer", AUTHENTICATION_FAILED))
                 case _:
                     if self._first_time("", "handshake"):
-                        logger.warning("something that does not speak ZMQ connected to the control port")
+                        logger.warning("a client that does not speak ZMQ connected to the control port")
 
     def _admits(self, session: Session, now: float) -> bool:
         assert isinstance(session, _Route)
@@ -155,7 +155,7 @@ class PrefillControl(Control):
                 return True
             case _:
                 self._counts["unknown_peer"] += 1
-                self._reply(session, Refused("unknown_peer", "this server does not know you (any more): say Hello"))
+                self._reply(session, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
                 return False
 
     def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
@@ -168,18 +168,20 @@ class PrefillControl(Control):
             case Refused(reason=reason):
                 self._counts["complaints_received"] += 1
                 if self._first_time(str(session), "complaint"):
-                    self._refusals.warning("%s does not understand this server: %s", session, reason)
+                    self._refusals.warning("%s could not read a message of this server: %s", session, reason)
             case Welcome():
-                self._complain(session, "Welcome is for decode servers: this is a prefill server", now)
+                self._complain(
+                    session, "received Welcome, but this is a prefill server: only decode servers accept Welcome", now
+                )
 
     def _greet(self, route: _Route, hello: Hello, now: float) -> None:
-        # Connection events first: a descriptor may have been reused, and this may be a dead connection's last word.
+        # Connection events first: the descriptor may have been reused, and this may be from the closed one.
         self._read_connections()
         if route.fd not in self._connections:
             return
         if route.instance not in (None, hello.instance):
-            self._forget(route, "another instance took its place")
-            route = _Route(route.name, route.routing_id, route.fd, resend_after_s=route.link.resend_after_s, now=now)
+            self._forget(route, "another instance uses its connection")
+            route = _Route(route.name, route.routing_id, route.fd, resend_after_s=route.channel.resend_after_s, now=now)
         previous = self._route_of_fd.get(route.fd)
         if previous is not None and previous is not route:
             self._forget(previous, "its connection was closed")
@@ -195,12 +197,12 @@ class PrefillControl(Control):
             self._refuse(route, reason)
             return
         if route.state is SessionState.PAIRED:
-            self._lose(route, "it had lost this server and introduces itself again")
+            self._lose(route, "it had lost this server and sent Hello again")
         route.state = SessionState.MEETING
         self._reply(route, self._me)
 
     def _pair(self, route: _Route, now: float) -> None:
-        """Decode has our Welcome and uses this connection."""
+        """Decode has received our Welcome and uses this connection."""
         instance, hello = route.instance, route.introduction
         assert instance is not None
         assert hello is not None
@@ -213,7 +215,7 @@ class PrefillControl(Control):
         route.announced = True
         route.detail = None
         route.heartbeat_at = now
-        route.link.restart()
+        route.channel.restart()
         self._counts["peers_up"] += 1
         logger.info("paired with decode %s", route)
         self._emit(PeerUp(instance, None, hello))
@@ -244,8 +246,8 @@ class PrefillControl(Control):
         self._end(route, reason)
 
     def _tick(self, now: float) -> None:  # noqa: ARG002
-        """Prefill only answers; decode keeps introducing itself."""
-        self._connections.look()
+        """Prefill only answers: decode repeats Hello."""
+        self._connections.enforce_limits()
 
     def _report_cut(self, reason: str) -> None:
         self._counts["connections_cut"] += 1
@@ -256,7 +258,7 @@ class PrefillControl(Control):
 
 
 def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Bind and return the port. ZMQ takes addresses only, so a name is resolved here."""
+    """Bind and return the port. ZMQ accepts addresses only, so a host name is resolved here."""
     try:
         family, _, _, _, (address, *_) = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
     except OSError as error:
@@ -269,7 +271,7 @@ def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise StartupError(
-                f"bootstrap port {port} on {host} is in use: end the process that has it or choose another port with "
+                f"bootstrap port {port} on {host} is in use: stop the process that uses it or choose another port with "
                 "--bootstrap-port"
             ) from error
         raise StartupError(f"bootstrap port {port} on {host} cannot be bound: {error}") from error

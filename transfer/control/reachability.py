@@ -1,7 +1,7 @@
-"""Why a decode server has no prefill server: found out for each endpoint, logged at once and every 30 s.
+"""Finds out why a decode server has no prefill server, per endpoint; logged at once and then every 30 s.
 
-ZMQ says that a connection was not made, and not why. So an endpoint that does not answer is probed with a plain socket,
-on a thread of its own, one endpoint at a time.
+ZMQ reports that a connection failed, but not why. So an endpoint that does not answer is probed with a plain socket, on
+a separate thread, one endpoint at a time.
 """
 
 import logging
@@ -16,23 +16,23 @@ from .events import PeerSnapshot, describe_absence
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long servers that are started together may take to find each other before it is a warning."""
+"""Time for servers that start together to pair before a warning is logged."""
 LOG_INTERVAL_S = 30.0
 PROBE_INTERVAL_S = 10.0
 CONNECT_S = 2.0
 ANSWER_S = 0.5
 MOST_PROBES = 16
-"""Endpoints that wait to be probed: requests name endpoints, too, and there may be many."""
+"""Limit of endpoints that wait for a probe: requests may name many endpoints."""
 
 ZMQ_GREETING = b"\xff"
-HTTP_PORT = "that is an HTTP port: --prefill wants the control port of the prefill server (its --bootstrap-port)"
+HTTP_PORT = "that is an HTTP port: --prefill needs the control port of the prefill server (its --bootstrap-port)"
 
 
 def find_reason(address: str, port: int) -> str | None:
-    """Why no prefill server can be reached there, in a clause; None where one may be: ZMQ knows more then."""
+    """Why no prefill server can be reached there; None if something speaks ZMQ there."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
-            return _who_answers(connection)
+            return _reason_from_answer(connection)
     except ConnectionRefusedError:
         return "connection refused: nothing listens there"
     except TimeoutError:
@@ -41,26 +41,26 @@ def find_reason(address: str, port: int) -> str | None:
         return f"{error.strerror or error}"
 
 
-def _who_answers(connection: socket.socket) -> str | None:
-    """ZMQ speaks first, HTTP when it is spoken to."""
+def _reason_from_answer(connection: socket.socket) -> str | None:
+    """A ZMQ server sends first, an HTTP server answers a request."""
     connection.settimeout(ANSWER_S)
     try:
         first = connection.recv(1)
     except TimeoutError:
         first = None
     if first is not None:
-        # one that hangs up at once may be any server, also one that is just ending
+        # any server may close the connection at once, for example one that shuts down
         return None if first in (ZMQ_GREETING, b"") else "that is not the control port of a prefill server"
     try:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         answer = connection.recv(5)
     except TimeoutError:
-        return "something listens there and says nothing: a server that hangs, or not a control port"
+        return "something listens there and does not answer: a server that hangs, or not a control port"
     return HTTP_PORT if answer == b"HTTP/" else "that is not the control port of a prefill server"
 
 
 class Reachability:
-    """What is known of endpoints that do not answer. For one thread, but for the probes."""
+    """The reasons of endpoints that do not answer. Used by one thread; probes run on another."""
 
     def __init__(self, probe: Callable[[str, int], str | None] = find_reason) -> None:
         self._probe = probe
@@ -73,9 +73,9 @@ class Reachability:
         self._reported: dict[str, str] = {}
 
     def failed(self, endpoint: str, address: str, now: float) -> None:
-        """An attempt to connect has failed. The address is probed, every `PROBE_INTERVAL_S` at most.
+        """A connection attempt has failed: probe the address, at most every `PROBE_INTERVAL_S`.
 
-        The address and not the host name: the name may lead elsewhere by now, where requests may not send this server.
+        The address and not the host name: the name may now resolve to an address that requests may not use.
         """
         if now < self._probe_at.get(endpoint, -math.inf):
             return
@@ -89,7 +89,7 @@ class Reachability:
             self._thread.start()
 
     def forget(self, endpoint: str) -> None:
-        """It was reached, or is not tried any more."""
+        """The endpoint was reached, or is not tried any more."""
         self._probe_at.pop(endpoint, None)
         self._reasons.pop(endpoint, None)
 
@@ -97,7 +97,7 @@ class Reachability:
         return self._reasons.get(endpoint)
 
     def report(self, peers: Sequence[PeerSnapshot], now: float) -> dict[str, str] | None:
-        """Log it when no peer has been paired for a moment, and go on. Returns all reasons when one has changed."""
+        """Log the reasons while no peer is paired. Returns all reasons if one has changed."""
         reasons = absence_reasons(peers)
         if any(peer.state == "paired" for peer in peers):
             self._absent_since, self._log_at = None, -math.inf
@@ -124,5 +124,5 @@ class Reachability:
 
 
 def absence_reasons(peers: Iterable[PeerSnapshot]) -> dict[str, str]:
-    """What is known of each endpoint that no server is paired at."""
+    """The reason for each endpoint without a paired server."""
     return {peer.endpoint: peer.detail for peer in peers if peer.state != "paired" and peer.detail is not None}

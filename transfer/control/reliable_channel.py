@@ -1,14 +1,14 @@
 """Reliable, ordered delivery of control messages over one connection: pure, no sockets, no clock.
 
-TCP does not lose bytes, ZMQ does lose messages: what does not fit its queues is dropped, and what reaches a peer that
-is not ready for it is refused. So every message that matters is numbered 1, 2, 3, ... per direction, kept until it is
-acknowledged and sent again when that takes too long; the receiver delivers each number once, in order, and drops
-duplicates and whatever comes after a gap. Acknowledgements are cumulative and ride on every envelope, heartbeats
-included. Introductions and heartbeats are outside the numbering (number 0): each replaces the one before it.
+TCP does not lose bytes, but ZMQ loses messages: it drops those that do not fit its queues, and a peer that is not
+paired refuses them. So messages are numbered 1, 2, 3, ... per direction, kept until they are acknowledged, and sent
+again after a timeout; the receiver delivers each number once, in order, and drops duplicates and messages after a gap.
+Acknowledgements are cumulative and part of every envelope, also of heartbeats. Introductions and heartbeats are not
+numbered (number 0): each replaces the previous one.
 
-A link belongs to one connection between two instances. It outlives silence (a stopped process gets its messages when it
-wakes up) and ends with the connection: both sides then treat every transfer of the pair as over, and delivering an old
-KvDestination to a peer that has forgotten it would write into pages that have another owner.
+A channel belongs to one connection between two instances. It survives silence (a stopped process gets its messages when
+it continues) and ends with the connection: both sides then treat every transfer of the pair as ended, and delivering an
+old KvDestination would write into pages with a new owner.
 """
 
 from collections import deque
@@ -25,18 +25,18 @@ def is_sequenced(message: AnyMessage) -> bool:
     return not isinstance(message, UNSEQUENCED)
 
 
-class LinkFullError(PdserveError):
-    """More is waiting for the peer's acknowledgement than the link may hold; the message was not taken."""
+class ChannelFullError(PdserveError):
+    """The unacknowledged messages reach a limit of the channel; the message was not queued."""
 
 
-class LinkProtocolError(PdserveError):
-    """The peer acknowledges what was never sent to it."""
+class ChannelProtocolError(PdserveError):
+    """The peer acknowledges a message that was never sent."""
 
 
 class ReliableChannel:
-    """One end of a link: what was sent and is not acknowledged, and how far the other side was received.
+    """One end of a channel: the unacknowledged messages, and the last number received.
 
-    At most `window` messages are under way; more wait here, up to `limit_messages` and `limit_bytes`. Not thread-safe:
+    At most `window` messages are in flight; more wait here, up to `limit_messages` and `limit_bytes`. Not thread-safe:
     the control thread owns it.
     """
 
@@ -56,9 +56,9 @@ class ReliableChannel:
         self._waiting: deque[Body] = deque()  # number _first, _first + 1, ...
         self._waiting_bytes = 0
         self._first = 1
-        self._next = 1  # [_first, _next) is under way; [_next, _first + len(_waiting)) was never sent
+        self._next = 1  # [_first, _next) is in flight; [_next, _first + len(_waiting)) was never sent
         self._highest_sent = 0
-        self._progress_at = 0.0  # when the oldest message under way was sent, or the one before it acknowledged
+        self._progress_at = 0.0  # when the oldest message in flight was sent, or the one before it acknowledged
         self._received = 0
         self._acknowledged = 0
 
@@ -69,14 +69,14 @@ class ReliableChannel:
 
     @property
     def unacknowledged_received(self) -> int:
-        """Messages received since the last envelope was made: the peer waits for these."""
+        """Messages received since the last envelope, which the peer waits to have acknowledged."""
         return self._received - self._acknowledged
 
     def put(self, body: Body) -> None:
-        """Take a message for delivery; `due` hands it out. Raises LinkFullError."""
+        """Queue a message for delivery by `due`. Raises ChannelFullError."""
         size = sum(len(frame) for frame in body)
         if len(self._waiting) >= self.limit_messages or self._waiting_bytes + size > self.limit_bytes:
-            raise LinkFullError(
+            raise ChannelFullError(
                 f"{len(self._waiting)} messages with {self._waiting_bytes} B wait for the peer's acknowledgement; the "
                 f"limits are {self.limit_messages} messages and {self.limit_bytes} B, and this one has {size} B"
             )
@@ -84,7 +84,7 @@ class ReliableChannel:
         self._waiting_bytes += size
 
     def due(self, now: float) -> list[list[Buffer]]:
-        """What to send now, as frames: everything under way again when its time is up, then new messages."""
+        """The frames to send now: after a timeout all messages in flight again, then new messages."""
         if self._next > self._first and now - self._progress_at > self.resend_after_s:
             self.restart()
         frames: list[list[Buffer]] = []
@@ -100,18 +100,18 @@ class ReliableChannel:
         return frames
 
     def restart(self) -> None:
-        """Nothing is under way any more: the next `due` sends all unacknowledged messages again."""
+        """Nothing is in flight any more: the next `due` sends all unacknowledged messages again."""
         self._next = self._first
 
     def envelope(self, seq: int = 0) -> bytes:
-        """The envelope of a message with this number; acknowledges all that was received."""
+        """The envelope of a message with this number; acknowledges all received messages."""
         self._acknowledged = self._received
         return Envelope(seq, self._received).pack()
 
     def acknowledge(self, ack: int, now: float) -> None:
-        """The peer has received everything up to and including `ack`. Raises LinkProtocolError."""
+        """The peer has received everything up to and including `ack`. Raises ChannelProtocolError."""
         if ack > self._highest_sent:
-            raise LinkProtocolError(f"message {ack} was acknowledged, the last one sent was {self._highest_sent}")
+            raise ChannelProtocolError(f"message {ack} was acknowledged, the last one sent was {self._highest_sent}")
         if ack < self._first:
             return
         for _ in range(ack - self._first + 1):
@@ -121,14 +121,14 @@ class ReliableChannel:
         self._progress_at = now
 
     def accept(self, seq: int) -> bool:
-        """Whether to deliver message `seq`: the next number is taken, a duplicate or one behind a gap is dropped."""
+        """Whether to deliver message `seq`: only the next number; duplicates and messages after a gap are dropped."""
         if seq != self._received + 1:
             return False
         self._received = seq
         return True
 
     def check_integrity(self) -> None:
-        """Assert what always holds between the counters."""
+        """Assert the invariants of the counters."""
         assert self._first <= self._next <= self._first + min(len(self._waiting), self.window)
         assert self._first <= self._highest_sent + 1 <= self._first + len(self._waiting)
         assert self._waiting_bytes == sum(len(frame) for body in self._waiting for frame in body)

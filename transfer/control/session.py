@@ -1,4 +1,4 @@
-"""One connection to one peer: its state, its link and what is known about the other side."""
+"""One connection to one peer: its state, its channel and the last introduction and load of the peer."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +10,7 @@ from .reliable_channel import ReliableChannel
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How often and how long, in seconds."""
+    """Intervals and timeouts."""
 
     heartbeat_interval_s: float = 0.4
     peer_timeout_s: float = 1.8
@@ -22,19 +22,19 @@ class Timing:
 
     @property
     def tick_s(self) -> float:
-        """The longest the thread sleeps; peers are found silent at most this much late."""
+        """The longest sleep of the thread: silence of a peer is detected at most this much late."""
         return min(self.heartbeat_interval_s, self.peer_timeout_s / 4) / 4
 
     @property
     def resend_after_s(self) -> float:
-        """Acknowledgements may ride on the next heartbeat, so a message is late only well after it."""
+        """Well above the heartbeat interval: an acknowledgement may come with the next heartbeat."""
         return max(1.0, 2.5 * self.heartbeat_interval_s)
 
 
 class SessionState(Enum):
-    """Where a connection stands. `STRANGER` has not said Hello; `ALIAS` leads to a server paired elsewhere."""
+    """`UNKNOWN`: no Hello yet. `MEETING`: introduced, not paired yet. `ALIAS`: the server is paired elsewhere."""
 
-    STRANGER = "stranger"
+    UNKNOWN = "unknown"
     MEETING = "meeting"
     PAIRED = "paired"
     LOST = "lost"
@@ -43,15 +43,15 @@ class SessionState(Enum):
 
 
 class Session:
-    """One connection to one peer. Lives exactly as long as the connection, and so does its link."""
+    """One connection to one peer. It and its channel exist exactly as long as the connection."""
 
     def __init__(self, name: str, *, resend_after_s: float, now: float) -> None:
         self.name = name
-        self.link = ReliableChannel(resend_after_s=resend_after_s)
-        self.state = SessionState.STRANGER
+        self.channel = ReliableChannel(resend_after_s=resend_after_s)
+        self.state = SessionState.UNKNOWN
         self.instance: InstanceId | None = None
         self.introduction: Hello | Welcome | None = None
-        self.announced = False  # PeerUp was raised, so PeerClosed is owed
+        self.announced = False  # PeerUp was emitted, so PeerClosed must follow
         self.heard_at = now
         self.heartbeat_at = now
         self.complaint_at = now
@@ -74,7 +74,7 @@ class Session:
 
 
 _PUBLIC_STATES: dict[SessionState, PublicState] = {
-    SessionState.STRANGER: "connecting",
+    SessionState.UNKNOWN: "connecting",
     SessionState.MEETING: "connecting",
     SessionState.PAIRED: "paired",
     SessionState.ALIAS: "paired",

@@ -1,23 +1,23 @@
-"""The control thread of a server: what prefill (`prefill_control.py`) and decode (`decode_control.py`) have in common.
+"""The control thread of a server: the common part of prefill (`prefill.py`) and decode (`decode.py`).
 
-One thread owns all sockets and sleeps in one poller. Other threads post work to it (`send`), and it calls `on_event`
-for whatever happens; the owner puts events into its own queue and returns. Nothing a peer sends and nothing an owner's
-callback raises ends the thread: it is logged, counted and left behind.
+One thread owns all sockets and sleeps in one poller. Other threads post work to it (`send`), and it calls `on_event`,
+whose owner puts the event into its own queue and returns. Messages of peers and exceptions of callbacks never end the
+thread: they are logged and counted.
 
-How two servers pair, on every connection (one ZMQ connection = one Session = one Link):
+How two servers pair, on every connection (one ZMQ connection = one Session = one ReliableChannel):
 
     decode                     prefill
-    Hello             ->                          who I am; again every second until it is answered
+    Hello             ->                          repeated every second until it is answered
                       <-       Welcome            or Refused(mismatch)
-    Heartbeat         ->                          decode is paired when Welcome arrives, prefill when this does
+    Heartbeat         ->                          decode is paired when Welcome arrives, prefill when this arrives
 
-A side that has lost the other introduces itself anew on the same connection: decode with Hello, prefill by asking for
-one with Refused(unknown_peer). The link survives that, so queued messages (an Abort) arrive after all. It does not
-survive the connection.
+A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
+for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
+the connection.
 
-Silence is measured by heartbeats and only after all waiting input was read; time in which this process itself did not
-run is not counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a process
-that is merely stopped, and a closed connection means that its process cannot write any more.
+Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
+counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process
+(SIGSTOP), and a closed connection means that the process cannot write any more.
 """
 
 import logging
@@ -35,25 +35,25 @@ from ...configs.logs import rate_limited
 from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
 from ..protocol.wire import MAX_FRAME_BYTES, Body, Buffer, IntArray, OtherVersionError, WireError, decode, encode, split
 from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, SendFailed
-from .reliable_channel import LinkFullError, LinkProtocolError, is_sequenced
+from .reliable_channel import ChannelFullError, ChannelProtocolError, is_sequenced
 from .session import Session, SessionState, Timing
 from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 4096
-"""Messages read from one socket before the others get their turn."""
+"""Messages read from one socket before the next socket is read."""
 ACK_EVERY = 64
-"""Received messages after which an acknowledgement does not wait for the next regular heartbeat."""
+"""After this many received messages, an acknowledgement is sent before the next regular heartbeat."""
 SEND_QUEUE_MESSAGES = 10_000
-"""ZMQ's own queue per peer. A link has at most its window under way, so this fills only with heartbeats."""
+"""ZMQ's own queue per peer. A channel has at most its window in flight, so only heartbeats can fill this queue."""
 MAX_SOCKETS = 8192
-"""Of ZMQ, in one process. Decode has three for each prefill endpoint."""
+"""ZMQ sockets in one process. Decode has three per prefill endpoint."""
 REMEMBERED_WARNINGS = 1024
-GOODBYE_S = 0.3
-"""How long close() waits for paired peers to hear that this server leaves."""
+ANNOUNCE_SHUTDOWN_S = 0.3
+"""How long close() waits for paired peers to acknowledge that this server shuts down."""
 LAST_WORDS_S = 1.0
-"""How long close() waits for paired peers to acknowledge what was sent to them before."""
+"""How long close() waits for paired peers to acknowledge the messages sent before."""
 
 COUNTERS = (
     "messages_sent",
@@ -79,7 +79,7 @@ COUNTERS = (
 
 
 class Control(ABC):
-    """The thread and everything that does not depend on the role. `start()` once, `close()` once.
+    """The thread and all that does not depend on the role. `start()` once, `close()` once.
 
     `send`, `peers`, `stats` and `progress_age_s` may be called from any thread; the rest runs on the control thread.
     """
@@ -97,7 +97,7 @@ class Control(ABC):
         self._on_event = on_event
         self._load = load
         self._clock = clock
-        # One I/O thread: events of a connection's end then never overtake those of its successor.
+        # One I/O thread: so the end of a connection is always reported before events of its successor.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
@@ -110,7 +110,7 @@ class Control(ABC):
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._snapshot: list[PeerSnapshot] = []
         self._warned: set[tuple[str, str]] = set()
-        # What others can cause as often as they like.
+        # Log lines that peers can cause without limit.
         self._noise = rate_limited(logger)
         self._refusals = rate_limited(logger)
         self._errors = rate_limited(logger)
@@ -120,10 +120,10 @@ class Control(ABC):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close all connections; peers see that at once. Not from within `on_event`.
+        """End the thread and close all connections; peers notice at once. Not from within `on_event`.
 
-        Paired peers get what was sent before, if they take it within LAST_WORDS_S: the last request of a server that
-        is drained ends with a message. The rest is dropped. Bounded, and safe to call twice.
+        Messages sent before are delivered to paired peers that acknowledge them within LAST_WORDS_S: the last request
+        of a draining server ends with a message. Others are dropped. Bounded, and safe to call twice.
         """
         self._stopping.set()
         self._wakeup.ring()
@@ -137,14 +137,14 @@ class Control(ABC):
     def send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
         """Deliver `message` to this instance once, in order. Returns at once; raises WireError if it cannot be encoded.
 
-        While the instance is lost it waits in the link and is delivered if that very instance comes back; it is dropped
-        when the instance is closed or was never met. Do not write to the arrays any more.
+        While the instance is lost, the message waits in the channel and is delivered if the same instance comes back;
+        it is dropped if the instance is closed or unknown. Do not write to the arrays afterwards.
         """
-        assert is_sequenced(message), f"{type(message).__name__} is not for callers to send"
+        assert is_sequenced(message), f"{type(message).__name__} is sent by the control thread only"
         self._post(partial(self._send_numbered, instance, message, encode(message, *arrays)))
 
     def peers(self) -> list[PeerSnapshot]:
-        """All peers as of the last turn of the loop."""
+        """All peers as of the last iteration of the loop."""
         return self._snapshot
 
     def stats(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Control(ABC):
         return dict(self._counts)
 
     def progress_age_s(self) -> float:
-        """How long ago the loop last turned; well below a second while the thread is healthy."""
+        """Time since the last iteration of the loop; well below a second while the thread is healthy."""
         return self._clock() - self._turned_at
 
     @abstractmethod
@@ -169,11 +169,11 @@ class Control(ABC):
 
     @abstractmethod
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
-        """Read the role's sockets; False when some input had to be left for the next turn."""
+        """Read the role's sockets; False if some input is left for the next iteration."""
 
     @abstractmethod
     def _admits(self, session: Session, now: float) -> bool:
-        """Whether heartbeats and numbered messages of this session count now."""
+        """Whether to process heartbeats and numbered messages of this session now."""
 
     @abstractmethod
     def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
@@ -181,11 +181,11 @@ class Control(ABC):
 
     @abstractmethod
     def _refuse_version(self, session: Session, version: int) -> None:
-        """The peer introduced itself in another protocol version, in words that we cannot read."""
+        """The peer sent a Hello or Welcome of another protocol version that we cannot decode."""
 
     @abstractmethod
     def _tick(self, now: float) -> None:
-        """What the role does by the clock."""
+        """Periodic work of the role."""
 
     @abstractmethod
     def _take_snapshot(self) -> list[PeerSnapshot]: ...
@@ -197,34 +197,36 @@ class Control(ABC):
                     self._turn()
                 except Exception:
                     self._counts["handler_errors"] += 1
-                    self._errors.exception("the control loop goes on after an error")
+                    self._errors.exception("error in the control loop; it continues")
                     self._stopping.wait(self.timing.tick_s)
-            self._guard(self._say_last_words)
+            self._guard(self._flush)
         finally:
             self._release()
 
-    def _say_last_words(self) -> None:
-        """Go on until paired peers have acknowledged everything. They answer each heartbeat, and that acknowledges."""
+    def _flush(self) -> None:
+        """Wait until paired peers have acknowledged everything: the answer to a heartbeat is an acknowledgement."""
         ends_at = time.monotonic() + LAST_WORDS_S
-        self._say_goodbye()
-        while self._work or any(_owes(session) for session in self._sessions()):
+        self._announce_shutdown()
+        while self._work or any(_has_pending(session) for session in self._sessions()):
             if time.monotonic() >= ends_at:
-                owed = {str(session): session.link.pending for session in self._sessions() if _owes(session)}
-                logger.warning("closed before these peers had acknowledged so many messages: %s", owed)
+                pending = {
+                    str(session): session.channel.pending for session in self._sessions() if _has_pending(session)
+                }
+                logger.warning("closing with unacknowledged messages, by peer: %s", pending)
                 return
             for session in self._sessions():
                 session.heartbeat_at = self._clock()
             self._turn()
 
-    def _say_goodbye(self) -> None:
-        """Heartbeats say that this server leaves; the answer to one says that the peer knows, to whom its end is no
-        loss then.
+    def _announce_shutdown(self) -> None:
+        """Send heartbeats with accepting=False and wait for the answers. A peer that has answered does not log the end
+        of this server as a loss.
         """
         peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
         for session in peers:
             session.round_trip_s = None
             self._beat(session, self._clock())
-        ends_at = time.monotonic() + GOODBYE_S
+        ends_at = time.monotonic() + ANNOUNCE_SHUTDOWN_S
         while time.monotonic() < ends_at and any(
             session.state is SessionState.PAIRED and session.round_trip_s is None for session in peers
         ):
@@ -233,7 +235,7 @@ class Control(ABC):
     def _turn(self) -> None:
         ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
         now = self._clock()
-        self._forgive_own_absence(now)
+        self._exclude_own_absence(now)
         self._turned_at = now
         if self._wakeup.receiver in ready:
             self._wakeup.drain()
@@ -249,22 +251,22 @@ class Control(ABC):
         self._tick(now)
         self._snapshot = self._take_snapshot()
 
-    def _forgive_own_absence(self, now: float) -> None:
+    def _exclude_own_absence(self, now: float) -> None:
         absence = now - self._turned_at - self.timing.tick_s
         if absence > self.timing.peer_timeout_s / 2:
-            # This process was stopped or starved. What peers sent meanwhile may still be in the kernel's buffers.
+            # This process was stopped or starved. Messages that peers sent meanwhile may still be in kernel buffers.
             logger.info("the control thread did not run for %.1f s", absence)
             for session in self._sessions():
                 session.heard_at += absence
 
     def _keep_up(self, session: Session, now: float) -> None:
         """Heartbeat, acknowledgement and (re-)sending of a paired session."""
-        if now >= session.heartbeat_at or session.link.unacknowledged_received >= ACK_EVERY:
+        if now >= session.heartbeat_at or session.channel.unacknowledged_received >= ACK_EVERY:
             self._beat(session, now)
-        resent_before = session.link.resent
-        for frames in session.link.due(now):
+        resent_before = session.channel.resent
+        for frames in session.channel.due(now):
             self._hand_to_zmq(session, frames)
-        self._counts["messages_resent"] += session.link.resent - resent_before
+        self._counts["messages_resent"] += session.channel.resent - resent_before
 
     def _beat(self, session: Session, now: float) -> None:
         session.heartbeat_at = now + self.timing.heartbeat_interval_s
@@ -275,16 +277,16 @@ class Control(ABC):
     def _me(self) -> Hello | Welcome: ...
 
     def _receive(self, session: Session, frames: Sequence[Buffer], now: float) -> None:
-        """One message of this session; never raises."""
+        """Handle one message of this session; never raises."""
         try:
             self._dispatch(session, frames, now)
         except OtherVersionError as error:
             self._refuse_version(session, error.version)
-        except (WireError, LinkProtocolError) as error:
+        except (WireError, ChannelProtocolError) as error:
             self._complain(session, str(error), now)
         except Exception:
             self._counts["handler_errors"] += 1
-            self._errors.exception("a message of %s could not be handled", session)
+            self._errors.exception("error while handling a message of %s", session)
 
     def _dispatch(self, session: Session, frames: Sequence[Buffer], now: float) -> None:
         envelope, body = split(frames)
@@ -292,14 +294,14 @@ class Control(ABC):
         if envelope.seq:
             if not self._admits(session, now):
                 return
-            session.link.acknowledge(envelope.ack, now)
-            if not session.link.accept(envelope.seq):
+            session.channel.acknowledge(envelope.ack, now)
+            if not session.channel.accept(envelope.seq):
                 self._counts["messages_out_of_order"] += 1
                 return
-            # From here on the number is used up: a message that cannot be read must not block those behind it.
+            # From here on the number is consumed: an unreadable message must not block the following ones.
             message, arrays = decode(body)
             if not is_sequenced(message):
-                raise WireError(f"{type(message).__name__} has number {envelope.seq}, it takes none")
+                raise WireError(f"{type(message).__name__} has number {envelope.seq}, but is not numbered")
             assert session.instance is not None
             self._counts["messages_received"] += 1
             self._emit(MessageReceived(session.instance, message, arrays))
@@ -310,10 +312,10 @@ class Control(ABC):
                 self._introduce(session, message, now)
             case Heartbeat() | HeartbeatAck():
                 if self._admits(session, now):
-                    session.link.acknowledge(envelope.ack, now)
+                    session.channel.acknowledge(envelope.ack, now)
                     self._hear(session, message)
             case _:
-                raise WireError(f"{type(message).__name__} has no number, it needs one")
+                raise WireError(f"{type(message).__name__} has no number")
 
     def _hear(self, session: Session, message: Heartbeat | HeartbeatAck) -> None:
         assert session.instance is not None
@@ -327,10 +329,10 @@ class Control(ABC):
             self._emit(LoadReported(session.instance, message.load))
 
     def _complain(self, session: Session, reason: str, now: float) -> None:
-        """Count, log once per peer and answer, but not faster than heartbeats: the answer might not be understood."""
+        """Count, log once per peer, and answer once per heartbeat interval: the peer may not understand it."""
         self._counts["malformed"] += 1
         if self._first_time(str(session), "malformed"):
-            self._noise.warning("malformed message from %s: %s (further ones are only counted)", session, reason)
+            self._noise.warning("malformed message from %s: %s (later ones are counted, not logged)", session, reason)
         if now >= session.complaint_at:
             session.complaint_at = now + self.timing.heartbeat_interval_s
             self._reply(session, Refused("malformed", reason))
@@ -342,8 +344,8 @@ class Control(ABC):
             logger.debug("%s to %s dropped: no such instance", type(message).__name__, instance)
             return
         try:
-            session.link.put(body)
-        except LinkFullError as error:
+            session.channel.put(body)
+        except ChannelFullError as error:
             self._counts["sends_over_limit"] += 1
             if self._first_time(str(session), "full"):
                 logger.error("%s to %s dropped: %s", type(message).__name__, session, error)
@@ -352,18 +354,18 @@ class Control(ABC):
         self._counts["messages_sent"] += 1
 
     def _reply(self, session: Session, message: Hello | Welcome | Refused | Heartbeat | HeartbeatAck) -> None:
-        self._hand_to_zmq(session, [session.link.envelope(), *encode(message)])
+        self._hand_to_zmq(session, [session.channel.envelope(), *encode(message)])
 
     def _hand_to_zmq(self, session: Session, frames: Sequence[Buffer]) -> None:
         try:
             self._transmit(session, frames)
         except zmq.ZMQError as error:
-            # Full queue, or the connection ended a moment ago and its event is under way. The link sends again.
+            # The queue is full, or the connection has just ended. The channel sends the message again.
             self._counts["sends_dropped_by_zmq"] += 1
             logger.debug("a message to %s was dropped: %s", session, error)
 
     def _lose(self, session: Session, reason: str) -> None:
-        """A paired peer is no longer; it may come back on the same connection."""
+        """A paired peer is lost; it may come back on the same connection."""
         assert session.instance is not None
         session.state = SessionState.LOST
         session.detail = reason
@@ -375,7 +377,7 @@ class Control(ABC):
         self._emit(PeerLost(session.instance, reason))
 
     def _end(self, session: Session, reason: str) -> None:
-        """The session's connection is over; raises what its owner is still owed. The role forgets the session."""
+        """The connection has ended: emit the pending PeerLost and PeerClosed. The role removes the session."""
         if session.state is SessionState.PAIRED:
             self._lose(session, reason)
         if session.announced:
@@ -390,14 +392,14 @@ class Control(ABC):
             self._on_event(event)
         except Exception:
             self._counts["event_errors"] += 1
-            self._errors.exception("on_event failed for %s", type(event).__name__)
+            self._errors.exception("error while handling event %s", type(event).__name__)
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:
             self._counts["handler_errors"] += 1
-            self._errors.exception("the control loop goes on after an error")
+            self._errors.exception("error in the control loop; it continues")
 
     def _current_load(self) -> Load:
         try:
@@ -409,7 +411,7 @@ class Control(ABC):
             return Load()
 
     def _first_time(self, peer: str, what: str) -> bool:
-        """Whether this was not logged yet; forgets everything once it remembers too much."""
+        """Whether this was not logged yet. The record is cleared when it reaches REMEMBERED_WARNINGS."""
         if len(self._warned) >= REMEMBERED_WARNINGS:
             self._warned.clear()
         known = (peer, what) in self._warned
@@ -421,11 +423,11 @@ class Control(ABC):
         self._wakeup.ring()
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        """What all sockets to peers have in common."""
+        """Options of all sockets to peers."""
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # The kernel notices a machine that is gone, and lets a process that is stopped be.
+        # Keepalive closes connections to machines that are down, but not to processes that are stopped.
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
@@ -433,7 +435,7 @@ class Control(ABC):
 
     @staticmethod
     def _receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
-        """The next message without copying it; None when there is none."""
+        """The next message without copying it; None if there is none."""
         try:
             return socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -444,6 +446,6 @@ class Control(ABC):
         self._context.destroy(linger=0)
 
 
-def _owes(session: Session) -> bool:
-    """Whether there is something to deliver, and somebody to take it."""
-    return session.state is SessionState.PAIRED and session.link.pending > 0
+def _has_pending(session: Session) -> bool:
+    """Whether messages wait for the acknowledgement of a paired peer."""
+    return session.state is SessionState.PAIRED and session.channel.pending > 0

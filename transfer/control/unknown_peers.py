@@ -1,9 +1,9 @@
-"""Bounds what connections to a ZMQ port may cost before their peer is known.
+"""Limits the memory that connections of unknown peers to a ZMQ port can use.
 
-libzmq bounds single frames (MAXMSGSIZE) and complete messages (RCVHWM). It does not bound a message whose parts never
-end, a frame that never ends on each of many connections, or the number of connections. Whoever reaches the port can do
-all of that, with a cluster key during the handshake and without one at any time. The kernel counts what it receives on
-each connection, and a connection that is shut down from outside ends inside libzmq as if the peer had closed it.
+libzmq bounds single frames (MAXMSGSIZE) and complete messages (RCVHWM). It does not bound a message with an endless
+number of parts, an endless frame on each of many connections, or the number of connections. Any client that reaches the
+port can send these: with a cluster key only during the handshake, without one at any time. The kernel counts the bytes
+received on each connection, and libzmq treats a connection that we shut down as closed by the peer.
 """
 
 import socket
@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from ..tcp_info import NO_LINGER, borrowed_socket, tcp_counters
 
-MAX_STRANGERS: Final = 512
-"""Connections whose peer has not introduced itself; the oldest one is cut for a new one."""
-STRANGER_BYTES: Final = 1 << 20
-"""Most that a stranger may send. An introduction has some kilobytes."""
+MAX_UNKNOWN_PEERS: Final = 512
+"""Connections without an introduction; a new one closes the oldest."""
+UNKNOWN_PEER_BYTES: Final = 1 << 20
+"""Limit of bytes from an unknown peer. An introduction has some kilobytes."""
 
 
 @dataclass(slots=True)
@@ -25,16 +25,16 @@ class _Connection:
     addresses: tuple[Any, Any]  # whatever the address family has
     known: bool = False
     heard: bool = False
-    """A complete message was read since the last look."""
+    """A complete message was read since the last check."""
     counted_from: int = 0
-    """Bytes received up to the last look after a complete message."""
+    """Bytes received up to the last check after a complete message."""
 
 
-class Strangers:
-    """The open connections of one ZMQ socket, by file descriptor. For the thread that reads the socket's monitor.
+class UnknownPeers:
+    """The open connections of one ZMQ socket, by file descriptor. Used by the thread that reads the socket's monitor.
 
-    `message_bytes` is the most that a known peer may send without completing a message; None where known peers have
-    proved that they hold the cluster key, and may send what they like.
+    `message_bytes` is the limit of bytes that a known peer may send without completing a message; None for no limit,
+    where known peers have proved that they hold the cluster key.
     """
 
     def __init__(self, message_bytes: int | None, on_cut: Callable[[str], None]) -> None:
@@ -46,22 +46,22 @@ class Strangers:
         return fd in self._connections
 
     def accepted(self, fd: int) -> None:
-        """The socket has a new connection."""
+        """A new connection was accepted."""
         try:
             with borrowed_socket(fd) as connection:
                 addresses = _addresses(connection)
-        except OSError:  # closed again: its end is among the next events
+        except OSError:  # already closed: EVENT_DISCONNECTED follows
             addresses = (None, None)
         self._connections[fd] = _Connection(addresses)
-        strangers = [fd for fd, connection in self._connections.items() if not connection.known]
-        for oldest in strangers[:-MAX_STRANGERS]:
-            self._cut(oldest, f"more than {MAX_STRANGERS} connections have not introduced themselves")
+        unknown = [fd for fd, connection in self._connections.items() if not connection.known]
+        for oldest in unknown[:-MAX_UNKNOWN_PEERS]:
+            self._cut(oldest, f"more than {MAX_UNKNOWN_PEERS} connections have sent no introduction")
 
     def closed(self, fd: int) -> None:
         self._connections.pop(fd, None)
 
     def introduced(self, fd: int) -> None:
-        """The peer is known from now on."""
+        """The peer of this connection is known from now on."""
         if self._message_bytes is None:
             self.closed(fd)
         elif fd in self._connections:
@@ -72,25 +72,25 @@ class Strangers:
         if fd in self._connections:
             self._connections[fd].heard = True
 
-    def look(self) -> None:
-        """Cut the connections that have sent too much. To be called a few times a second."""
+    def enforce_limits(self) -> None:
+        """Close the connections that have sent too much. Call this a few times per second."""
         for fd, connection in list(self._connections.items()):
-            with suppress(OSError), borrowed_socket(fd) as borrowed:  # its end may be among the next events
+            with suppress(OSError), borrowed_socket(fd) as borrowed:  # it may be closed already
                 if _addresses(borrowed) != connection.addresses:
-                    continue  # the descriptor has another owner already
+                    continue  # the descriptor was reused
                 received = tcp_counters(borrowed).received
                 if connection.known and connection.heard:
                     connection.heard, connection.counted_from = False, received
-                limit = self._message_bytes if connection.known and self._message_bytes else STRANGER_BYTES
+                limit = self._message_bytes if connection.known and self._message_bytes else UNKNOWN_PEER_BYTES
                 if received - connection.counted_from > limit:
-                    what = "in an unfinished message" if connection.known else "without introducing itself"
+                    what = "in an unfinished message" if connection.known else "without an introduction"
                     self._cut(fd, f"it has sent more than {limit} bytes {what}")
 
     def _cut(self, fd: int, reason: str) -> None:
         connection = self._connections.pop(fd)
         with suppress(OSError), borrowed_socket(fd) as borrowed:
             if _addresses(borrowed) == connection.addresses:
-                # libzmq sees the end of the stream and closes it, which resets the connection: nothing stays behind
+                # libzmq sees the end of the stream and closes it, which resets the connection
                 borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                 borrowed.shutdown(socket.SHUT_RDWR)
                 self._on_cut(f"{connection.addresses[1][0]}: {reason}")

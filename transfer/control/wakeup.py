@@ -1,4 +1,4 @@
-"""Two small parts of a thread that sleeps in a ZMQ poller: how others wake it, and how it learns of connections."""
+"""Two helpers of a thread that sleeps in a ZMQ poller: wake-up from other threads, and connection events."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ class Wakeup:
 
     def ring(self) -> None:
         """No-op after close()."""
-        # A full queue means that enough wake-ups are under way.
+        # A full queue means that the thread will wake up anyway.
         with self._lock, contextlib.suppress(zmq.Again):
             if self._sender is not None:
                 self._sender.send(b"", zmq.NOBLOCK)
@@ -39,7 +39,7 @@ class Wakeup:
 
 
 class ConnectionMonitor:
-    """Reports what happens to the connections of `watched`; register `socket` and `read()` it when it is readable."""
+    """Reports connection events of `watched`; register `socket` and `read()` it when it is readable."""
 
     _numbers = itertools.count()
 
@@ -53,7 +53,7 @@ class ConnectionMonitor:
         self.socket.connect(address)
 
     def read(self) -> tuple[int, int] | None:
-        """The next (event, value); None when there is none."""
+        """The next (event, value); None if there is none."""
         try:
             event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
@@ -61,6 +61,6 @@ class ConnectionMonitor:
         return int(event["event"]), int(event["value"])
 
     def close(self) -> None:
-        """Before the watched socket is closed."""
+        """Call before the watched socket is closed."""
         self._watched.disable_monitor()
         self.socket.close(linger=0)

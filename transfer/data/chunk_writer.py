@@ -1,12 +1,11 @@
-"""From "these tokens are computed" to "they are in decode's memory", for one prefill rank.
+"""Writes computed chunks of one prefill rank into the memory of decode ranks.
 
-For every decode server that is paired, the writer knows its links (`links.py`): which layers and heads of which pool
-this rank writes to which decode rank. A chunk becomes one job per link, on one sender thread per session of a decode
-rank, and ends in exactly one `ChunkWritten`, after the last of its jobs.
+For every paired decode server the writer has the copy regions of this rank (`copy_regions.py`): which layers and heads
+of which pool it writes to which decode rank. A chunk becomes one job per region, on one sender thread per session of a
+decode rank, and ends in exactly one `ChunkWritten`, after its last job.
 
-Links that are staged (`staged_regions.py`) are no part of that: what goes over them is ordered part by part, as room
-for it is granted, and each part ends in one `PartWritten` (`part_writer.py`). Of those links a chunk has the checksum
-only.
+Staged regions (`staged_regions.py`) are written separately: one PartWrite command per part, when its region of the ring
+is granted, and each ends in one `PartWritten` (`part_writer.py`). A chunk only computes the checksum of these regions.
 """
 
 import logging
@@ -41,31 +40,31 @@ NO_RUNS: Final = CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
 GONE: Final = "the decode server is gone"
 STALL_S: Final = 30.0
-"""A sender that has work and makes no progress for this long is a problem to report."""
+"""A sender that makes no progress for this long is reported by problems()."""
 
 
 @dataclass(frozen=True, slots=True)
-class _LinkPlan:
-    """Where one link goes, before its sender has been started."""
+class _RegionPlan:
+    """The source, destination and routes of one region, before its sender is started."""
 
-    link: CopyRegion
+    region: CopyRegion
     source: LocalPool
     pools: PoolPair
     routes: tuple[KvRoute, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _LinkRoute(_LinkPlan):
-    """One link: from a pool of ours into a pool of a decode rank, and the thread that writes there.
+class _RegionRoute(_RegionPlan):
+    """One region with its sender thread.
 
-    A staged link has nothing to plan: its KV goes through the decode rank's PartWriter.
+    A staged region has an empty plan: its KV goes through the decode rank's PartWriter.
     """
 
     sender: PeerSender
     staged: bool
 
     def plan(self, chunk: ChunkWrite) -> CopyRuns:
-        """The copies of a chunk; raises PlanError."""
+        """The copies of a chunk. Raises PlanError."""
         if self.staged:
             return NO_RUNS
         expand = expand_token_runs if chunk.granularity == "token" else expand_runs
@@ -76,29 +75,29 @@ class _LinkRoute(_LinkPlan):
             chunk.indices,
             chunk.token_start,
             chunk.token_end,
-            self.link,
+            self.region,
         )
 
     def checksum(self, chunk: ChunkWrite) -> int:
-        """The sum of what this link writes."""
+        """The checksum of this region of a chunk."""
         start = chunk.token_start % self.source.layout.page_size
         end = start + chunk.token_end - chunk.token_start
         rows = self.source.memory.read_tokens(chunk.source_pages, start, end)
-        return block_sum(rows, self.source.layout, self.link.layers, self.link.heads)
+        return block_sum(rows, self.source.layout, self.region.layers, self.region.heads)
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """All links of this rank to one decode server."""
+    """All regions from this rank to one decode server."""
 
     decode_ranks: int
     senders: tuple[PeerSender, ...]
-    links: tuple[_LinkRoute, ...]
+    regions: tuple[_RegionRoute, ...]
     part_writers: dict[int, PartWriter]
     """By decode rank."""
 
     def close(self, sender: PeerSender) -> None:
-        """End a sender and what feeds it."""
+        """End a sender and its part writers."""
         for writer in self.part_writers.values():
             if writer.sender is sender:
                 writer.close()
@@ -106,25 +105,25 @@ class _Route:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _LinkJob(SendJob):
-    """The part of a chunk that goes over one link."""
+class _RegionJob(SendJob):
+    """The copies of a chunk for one region."""
 
     chunk: "_Chunk"
-    route: _LinkRoute
+    route: _RegionRoute
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk in the hands of the senders."""
+    """A chunk that is being sent."""
 
-    order: ChunkWrite
+    command: ChunkWrite
     checksums: list[int]
-    jobs: list[_LinkJob] = field(default_factory=list)
+    jobs: list[_RegionJob] = field(default_factory=list)
     results: list[SendResult] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, result: SendResult) -> bool:
-        """Note the end of a job; whether it was the last one."""
+        """Record the end of a job. Returns whether it was the last one."""
         with self.lock:
             self.results.append(result)
             return len(self.results) == len(self.jobs)
@@ -139,7 +138,7 @@ class _Chunk:
             return any(not result.ok for result in self.results)
 
     def cancel(self) -> None:
-        """Stop the jobs that have not ended; each still reports."""
+        """Cancel the jobs that have not ended; each still reports a result."""
         for job in self.jobs:
             job.route.sender.cancel_job(job)
 
@@ -147,7 +146,7 @@ class _Chunk:
         failed = [result for result in self.results if not result.ok]
         causes = [result for result in failed if not result.cancelled] or failed
         return _written(
-            self.order,
+            self.command,
             reason=(causes[0].reason or "cancelled") if causes else None,
             late_writes=any(result.late_writes for result in self.results),
             writes=sum(result.writes for result in self.results),
@@ -159,11 +158,11 @@ class _Chunk:
 class ChunkWriter:
     """Writes chunks of one prefill rank to decode servers. All methods return without waiting, close_all() excepted.
 
-    `on_written` is called once per write(), and `on_part_written` once per write_part(): on a sender's thread or, when
-    there is nothing to send, on the caller's. `on_routed` is called on a sender's thread with how KV of each pool goes
-    to a decode server, and which transports do not work and why: at pairing, and whenever that changes. They should
-    hand the result over and return. `pools` are all pools of this rank, and stay alive until close_all(). `local_rank`
-    is the index of this rank's GPU on its machine. Raises StartupError.
+    `on_written` is called once per write(), and `on_part_written` once per write_part(): on a sender's thread or, if
+    there is nothing to send, on the caller's. `on_routed` is called on a sender's thread, at pairing and after each
+    change, with the transport of each pool and the reasons why others do not work. Callbacks should only pass the
+    result on. `pools` are all pools of this rank, and stay alive until close_all(). `local_rank` is the index of this
+    rank's GPU on its machine. Raises StartupError.
     """
 
     def __init__(
@@ -191,14 +190,14 @@ class ChunkWriter:
         self._lock = threading.Lock()
         self._routes: dict[InstanceId, _Route] = {}
         self._unopened: dict[InstanceId, str] = {}
-        """Why nothing can be written to a decode server that is paired."""
+        """Paired decode servers that cannot be written to, with the reason."""
         self._closers: list[threading.Thread] = []
 
     def open(self, hello: Hello, welcome: Welcome) -> None:
-        """Get ready to write to a decode server. `check_pair` has found nothing wrong with these two messages.
+        """Prepare writes to a decode server. The two messages must have passed `check_pair`.
 
-        Opening what is open changes nothing: a Hello may come again. Where it fails, for want of memory for staging
-        buffers, say, everything that is to be written there fails with the reason, until it is opened again.
+        Opening twice changes nothing: a Hello may be repeated. If opening fails, for example because there is no memory
+        for staging buffers, all writes to this server fail with that reason until it is opened again.
         """
         with self._lock:
             if hello.instance in self._routes:
@@ -209,35 +208,35 @@ class ChunkWriter:
             except torch.OutOfMemoryError as error:
                 self._unopened[hello.instance] = f"prefill rank {self._rank} has no memory for staging buffers: {error}"
             except Exception as error:
-                log.exception("opening the way to decode %s", hello.instance)
+                log.exception("error while preparing KV writes to decode %s", hello.instance)
                 self._unopened[hello.instance] = f"prefill rank {self._rank} cannot write to the server: {error!r}"
             if hello.instance in self._unopened:
                 log.error("KV for decode %s cannot be sent: %s", hello.instance, self._unopened[hello.instance])
 
     def close(self, instance: InstanceId) -> None:
-        """Stop writing to a decode server; chunks under way are cancelled and report their end as usual."""
+        """Stop writing to a decode server; running chunks are cancelled and report their end as usual."""
         with self._lock:
             route = self._routes.pop(instance, None)
             self._unopened.pop(instance, None)
             self._closers = [closer for closer in self._closers if closer.is_alive()]
             if route is None:
                 return
-            for sender in route.senders:  # closing waits for the writes in flight: not on this thread
+            for sender in route.senders:  # on other threads: closing waits for the writes in flight
                 closer = threading.Thread(target=route.close, args=(sender,), name=f"close-{sender.session}")
                 closer.start()
                 self._closers.append(closer)
 
     def close_all(self) -> None:
-        """Stop writing to everybody, and wait until nothing is in flight and every chunk has been reported."""
+        """Stop writing to all servers, and wait until nothing is in flight and every chunk is reported."""
         for instance in list(self._routes):
             self.close(instance)
         for closer in self._closers:
             closer.join()
 
     def write(self, chunk: ChunkWrite, ready: Callable[[], None] | None = None) -> None:
-        """Send a chunk. `ready` is called on senders' threads before KV is read, and may wait for it to be computed.
+        """Send a chunk. `ready` is called on senders' threads before KV is read, and may wait until it is computed.
 
-        What goes wrong becomes the chunk's result. On the first failure the rest of the chunk is cancelled.
+        Errors are part of the chunk's result. After the first failure the rest of the chunk is cancelled.
         """
         with self._lock:
             route = self._routes.get(chunk.instance)
@@ -248,20 +247,20 @@ class ChunkWriter:
         if ended is not None:
             self._on_written(ended)
 
-    def write_part(self, order: PartWrite) -> None:
-        """Send a part over a staged link, into the room that was granted for it."""
+    def write_part(self, command: PartWrite) -> None:
+        """Send a part into the region of the ring that was granted for it."""
         with self._lock:
-            route = self._routes.get(order.instance)
-            reason = self._unopened.get(order.instance, GONE)
-        writer = route.part_writers.get(order.part.destination) if route is not None else None
+            route = self._routes.get(command.instance)
+            reason = self._unopened.get(command.instance, GONE)
+        writer = route.part_writers.get(command.part.destination) if route is not None else None
         if writer is None:
-            reason = f"nothing is staged for decode rank {order.part.destination}: {reason}"
-            self._on_part_written(PartWritten(order.instance, order.part, ok=False, reason=reason))
+            reason = f"no staged route to decode rank {command.part.destination}: {reason}"
+            self._on_part_written(PartWritten(command.instance, command.part, ok=False, reason=reason))
         else:
-            writer.write(order)
+            writer.write(command)
 
     def cancel(self, instance: InstanceId, key: TransferKey) -> None:
-        """Stop the chunks and parts of a transfer; each still reports its end."""
+        """Cancel the chunks and parts of a transfer; each still reports its end."""
         with self._lock:
             route = self._routes.get(instance)
         if route is None:
@@ -282,25 +281,25 @@ class ChunkWriter:
         ]
 
     def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:
-        """Hand a chunk to its senders; its end, when there is nothing for them to do."""
+        """Submit the jobs of a chunk. Returns the result if there is nothing to send."""
         pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
-        links = [link for link in route.links if chunk.verify or not link.staged]
-        pending.jobs = [_link_job(pending, link, ready) for link in links]
+        regions = [region for region in route.regions if chunk.verify or not region.staged]
+        pending.jobs = [_region_job(pending, region, ready) for region in regions]
         if not pending.jobs:
             return pending.written()
         for job in pending.jobs:
             job.route.sender.submit(job)
-        if pending.failed:  # before the last of them could be cancelled
+        if pending.failed:  # a job failed before the last one was submitted
             pending.cancel()
         return None
 
     def _take_result(self, result: SendResult) -> None:
-        """A sender's thread: note the end of a job, and report the chunk after its last one."""
+        """Runs on a sender's thread: record the end of a job, and report the chunk after its last job."""
         job = result.job
         if isinstance(job, PartJob):
             job.ended(result)
             return
-        assert isinstance(job, _LinkJob), f"not a part of a chunk: {job!r}"
+        assert isinstance(job, _RegionJob), f"not a job of a chunk: {job!r}"
         chunk = job.chunk
         if chunk.add(result):
             self._on_written(chunk.written())
@@ -308,19 +307,19 @@ class ChunkWriter:
             chunk.cancel()
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
-        """Plan the links to a decode server, and start a sender for each session they go to."""
-        staged = {one.link: one for one in staged_regions(hello, welcome) if one.link.source == self._rank}
+        """Plan the regions to a decode server, and start a sender for each of its sessions."""
+        staged = {one.region: one for one in staged_regions(hello, welcome) if one.region.source == self._rank}
         buffers = self._make_buffers(staged.values())
-        plans = list(self._plan_links(hello, welcome, {link: buffers[link.destination] for link in staged}))
-        by_routes: dict[tuple[KvRoute, ...], list[_LinkPlan]] = {}
+        plans = list(self._plan_regions(hello, welcome, {region: buffers[region.destination] for region in staged}))
+        by_routes: dict[tuple[KvRoute, ...], list[_RegionPlan]] = {}
         for plan in plans:
             by_routes.setdefault(plan.routes, []).append(plan)
         senders = {routes: self._start_sender(hello.instance, routes, same) for routes, same in by_routes.items()}
         writers: dict[int, PartWriter] = {}
         try:
             for plan in plans:
-                rank = plan.link.destination
-                if plan.link in staged and rank not in writers:
+                rank = plan.region.destination
+                if plan.region in staged and rank not in writers:
                     writers[rank] = self._start_part_writer(plan, buffers[rank], senders[plan.routes])
         except BaseException:
             for writer in writers.values():
@@ -328,48 +327,48 @@ class ChunkWriter:
             for sender in senders.values():
                 sender.close()
             raise
-        links = (
-            _LinkRoute(plan.link, plan.source, plan.pools, plan.routes, senders[plan.routes], plan.link in staged)
+        regions = (
+            _RegionRoute(plan.region, plan.source, plan.pools, plan.routes, senders[plan.routes], plan.region in staged)
             for plan in plans
         )
-        return _Route(len(hello.ranks), tuple(senders.values()), tuple(links), writers)
+        return _Route(len(hello.ranks), tuple(senders.values()), tuple(regions), writers)
 
-    def _plan_links(
+    def _plan_regions(
         self, hello: Hello, welcome: Welcome, staged: Mapping[CopyRegion, StageBuffers]
-    ) -> Iterator[_LinkPlan]:
-        """Where this rank's KV goes: into pools of decode ranks or, for the links with buffers, into their rings."""
+    ) -> Iterator[_RegionPlan]:
+        """The destinations of this rank's KV: pools of decode ranks or, for staged regions, their rings."""
         for kind, source in self._pools.items():
             ours = Region(source.memory.base_address, source.memory.registered_bytes)
             direct = [PoolPair(ours, _pool_of(rank, kind), source.memory.probe) for rank in hello.ranks]
-            for link in pair_regions(hello, welcome, kind):
-                if link.source != self._rank:
+            for region in pair_regions(hello, welcome, kind):
+                if region.source != self._rank:
                     continue
-                pools = staged[link].pair if link in staged else direct[link.destination]
+                pools = staged[region].pair if region in staged else direct[region.destination]
                 routes = possible_routes(
                     self._transport,
-                    hello.ranks[link.destination],
+                    hello.ranks[region.destination],
                     pools.destination,
                     on_gpu=source.memory.on_gpu,
                 )
-                yield _LinkPlan(link, source, pools, routes)
+                yield _RegionPlan(region, source, pools, routes)
 
     def _make_buffers(self, staged: Iterable[StagedRegion]) -> dict[int, StageBuffers]:
-        """Room to gather parts in, for each decode rank that they go to."""
+        """Gather buffers for each decode rank with staged regions."""
         largest: dict[int, StagedRegion] = {}
         for one in staged:
-            other = largest.setdefault(one.link.destination, one)
-            largest[one.link.destination] = max(one, other, key=lambda link: link.part_bytes)
+            other = largest.setdefault(one.region.destination, one)
+            largest[one.region.destination] = max(one, other, key=lambda each: each.part_bytes)
         if not largest:
             return {}
         data = self._pools[STAGED_KIND].data
-        assert data is not None, "KV is staged from a pool whose tensor was not given"
+        assert data is not None, "the pool of staged KV has no tensor"
         buffers = {rank: StageBuffers(one.part_bytes, one.ring, data.device) for rank, one in largest.items()}
         total = sum(len(buffer.data) for buffer in buffers.values())
-        log.info("KV of rank %d is staged to decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
+        log.info("rank %d stages KV for decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
         return buffers
 
-    def _start_part_writer(self, plan: _LinkPlan, buffers: StageBuffers, sender: PeerSender) -> PartWriter:
-        assert plan.source.data is not None, "buffers were made for it"
+    def _start_part_writer(self, plan: _RegionPlan, buffers: StageBuffers, sender: PeerSender) -> PartWriter:
+        assert plan.source.data is not None, "_make_buffers() has checked it"
         return PartWriter(
             plan.source.data,
             plan.source.layout,
@@ -379,9 +378,9 @@ class ChunkWriter:
         )
 
     def _start_sender(
-        self, instance: InstanceId, routes: tuple[KvRoute, ...], plans: Sequence[_LinkPlan]
+        self, instance: InstanceId, routes: tuple[KvRoute, ...], plans: Sequence[_RegionPlan]
     ) -> PeerSender:
-        """One for links that can take the same routes."""
+        """One sender for the regions with the same routes."""
         kinds = {"+".join(plan.source.layout.kind) for plan in plans}
 
         def routed(transport: Transport, dropped: Mapping[Transport, str]) -> None:
@@ -401,18 +400,18 @@ class ChunkWriter:
         )
 
 
-def _link_job(chunk: _Chunk, route: _LinkRoute, ready: Callable[[], None] | None) -> _LinkJob:
-    order = chunk.order
+def _region_job(chunk: _Chunk, route: _RegionRoute, ready: Callable[[], None] | None) -> _RegionJob:
+    command = chunk.command
 
     def prepare() -> None:
         if ready is not None:
             ready()
-        if order.verify:
-            chunk.add_checksum(route.link.destination, route.checksum(order))
+        if command.verify:
+            chunk.add_checksum(route.region.destination, route.checksum(command))
 
-    return _LinkJob(
-        key=order.key,
-        runs=partial(route.plan, order),
+    return _RegionJob(
+        key=command.key,
+        runs=partial(route.plan, command),
         ready=prepare,
         pools=route.pools,
         chunk=chunk,
@@ -433,7 +432,7 @@ def _written(
     bytes_written: int = 0,
     checksums: tuple[int, ...] = (),
 ) -> ChunkWritten:
-    """The end of a chunk; without a reason it is a good one."""
+    """The result of a chunk; without a reason it succeeded."""
     return ChunkWritten(
         instance=chunk.instance,
         key=chunk.key,

@@ -1,4 +1,4 @@
-"""What a leader has its ranks move, and how that ends. Plain data: schedulers decide with it, sockets carry it."""
+"""Commands of a leader to its ranks to move KV, and their results. Plain data, used by schedulers and messages."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Write KV of tokens [token_start, token_end) into the memory of a decode server.
 
     `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
-    every page should travel to the ranks once. The first of either is the page that holds token `token_start`; indices
-    are pages of the decode server or, with granularity "token", a row for each token.
+    every page is sent to the ranks once. Both start with the page that holds token `token_start`; indices are pages of
+    the decode server or, with granularity "token", one row per token.
     """
 
     instance: InstanceId
@@ -26,10 +26,10 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
-    """How a ChunkWrite ended on one prefill rank. `ok`: every byte this rank had to write is in decode's memory.
+    """The result of a ChunkWrite on one prefill rank. `ok`: all bytes of this rank are in decode's memory.
 
-    With `late_writes`, bytes already on their way may still land for a while. `checksums` is this rank's share of the
-    sum of each decode rank; empty when the chunk is not verified or has failed.
+    With `late_writes`, bytes in flight may still land for a while. `checksums` is this rank's share of the sum of each
+    decode rank; empty if the chunk is not verified or has failed.
     """
 
     instance: InstanceId
@@ -45,9 +45,9 @@ class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Gather a part and write it to `offset` of the ring of its decode rank. Its rank reports one PartWritten.
+    """Gather a part and write it to `offset` of the ring of its decode rank. The rank reports one PartWritten.
 
-    `pages` hold its tokens, the first of which is token `start` of the first page. `size_bytes` is that of the grant.
+    `pages` hold its tokens; the first token is token `start` of the first page. `size_bytes` is that of the grant.
     """
 
     instance: InstanceId
@@ -59,7 +59,7 @@ class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class PartWritten(msgspec.Struct, array_like=True, frozen=True):
-    """How a PartWrite ended. `ok`: all of it is in the ring; otherwise as in ChunkWritten."""
+    """The result of a PartWrite. `ok`: all of the part is in the ring; other fields as in ChunkWritten."""
 
     instance: InstanceId
     part: StagePart
@@ -73,7 +73,7 @@ class PartWritten(msgspec.Struct, array_like=True, frozen=True):
 class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Scatter the part at `offset` of the ring. Reported when it is in its pages and the ring has been read.
 
-    `pages` take its tokens, the first of which is token `start` of the first page.
+    `pages` receive its tokens; the first token is token `start` of the first page.
     """
 
     part: StagePart

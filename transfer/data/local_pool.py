@@ -1,4 +1,4 @@
-"""A KV pool of this rank, as transfers see it: its memory and what it holds."""
+"""A KV pool of this rank, as transfers use it: its memory and its layout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ from ..protocol.layout import KvLayout
 
 
 class KvMemory(Protocol):
-    """What transfers need of a KV pool (`memory/kv_pool.py`)."""
+    """The interface of a KV pool (`memory/kv_pool.py`) for transfers."""
 
     @property
     def base_address(self) -> int: ...
@@ -22,7 +22,7 @@ class KvMemory(Protocol):
 
     @property
     def probe(self) -> torch.Tensor:
-        """Bytes behind the pages, registered with them, to try transports with."""
+        """Bytes behind the pages, registered with them, for transport probes."""
 
     @property
     def registered_bytes(self) -> int:
@@ -32,9 +32,9 @@ class KvMemory(Protocol):
 
 
 class LocalPool(NamedTuple):
-    """A pool of this rank: its memory and what it holds.
+    """A pool of this rank: its memory and its layout.
 
-    `data` is the pool as `[page, layer, plane, head, token, dim]`; only what is staged needs it.
+    `data` is the pool as `[page, layer, plane, head, token, dim]`; only staging needs it.
     """
 
     memory: KvMemory

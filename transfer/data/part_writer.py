@@ -1,7 +1,7 @@
-"""The staged path on a prefill rank: gathers a part into a buffer of its own and hands it to the sender, in one piece.
+"""The staged path on a prefill rank: gathers a part into a buffer, which the sender writes in one piece.
 
-There are two buffers for each decode rank, so that the next part is gathered while one is on the wire. A thread per
-decode rank gathers; on a GPU it does so on a stream of its own, which nothing else waits for.
+There are two buffers for each decode rank, so that the next part is gathered while the previous one is sent. One thread
+per decode rank gathers; on a GPU it uses its own stream, which no other work waits for.
 """
 
 import collections
@@ -18,7 +18,7 @@ from ...kernels.backends.streams import use_own_stream
 from ...kernels.staging.kv_stage import kv_gather, warm_up_kv_stage
 from ..mooncake.sockets import Region
 from ..plan.copy_runs import CopyRuns
-from ..plan.ring import ALIGNMENT
+from ..plan.ring import aligned
 from ..protocol.layout import KvLayout, Plane
 from ..protocol.messages import Pool, StageRing, TransferKey
 from .chunks import PartWrite, PartWritten
@@ -31,30 +31,30 @@ BUFFERS: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PartJob(SendJob):
-    """A part in one of the buffers. The sender's owner passes its result to `ended`."""
+    """A part in one of the buffers. The owner of the sender passes its result to `ended`."""
 
-    order: PartWrite
+    command: PartWrite
     ended: Callable[[SendResult], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    order: PartWrite
+    command: PartWrite
     cancelled: bool = False
 
 
 def gather_bytes(part_bytes: int) -> int:
-    """What StageBuffers take for parts of at most `part_bytes`."""
-    return BUFFERS * -(-part_bytes // ALIGNMENT) * ALIGNMENT
+    """The size of StageBuffers for parts of at most `part_bytes`."""
+    return BUFFERS * aligned(part_bytes)
 
 
 def warm_up_gather(pool: torch.Tensor) -> None:
-    """Compile the kernel of PartWriter, which is made when requests are about to come."""
+    """Compile the kernel of PartWriter at start: a PartWriter is created at pairing, shortly before requests."""
     warm_up_kv_stage(pool)
 
 
 class StageBuffers:
-    """The memory that parts for one decode rank are gathered in: two slots, each for a part of at most `part_bytes`."""
+    """The gather buffers for one decode rank: two slots, each for a part of at most `part_bytes`."""
 
     def __init__(self, part_bytes: int, ring: StageRing, device: torch.device) -> None:
         memory = torch.empty(gather_bytes(part_bytes) + ring.probe_bytes, dtype=torch.uint8, device=device)
@@ -96,28 +96,28 @@ class PartWriter:
         self._thread = threading.Thread(target=self._work, name=f"gather-{sender.session}", daemon=True)
         self._thread.start()
 
-    def write(self, order: PartWrite) -> None:
+    def write(self, command: PartWrite) -> None:
         """Gather and send a part as soon as a buffer is free."""
         with self._changed:
             if not self._closing:
-                self._queue.append(order)
+                self._queue.append(command)
                 self._changed.notify_all()
                 return
-        self._on_written(_stopped(order, "the decode server is gone"))
+        self._on_written(_stopped(command, "the decode server is gone"))
 
     def cancel(self, key: TransferKey) -> None:
-        """Stop the parts of a transfer that the sender does not have yet; each still reports its end."""
+        """Cancel the parts of a transfer that are not submitted to the sender yet; each still reports its end."""
         with self._changed:
-            stopped = [order for order in self._queue if order.part.key == key]
-            for order in stopped:
-                self._queue.remove(order)
-            if self._gathering is not None and self._gathering.order.part.key == key:
+            stopped = [command for command in self._queue if command.part.key == key]
+            for command in stopped:
+                self._queue.remove(command)
+            if self._gathering is not None and self._gathering.command.part.key == key:
                 self._gathering.cancelled = True
-        for order in stopped:
-            self._on_written(_stopped(order, "cancelled"))
+        for command in stopped:
+            self._on_written(_stopped(command, "cancelled"))
 
     def close(self) -> None:
-        """End the thread; what the sender has not got is reported as stopped. May be called twice."""
+        """End the thread; parts not submitted to the sender are reported as stopped. May be called twice."""
         with self._changed:
             self._closing = True
             if self._gathering is not None:
@@ -129,22 +129,22 @@ class PartWriter:
         use_own_stream(self._pool.device)
         while (taken := self._take()) is not None:
             gathering, slot = taken
-            order = gathering.order
+            command = gathering.command
             try:
-                ready = self._gather(order, slot)
+                ready = self._gather(command, slot)
             except Exception as error:
-                self._let_go(slot)
-                self._on_written(_stopped(order, f"the part could not be gathered: {error!r}"))
+                self._free_slot(slot)
+                self._on_written(_stopped(command, f"gathering the part failed: {error!r}"))
                 continue
             self._submit(gathering, slot, ready)
         with self._changed:
             left = list(self._queue)
             self._queue.clear()
-        for order in left:
-            self._on_written(_stopped(order, "cancelled"))
+        for command in left:
+            self._on_written(_stopped(command, "cancelled"))
 
     def _take(self) -> tuple[_Gathering, int] | None:
-        """The next part and a buffer for it; None at the end."""
+        """The next part and a buffer for it; None when closing."""
         with self._changed:
             self._gathering = None
             self._changed.wait_for(lambda: self._closing or (self._queue and self._free))
@@ -153,15 +153,15 @@ class PartWriter:
             self._gathering = _Gathering(self._queue.popleft())
             return self._gathering, self._free.pop()
 
-    def _gather(self, order: PartWrite, slot: int) -> Callable[[], None] | None:
-        """Start filling the buffer; what to call to wait for it, where it is not full yet."""
-        part, layout = order.part, self._layout
+    def _gather(self, command: PartWrite, slot: int) -> Callable[[], None] | None:
+        """Start to fill the buffer. Returns a function that waits until it is full, or None if it is full already."""
+        part, layout = command.part, self._layout
         kv_gather(
             self._pool,
-            torch.tensor(order.pages, dtype=torch.int32, device=self._pool.device),
-            self._buffers.slot(slot, order.size_bytes),
-            start=order.start,
-            end=order.start + part.tokens,
+            torch.tensor(command.pages, dtype=torch.int32, device=self._pool.device),
+            self._buffers.slot(slot, command.size_bytes),
+            start=command.start,
+            end=command.start + part.tokens,
             layers=range(part.block.layer_start - layout.layer_start, part.block.layer_end - layout.layer_start),
             heads=range(part.block.head_start - layout.head_start, part.block.head_end - layout.head_start),
         )
@@ -172,39 +172,39 @@ class PartWriter:
         return gathered.synchronize
 
     def _submit(self, gathering: _Gathering, slot: int, ready: Callable[[], None] | None) -> None:
-        order = gathering.order
-        span = (slot * self._buffers.slot_bytes, order.offset, order.size_bytes)
+        command = gathering.command
+        span = (slot * self._buffers.slot_bytes, command.offset, command.size_bytes)
         job = PartJob(
-            key=order.part.key,
+            key=command.part.key,
             runs=CopyRuns(*(np.array([number], dtype=np.int64) for number in span)),
             ready=ready,
             pools=self._buffers.pair,
-            order=order,
-            ended=lambda result: self._sent(order, slot, result),
+            command=command,
+            ended=lambda result: self._sent(command, slot, result),
         )
-        with self._changed:  # so that cancel() finds it either here or with the sender
+        with self._changed:  # so that cancel() finds the part either here or in the sender
             reason = "cancelled" if gathering.cancelled else None
             if reason is None:
                 try:
                     self.sender.submit(job)
-                except Exception as error:  # the ring is smaller than what was granted
+                except Exception as error:  # the grant exceeds the ring
                     reason = str(error)
         if reason is not None:
             try:
                 if ready is not None:
-                    ready()  # the buffer is not free before it is full
+                    ready()  # the buffer is reused only after the gather has ended
             except Exception:
-                log.exception("gathering a part for %s that is not wanted any more", self.sender.session)
-            self._let_go(slot)
-            self._on_written(_stopped(order, reason))
+                log.exception("error while gathering a cancelled part for %s", self.sender.session)
+            self._free_slot(slot)
+            self._on_written(_stopped(command, reason))
 
-    def _sent(self, order: PartWrite, slot: int, result: SendResult) -> None:
-        self._let_go(slot)
+    def _sent(self, command: PartWrite, slot: int, result: SendResult) -> None:
+        self._free_slot(slot)
         reason = "" if result.ok else result.reason or "cancelled"
         self._on_written(
             PartWritten(
-                order.instance,
-                order.part,
+                command.instance,
+                command.part,
                 result.ok,
                 reason,
                 result.late_writes,
@@ -213,11 +213,11 @@ class PartWriter:
             )
         )
 
-    def _let_go(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
 
 
-def _stopped(order: PartWrite, reason: str) -> PartWritten:
-    return PartWritten(order.instance, order.part, ok=False, reason=reason)
+def _stopped(command: PartWrite, reason: str) -> PartWritten:
+    return PartWritten(command.instance, command.part, ok=False, reason=reason)

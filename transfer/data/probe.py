@@ -1,8 +1,8 @@
-"""Whether a transport works between two ranks: bytes are written into the peer's memory and read back.
+"""Tests whether a transport works between two ranks: writes bytes into the peer's memory and reads them back.
 
-What two machines or processes say of themselves does not tell: CUDA IPC handles do not open across PID namespaces or
-for devices that are not visible, and an HCA may not reach GPU memory. Every pool has a few bytes behind its pages for
-this (`Pool.probe_address`), so a probe never touches KV.
+The announced capabilities are not enough: CUDA IPC handles do not open across PID namespaces or for devices that are
+not visible, and an HCA may not reach GPU memory. Every pool has a few bytes behind its pages for probes
+(`Pool.probe_address`), so a probe never touches KV.
 """
 
 import random
@@ -16,40 +16,40 @@ from ...kernels.backends.streams import wait_for_arrivals, wait_for_stream
 from ..mooncake.engine import SendEngine, WriteState
 from ..protocol.messages import Pool
 
-WORD_BYTES: Final = 16
+PATTERN_BYTES: Final = 16
 ATTEMPTS: Final = 3
-"""Two ranks may probe at the same time, and pick the same bytes: the one that reads the other's word tries again."""
+"""Two ranks may probe the same bytes at the same time: the one that reads the other's pattern tries again."""
 TIMEOUT_S: Final = 2.0
 _NAP_S: Final = 0.0002
 
 
 def probe(engine: SendEngine, local: torch.Tensor, pool: Pool) -> str | None:
-    """Write a random word behind the pages of `pool` and read it back; why that failed, None when it worked.
+    """Write a random pattern behind the pages of `pool` and read it back. Returns the problem, or None on success.
 
-    `local` is memory of our own (uint8), of the kind that KV for this pool is written from; it is changed. Nothing is
-    tried where either side has no memory for it.
+    `local` is our memory (uint8), of the same kind as the source of KV for this pool; it is overwritten. If either side
+    has no memory for probes, nothing is tested.
     """
-    slots = min(pool.probe_bytes, len(local)) // WORD_BYTES
+    slots = min(pool.probe_bytes, len(local)) // PATTERN_BYTES
     if not slots:
         return None
     for _ in range(ATTEMPTS):
-        word, at = secrets.token_bytes(WORD_BYTES), WORD_BYTES * random.randrange(slots)
-        ours, address = local[at : at + WORD_BYTES], pool.probe_address + at
-        _put(ours, word)
+        pattern, offset = secrets.token_bytes(PATTERN_BYTES), PATTERN_BYTES * random.randrange(slots)
+        ours, address = local[offset : offset + PATTERN_BYTES], pool.probe_address + offset
+        _put(ours, pattern)
         problem = _write(engine, ours, address)
         if problem is not None:
             return problem
-        _put(ours, bytes(WORD_BYTES))
-        if not engine.read(ours.data_ptr(), address, WORD_BYTES):
+        _put(ours, bytes(PATTERN_BYTES))
+        if not engine.read(ours.data_ptr(), address, PATTERN_BYTES):
             return "the peer's memory cannot be read"
         wait_for_arrivals(ours.device)
-        if bytes(ours.cpu().tolist()) == word:
+        if bytes(ours.cpu().tolist()) == pattern:
             return None
     return "what was read back is not what was written"
 
 
-def _put(memory: torch.Tensor, word: bytes) -> None:
-    memory.copy_(torch.tensor(list(word), dtype=torch.uint8))
+def _put(memory: torch.Tensor, pattern: bytes) -> None:
+    memory.copy_(torch.tensor(list(pattern), dtype=torch.uint8))
     wait_for_stream(memory.device)
 
 

@@ -1,4 +1,4 @@
-"""The receive engines of one decode rank: one per transport it can be reached over."""
+"""The receive engines of one decode rank: one per transport."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from .local_pool import LocalPool
 
 
 class RingBytes(Protocol):
-    """What is needed of a staging ring (`memory/ring_memory.py`)."""
+    """The interface of a staging ring (`memory/ring_memory.py`)."""
 
     @property
     def base_address(self) -> int: ...
@@ -27,8 +27,8 @@ class RingBytes(Protocol):
 class Receivers:
     """Lets prefill ranks write into this rank's pools and ring. Owns the engines; the memory stays alive until close().
 
-    TCP takes every pool and is always there, nvlink takes pools on a GPU, RDMA takes all. `local_rank` is the index of
-    this rank's GPU on its machine. Raises StartupError.
+    TCP is always available and serves every pool, nvlink serves pools on a GPU, RDMA serves all. `local_rank` is the
+    index of this rank's GPU on its machine. Raises StartupError.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Receivers:
 
     @property
     def sessions(self) -> dict[Transport, str]:
-        """Where each engine listens: what a Rank announces."""
+        """The address of each engine, for the announcement of the rank."""
         return {transport: engine.session for transport, engine in self._engines.items()}
 
     def close(self) -> None:
-        """Stop receiving. Afterwards nobody writes the pools. May be called twice."""
+        """Stop receiving. Afterwards no peer writes into the pools. May be called twice."""
         for engine in self._engines.values():
             engine.close()

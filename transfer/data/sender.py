@@ -1,12 +1,12 @@
-"""One thread that writes KV to one decode server: takes jobs in order, keeps a few writes in flight, never hangs.
+"""One thread that writes KV to one decode rank: takes jobs in order, keeps a few writes in flight, never hangs.
 
-The scheduling thread hands over a SendJob and gets exactly one SendResult per job, from the sender's thread. Jobs to
-one peer go strictly one after the other, whatever transfer they belong to: the peer's link is the bottleneck anyway.
+The scheduling thread submits a SendJob and gets exactly one SendResult per job, from the sender's thread. Jobs to one
+peer run one after the other, also those of different transfers: the network to the peer is the bottleneck.
 
-When are source pages free again? After the results of all jobs of a transfer. A failed write does not mean that
-Mooncake has stopped reading, so on any failure the engine is destroyed before the result is reported; the next job gets
-a new one. With it goes what our kernel has not delivered yet. Bytes that are on their way by then, or in the peer's
-kernel, may still land: `late_writes` says so, and the peer must not reuse those destination pages for a while.
+Source pages are free after the results of all jobs of a transfer. After a failed write Mooncake may still read them, so
+on any failure the engine is destroyed before the result is reported, and the next job gets a new one. This also drops
+bytes that our kernel has not delivered. Bytes in the network or in the peer's kernel may still land: the result then
+has `late_writes`, and the peer must not reuse these destination pages for a while.
 """
 
 import atexit
@@ -35,29 +35,28 @@ log = logging.getLogger(__name__)
 
 _CPU: Final = torch.device("cpu")
 MAX_WINDOW: Final = 512
-"""Writes in flight to one peer. Mooncake's queue breaks for good at 1,024 (2,048 with luck)."""
+"""Writes in flight to one peer. Mooncake's queue fails permanently at 1,024 (sometimes only at 2,048)."""
 MAX_WRITE_BYTES: Final = 4 << 20
-"""Over TCP: Mooncake has several lanes, which a single write does not fill."""
+"""Over TCP: Mooncake has several lanes, and a single write uses only one."""
 MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
-"""Over CUDA IPC and RDMA, where each write has a fixed cost and none holds up the others."""
+"""Over CUDA IPC and RDMA, where each write has a fixed cost and does not delay others."""
 STALL_BASE_S: Final = 1.0
 STALL_BYTES_PER_S: Final = 200e6
-"""Writes in flight are stalled when none has ended and no byte has been delivered for STALL_BASE_S and as long as they
-take at this rate: the peer may be busy copying them. Once cancelled they have to end within that time, however fast
-they move.
+"""Writes in flight are stalled if none has ended and no byte was delivered for STALL_BASE_S plus their size at this
+rate: the peer may be busy copying them. After a cancellation they must end within that time, even while bytes move.
 """
 DELIVERY_LOOK_S: Final = 0.1
-"""How often a sender looks for delivered bytes while no write ends."""
+"""How often a sender checks for delivered bytes while no write ends."""
 NAP_MIN_S: Final = 0.0002
 NAP_MAX_S: Final = 0.002
 ABSENCE_S: Final = 0.25
-"""Between two looks at the writes in flight. When there is more this process was stopped or starved, not the peer."""
+"""If two checks of the writes in flight are further apart, this process was stopped or starved, not the peer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolPair:
-    """The memory that offsets of copies count from: ours, and a pool of the peer. With `probe`, bytes of our memory, it
-    is tried whether writes arrive.
+    """The base of the offsets of copies: our memory, and a pool of the peer. `probe` is local memory for the probe of a
+    transport; without it the pool is not probed.
     """
 
     source: Region
@@ -67,7 +66,7 @@ class PoolPair:
 
 @dataclass(frozen=True, slots=True)
 class RdmaSender:
-    """What a sender over RDMA needs besides a session: how the peer reaches us, and our HCAs."""
+    """Settings of a sender over RDMA: the host at which the peer reaches us, and our HCAs."""
 
     host: str
     devices: tuple[str, ...]
@@ -78,10 +77,9 @@ class RdmaSender:
 class SendJob:
     """Copies of one transfer that belong together, such as a chunk.
 
-    `runs` may be a function: planning takes milliseconds, and is then done on the sender's thread; a PlanError fails
-    the job. `ready` is called there before the first byte is read, and may wait (for a CUDA event, say).
-    `pools` says where the copies are: one of the sender's, by default its first. A job may take as long as it makes
-    progress.
+    `runs` may be a function, which is called on the sender's thread because planning takes milliseconds; a PlanError
+    fails the job. `ready` is called there before the first byte is read, and may wait (for example, for a CUDA event).
+    `pools` is one of the sender's PoolPairs, by default its first. A job has no time limit while it makes progress.
     """
 
     key: TransferKey
@@ -92,7 +90,7 @@ class SendJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendResult:
-    """How a job ended. `ok`: every byte is in the peer's memory. Otherwise `reason` says why, readably."""
+    """The result of a job. `ok`: all bytes are in the peer's memory. Otherwise `reason` is readable text."""
 
     key: TransferKey
     ok: bool
@@ -106,7 +104,7 @@ class SendResult:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A job that has no result yet, and what has become of it so far."""
+    """A job without a result, and its progress."""
 
     job: SendJob
     cancelled: bool = False
@@ -116,12 +114,12 @@ class _Pending:
     bytes_written: int = 0
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
-    """Bytes of each write whose end we have not seen."""
+    """The bytes of each write that has not ended."""
 
 
 class _Progress:
-    """When the writes in flight of a job last made progress: one has ended, or bytes were delivered. Once the job is
-    cancelled, when that was: what is in flight has to end within a bound then, not only to move.
+    """`since` is the time of the last progress of a job: a write has ended, or bytes were delivered. After a
+    cancellation it is the time of the cancellation: the writes in flight must then end, not only move.
     """
 
     def __init__(self, engine: SendEngine) -> None:
@@ -132,7 +130,7 @@ class _Progress:
         self._cancelled = False
 
     def look(self, *, ended: bool, cancelled: bool) -> bool:
-        """Some writes may have `ended`; whether there was progress of any kind."""
+        """Update; `ended` is whether a write has ended. Returns whether there was progress."""
         now = time.monotonic()
         absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
         self.since += max(0.0, absent_s)
@@ -146,7 +144,7 @@ class _Progress:
         return moved
 
     def _delivers(self, now: float) -> bool:
-        """Whether the kernel has got rid of more since it was asked last."""
+        """Whether the kernel has delivered more bytes since the last check."""
         if now < self._deliveries_at:
             return False
         self._deliveries_at = now + DELIVERY_LOOK_S
@@ -155,7 +153,7 @@ class _Progress:
 
 
 class _SendError(Exception):
-    """Ends a job: the reason, and whether bytes may be under way."""
+    """Ends a job, with the reason and whether bytes in flight may still land."""
 
     def __init__(self, reason: str, *, late_writes: bool) -> None:
         super().__init__(reason)
@@ -163,17 +161,16 @@ class _SendError(Exception):
 
 
 class _WriteError(_SendError):
-    """A write was refused, has failed or does not end: by the transport's fault, or the peer's."""
+    """A write was refused, has failed or does not end, because of the transport or the peer."""
 
 
 class PeerSender:
     """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
-    `routes` are tried in this order, at once and not with the first job: a route is used when a probe of every pool
-    works over it. One that does not, or that fails later, is not used again as long as another is
-    left. `rdma` is for that transport only. `on_result` and `on_routed`, which is told the transport in use and why
-    others are not, run on the sender's thread; they should hand the result over and return. Owns a thread and a
-    SendEngine; close() ends both.
+    `routes` are tried in this order at start, before the first job: a route is used if a probe of every pool succeeds
+    over it. A route that does not work, or fails later, is not used again while another is left. `rdma` is for that
+    transport only. `on_result` and `on_routed` (the transport in use, and why others are not) run on the sender's
+    thread and should only pass the result on. Owns a thread and a SendEngine; close() ends both.
     """
 
     def __init__(
@@ -210,7 +207,7 @@ class PeerSender:
 
     @property
     def transport(self) -> Transport:
-        """What KV travels over now. May be read from another thread, like `session`."""
+        """The transport in use. May be read from another thread, like `session`."""
         return self._routes[0].transport
 
     @property
@@ -218,7 +215,7 @@ class PeerSender:
         return self._routes[0].session
 
     def submit(self, job: SendJob) -> None:
-        """Queue a job. Raises PlanError, and queues nothing, when a copy of a finished plan leaves either pool."""
+        """Queue a job. Raises PlanError, and queues nothing, if `runs` is a plan with a copy outside either pool."""
         if isinstance(job.runs, CopyRuns):
             self._check_bounds(job, job.runs)
         with self._changed:
@@ -234,17 +231,17 @@ class PeerSender:
     def cancel(self, key: TransferKey) -> bool:
         """Stop the jobs of a transfer: issue no more writes, wait for those in flight, then report each job as usual.
 
-        True: at least one result of this transfer is still to come. False: all have been given to `on_result`, or the
-        last one is being given right now. Jobs submitted later are not affected.
+        True: at least one result of this transfer is pending. False: all have been passed to `on_result`, or the last
+        one is being passed right now. Jobs submitted later are not affected.
         """
         return self._cancel(lambda job: job.key == key)
 
     def cancel_job(self, job: SendJob) -> bool:
-        """Stop one job, as cancel() does all of a transfer."""
+        """Stop one job, as cancel() stops all jobs of a transfer."""
         return self._cancel(lambda other: other is job)
 
     def stalled_s(self) -> float:
-        """How long there has been work without progress; 0 when there is no work."""
+        """Time since the last progress; 0 without jobs."""
         with self._changed:
             return time.monotonic() - self._progress_at if self._unreported else 0.0
 
@@ -273,10 +270,10 @@ class PeerSender:
         use_own_stream(self._device)
         try:
             self._open_engine()
-        except (PeerUnreachableError, StartupError) as error:  # the first job will say so, if it is still true
-            log.debug("opening the way to %s: %s", self.session, error)
+        except (PeerUnreachableError, StartupError) as error:  # the first job tries again and reports it
+            log.debug("no connection to %s yet: %s", self.session, error)
         except Exception:
-            log.exception("opening the way to %s", self.session)
+            log.exception("error while connecting to %s", self.session)
         while (pending := self._take()) is not None:
             self._progress_at = pending.started_at = time.monotonic()
             reason: str | None = None
@@ -291,7 +288,7 @@ class PeerSender:
             except (PeerUnreachableError, StartupError) as error:  # the latter: no RDMA engine for our own memory
                 reason, unreachable = str(error), True
             except Exception as error:
-                log.exception("sending to %s", self.session)
+                log.exception("error while sending to %s", self.session)
                 reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
             if reason is not None:
                 self._drop_engine()
@@ -299,13 +296,13 @@ class PeerSender:
                     self._drop_failed_route(reason)
             self._finish(pending, reason, late_writes)
             if unreachable:
-                # Everything that waits here is for the same peer: asking again for each would take a second each.
+                # All queued jobs are for the same peer: another attempt would take a second per job.
                 for waiting in self._take_all():
                     self._finish(waiting, reason, False)
         self._drop_engine()
 
     def _take(self) -> _Pending | None:
-        """The next job to send; None when closed and empty. Reports cancelled ones on the way."""
+        """The next job to send; None when closed and empty. Reports cancelled jobs."""
         while True:
             with self._changed:
                 while not self._queue and not self._closing:
@@ -331,7 +328,7 @@ class PeerSender:
             try:
                 job.ready()
             except Exception as error:
-                raise _SendError(f"the KV to send did not become ready: {error!r}", late_writes=False) from error
+                raise _SendError(f"the KV did not become ready: {error!r}", late_writes=False) from error
         if pending.cancelled:
             return
         runs = self._planned(job)
@@ -345,7 +342,7 @@ class PeerSender:
         pending.complete = pending.bytes_written == pending.total_bytes
 
     def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
-        """Keep a window of writes in flight until all have ended; once cancelled, until those in flight have."""
+        """Keep a window of writes in flight until all have ended; after a cancellation, until those in flight have."""
         pools = pending.job.pools or self._pools[0]
         waiting = zip(
             (pieces.source + pools.source.addr).tolist(),
@@ -393,7 +390,7 @@ class PeerSender:
         check_bounds(runs, pools.source.length, pools.destination.size_bytes)
 
     def _collect(self, pending: _Pending, engine: SendEngine) -> bool:
-        """Take the finished writes out of flight; whether there were any."""
+        """Remove the finished writes from `in_flight`. Returns whether there were any."""
         finished = False
         for write, size_bytes in list(pending.in_flight.items()):
             state = engine.poll(write)
@@ -411,7 +408,7 @@ class PeerSender:
         return finished
 
     def _check_progress(self, pending: _Pending, since: float) -> None:
-        """Raise when nothing has moved for too long or, once cancelled, when what is in flight has not ended."""
+        """Raise if there is no progress for too long or, after a cancellation, if writes in flight do not end."""
         still_s = time.monotonic() - since
         if still_s <= STALL_BASE_S or not pending.in_flight:
             return
@@ -426,7 +423,7 @@ class PeerSender:
             )
 
     def _finish(self, pending: _Pending, reason: str | None, late_writes: bool) -> None:
-        """Report a job. It is cancelled, rather than failed, when it was told to stop and stopped short."""
+        """Report a job. A job that was cancelled and is not complete counts as cancelled, not as failed."""
         job = pending.job
         complete = reason is None and pending.complete
         cancelled = pending.cancelled and not complete
@@ -445,11 +442,11 @@ class PeerSender:
         try:
             self._on_result(result)
         except Exception:
-            log.exception("on_result of the sender to %s", self.session)
+            log.exception("error in on_result of the sender to %s", self.session)
 
     def _open_engine(self) -> SendEngine:
-        """The engine of the first route that works. Raises the last one's error where none does: then it is the peer
-        that is gone, and no route is dropped.
+        """The engine of the first route that works. If none works, raises the error of the last one and drops no route:
+        then the peer is gone.
         """
         problem = ""
         for index, route in enumerate(self._routes):
@@ -464,11 +461,11 @@ class PeerSender:
             else:
                 self._drop_routes(index, problem)
                 self._on_routed(self.transport, self._dropped)
-        assert self._engine is not None, "there is a route"
+        assert self._engine is not None, "a sender has at least one route"
         return self._engine
 
     def _try_route(self, route: KvRoute) -> SendEngine:
-        """An engine that has written to all pools of the peer. Raises PeerUnreachableError and StartupError."""
+        """An engine whose probes of all pools succeeded. Raises PeerUnreachableError and StartupError."""
         sources = {pair.source for pair in self._pools}
         targets = {Region(pair.destination.base_address, pair.destination.size_bytes) for pair in self._pools}
         engine = SendEngine(
@@ -488,14 +485,14 @@ class PeerSender:
         return engine
 
     def _drop_failed_route(self, reason: str) -> None:
-        """Use the next route, if there is one, from the next job on: the peer is there, so it was the transport."""
+        """Use the next route from the next job on, if it reaches the peer: then the transport is at fault."""
         if len(self._routes) > 1:
             with contextlib.suppress(PeerUnreachableError):
                 describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)
                 self._drop_routes(1, reason)
 
     def _drop_routes(self, count: int, reason: str) -> None:
-        """Do without the first `count` routes."""
+        """Remove the first `count` routes."""
         for _ in range(count):
             route = self._routes.pop(0)
             self._dropped[route.transport] = reason
@@ -513,5 +510,5 @@ class PeerSender:
             try:
                 self._engine.destroy()
             except Exception:
-                log.exception("destroying the engine to %s", self.session)
+                log.exception("error while destroying the engine to %s", self.session)
             self._engine = None

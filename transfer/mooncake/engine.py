@@ -1,10 +1,10 @@
-"""Mooncake engines in their two roles: one that receives, per process, and one that sends, per peer.
+"""Mooncake engines in two roles: one receive engine per process and transport, and one send engine per peer.
 
-The roles are apart because of how engines fail. A send engine whose peer hangs, restarts or overflows stays broken,
-and writes it reported as failed may still run later, reading source memory that has a new owner by then. The cure for
-all of it is to destroy that engine and make a new one, which takes a millisecond; so each peer has its own, and it
-registers nothing, except over RDMA, where the source memory has to be registered too. The receive engine's port is the
-published address and its registrations are the pools: it lives as long as the process.
+The roles are separate because of how engines fail. A send engine whose peer hangs, restarts or overflows stays broken,
+and writes that it reported as failed may still run later and read source memory that has a new owner. The remedy is to
+destroy the engine and create a new one, which takes a millisecond. So each peer has its own send engine, and it
+registers no memory, except over RDMA, where the source memory must be registered. The receive engine exists as long as
+the process: its port is the published address, and its registrations are the pools.
 
 Engines do not survive fork: create them in the process that uses them.
 """
@@ -37,7 +37,7 @@ from .sockets import (
 log = logging.getLogger(__name__)
 
 WriteId = NewType("WriteId", int)
-"""A write in flight. A linear value: once poll() has said DONE or FAILED it is gone and must not be used again."""
+"""A write in flight. After poll() has returned DONE or FAILED it is invalid and must not be used again."""
 
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
@@ -51,14 +51,14 @@ class WriteState(enum.Enum):
     DONE = enum.auto()
     """The bytes are in the peer's memory."""
     FAILED = enum.auto()
-    """The bytes may still arrive, in part or in full, until the peer's kernel has dropped the connection."""
+    """All or some of the bytes may still arrive, until the peer's kernel has dropped the connection."""
 
 
 class ReceiveEngine:
-    """Lets peers write into this process's pools. `session` is the address to publish, `host` how peers reach us.
+    """Lets peers write into this process's pools. `session` is the address to publish, `host` its host part.
 
-    Mooncake does not authenticate: whoever reaches its ports may read and write what is registered. On a loopback host
-    the ports are confined to this machine; elsewhere they belong on a private network. Register pools, nothing else.
+    Mooncake does not authenticate: any client of its ports can read and write registered memory. On a loopback host the
+    ports are confined to this machine; otherwise use a private network. Register only pools.
     """
 
     def __init__(
@@ -94,22 +94,21 @@ class ReceiveEngine:
         _register(self._engine, address, size_bytes)
 
     def close(self) -> None:
-        """Stop receiving. Afterwards nobody writes the registered memory. May be called twice."""
+        """Stop receiving. Afterwards no peer writes into the registered memory. May be called twice."""
         if self._engine is not None:
             wake_listener(self._port)
             self._engine = None
 
 
 class SendEngine:
-    """Writes into one peer's registered memory. Not thread-safe; destroy() ends it, whatever is in flight.
+    """Writes into one peer's registered memory. Not thread-safe; destroy() ends it, also with writes in flight.
 
-    Opening it asks the peer for a sign of life and for the `targets`, the regions that the writes will go to, so that a
-    peer that is dead, hung or another process than expected is noticed within PREFLIGHT_TIMEOUT_S and before anything
-    is written.
-    Raises PeerUnreachableError, and StartupError where Mooncake cannot make such an engine.
+    The constructor asks the peer for its registered memory and checks that it contains `targets`, the regions to write
+    to. So a peer that is dead, hung or another process is detected within PREFLIGHT_TIMEOUT_S, before any write. Raises
+    PeerUnreachableError, and StartupError if Mooncake cannot create the engine.
 
-    Over RDMA, `sources` is the memory that writes are read from, and `host` how the peer reaches us: it calls back to
-    learn our HCA's address. Over other transports nothing is registered and no peer calls a sender back.
+    Over RDMA, `sources` is the source memory of the writes, and `host` the address at which the peer reaches us: it
+    connects back to get our HCA's address. Other transports need neither.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class SendEngine:
             if not description.holds(target):
                 raise PeerUnreachableError(
                     f"decode {session} has not registered the memory it announced ({target.length} bytes at "
-                    f"{target.addr:#x}): it is probably a new process at an old address"
+                    f"{target.addr:#x}): it is probably a new process at the same address"
                 )
         self._data_port = description.tcp_data_port if transport == "tcp" else None
         self._addresses = _addresses(session) if self._data_port else frozenset()
@@ -155,15 +154,15 @@ class SendEngine:
                 raise
 
     def submit(self, source: int, destination: int, size_bytes: int) -> WriteId | None:
-        """Start copying from our address `source` to the peer's address `destination`; None when the peer is gone.
+        """Start to copy from our address `source` to the peer's address `destination`; None if the peer is gone.
 
-        Source memory must stay as it is until poll() is terminal or destroy() has returned.
+        Do not change the source memory until poll() returns DONE or FAILED, or destroy() has returned.
         """
         assert self._engine is not None, "submit on a destroyed engine"
         if self._connected:
             write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
         else:
-            # The first write shakes hands, and would wait 60 s for a peer that hung just after the pre-flight.
+            # The first write does the handshake, which would wait 60 s for a peer that hangs since the pre-flight.
             submitted = threading.Event()
             guard = (submitted, self.session)
             threading.Thread(target=_cut_late_handshake, args=guard, name=f"guard-{self.session}", daemon=True).start()
@@ -178,16 +177,18 @@ class SendEngine:
         return WriteId(write)
 
     def read(self, destination: int, source: int, size_bytes: int) -> bool:
-        """Copy from the peer's address `source` to ours, and wait for it: for seconds where the peer hangs. Whether it
-        worked. Only after a write has.
+        """Copy from the peer's address `source` to ours and wait for it, for seconds if the peer hangs. Returns whether
+        it succeeded. Call only after a successful write.
         """
         assert self._engine is not None, "read on a destroyed engine"
         return self._engine.transfer_sync_read(self.session, destination, source, size_bytes) == 0
 
     def poll(self, write: WriteId) -> WriteState:
-        """Where a write stands. Does not block."""
+        """The state of a write. Does not block."""
         assert self._engine is not None, "poll on a destroyed engine"
-        assert write in self._in_flight, "poll of a write that has already ended"  # their side: use after free
+        assert write in self._in_flight, (
+            "poll of a write that has already ended"
+        )  # would be a use after free in Mooncake
         status = self._engine.transfer_check_status(write)
         if status == 0:
             return WriteState.PENDING
@@ -196,17 +197,17 @@ class SendEngine:
         return WriteState.DONE if status == 1 else WriteState.FAILED
 
     def delivered_bytes(self) -> int | None:
-        """What the peer's kernel has received so far, of writes that may not have ended; None where nobody knows, as
-        over transports without connections. Takes about a millisecond.
+        """Bytes that the peer's kernel has received so far, also of writes that have not ended; None if unknown, as
+        for transports without TCP connections. Takes about a millisecond.
         """
         return acked_bytes(self._addresses, self._data_port) if self._data_port else None
 
     def destroy(self) -> None:
-        """End all writes. Afterwards no source memory is read any more, and nothing more leaves this machine; what has
-        left it, or is in the peer's kernel, may still arrive.
+        """End all writes. Afterwards no source memory is read and no more bytes leave this machine; bytes in the
+        network or in the peer's kernel may still arrive.
 
-        Takes milliseconds, also with writes in flight to a hung peer; up to CONNECTING_S where such writes cannot be
-        connected. May be called twice.
+        Takes milliseconds, also with writes in flight to a hung peer; up to CONNECTING_S if such writes cannot connect.
+        May be called twice.
         """
         if self._engine is not None:
             if self._data_port:
@@ -216,10 +217,9 @@ class SendEngine:
             self._in_flight.clear()
 
     def _drop_unsent(self, data_port: int) -> None:
-        """Drop it on all connections, also on those that Mooncake opens only now: it would fill them, and close them in
-        its destructor like the others. While that runs no thread of ours does, so they have to be there before. Once
-        every write in flight has its connection, or all lanes are there, none is opened any more; nor is one where a
-        write has failed, which means that the peer has gone.
+        """Drop unsent bytes on all connections, also on those that Mooncake is still opening: it would fill them, and
+        close them in its destructor. No thread of ours runs during the destructor, so wait for them here. No more are
+        opened once every write in flight has a connection, all lanes are open, or a write has failed (peer gone).
         """
         deadline = time.monotonic() + CONNECTING_S
         while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()):
@@ -232,12 +232,12 @@ class SendEngine:
 
 
 def _cut_late_handshake(submitted: threading.Event, session: str) -> None:
-    """End a handshake whose time is up. Again until it has ended: if this process was stopped or starved meanwhile, it
-    has yet to connect when the time is up first.
+    """Cut a handshake that exceeds FIRST_WRITE_TIMEOUT_S. Repeats until it has ended: if this process was stopped or
+    starved, the connection may not exist yet at the first timeout.
     """
     wait_s = FIRST_WRITE_TIMEOUT_S
     while not submitted.wait(wait_s):
-        with contextlib.suppress(OSError):  # the name of the host cannot be resolved just now
+        with contextlib.suppress(OSError):  # the host name cannot be resolved at the moment
             cut_connections(session)
         wait_s = CUT_AGAIN_S
 

@@ -13,7 +13,7 @@ _FORMS: Final = "give a device (mlx5_0), one per local rank (mlx5_0,mlx5_1) or a
 
 
 def port_states(sysfs: Path = SYSFS) -> dict[str, str]:
-    """The state of each device, by name: ACTIVE when one of its ports is, else that of its first port."""
+    """The state of each device, by name: ACTIVE if one of its ports is, else the state of its first port."""
     states: dict[str, str] = {}
     for device in sorted(sysfs.iterdir()) if sysfs.is_dir() else ():
         ports = [
@@ -25,10 +25,10 @@ def port_states(sysfs: Path = SYSFS) -> dict[str, str]:
 
 
 def devices_for_rank(setting: str | None, local_rank: int, *, sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """The devices that the rank on GPU `local_rank` of this machine uses; empty where the machine has no active one.
+    """The devices of the rank on GPU `local_rank` of this machine; empty if the machine has no active one.
 
     Without a setting these are all active devices: Mooncake chooses among them by their distance to the memory. Raises
-    StartupError when the setting cannot be read or names a device that is missing or down.
+    StartupError if the setting cannot be parsed or names a device that is missing or down.
     """
     states = port_states(sysfs)
     if setting is None:
@@ -43,7 +43,7 @@ def devices_for_rank(setting: str | None, local_rank: int, *, sysfs: Path = SYSF
 
 
 def _parse(setting: str, local_rank: int) -> tuple[str, ...]:
-    """The devices a setting names for one rank. Each of its forms may name several in the JSON map: "mlx5_0,mlx5_1"."""
+    """The devices that a setting names for one rank. Only the JSON map can name several: {"0": "mlx5_0,mlx5_1"}."""
     if setting.lstrip().startswith("{"):
         try:
             entries = msgspec.json.decode(setting, type=dict[int, str])

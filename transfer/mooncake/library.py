@@ -1,14 +1,13 @@
-"""Loading the Mooncake wheel: the environment it must find, its log silenced, and the part of its API that we use.
+"""Loads the Mooncake wheel: sets its environment, silences its log, and declares the part of its API that we use.
 
-Mooncake reads its settings from MC_* variables, at import and at the first engine. They are set here and nowhere else,
-because the wrong ones are dangerous: see FORBIDDEN. The wheel is imported on first use; a prefill or decode leader that
-moves no KV never loads it.
+Mooncake reads its settings from MC_* variables, at import and at the first engine. Only this module sets them: wrong
+values are dangerous, see FORBIDDEN. The wheel is imported on first use; a leader that moves no KV never loads it.
 
-Mooncake logs through glog, straight to file descriptor 2, one or more lines per failed write; even its highest level
-leaves spurious errors. Replacing fd 2 by a filter would lose tracebacks and faulthandler output at a crash, so the log
-is turned off at its source instead: libglog is a shared library of the wheel, and its exported `FLAGS_minloglevel` is
-set to FATAL after the import (engines leave it alone). A fatal message still reaches the terminal. Set MC_LOG_LEVEL
-yourself (INFO, WARNING, ERROR) to see Mooncake's log.
+Mooncake logs through glog, directly to file descriptor 2, one or more lines per failed write; even at its highest level
+it logs spurious errors. A filter on fd 2 would lose tracebacks and faulthandler output of a crash, so the log is
+disabled at its source: libglog is a shared library of the wheel, and its exported `FLAGS_minloglevel` is set to FATAL
+after the import (engines do not change it). Fatal messages are still printed. Set MC_LOG_LEVEL (INFO, WARNING, ERROR)
+to see Mooncake's log.
 """
 
 import ctypes
@@ -25,25 +24,25 @@ from ...configs.errors import StartupError
 log = logging.getLogger(__name__)
 
 Transport = Literal["tcp", "nvlink", "rdma"]
-"""How bytes travel: over sockets, between GPU memory of one machine through CUDA IPC handles, or between HCAs. Mooncake
-picks one transport per engine from its environment when the engine is initialised, so a process may have several.
+"""TCP sockets, CUDA IPC handles between GPUs of one machine, or RDMA between HCAs. Mooncake chooses the transport of an
+engine from the environment when the engine is initialised, so a process may have engines of several transports.
 """
 
 PROGRESS_TIMEOUT_S: Final = 5
 """A receive engine closes a connection on which a write has made no progress for this long: it cannot land later."""
 SENDER_TIMEOUT_S: Final = 600
-"""Of send engines. Mooncake calls it progress when its socket takes bytes or the peer answers: on a slow network there
-are many seconds between the two, while bytes leave the kernel all the time. The sender judges by those, and destroys
-the engine (sender.py).
+"""Of send engines. For Mooncake, progress is that its socket accepts bytes or the peer answers: on a slow network many
+seconds can pass without either while the kernel delivers bytes. The sender watches those instead, and destroys a
+stalled engine (sender.py).
 """
 TCP_LANES: Final = 4
-"""Connections of a send engine to its peer. They are opened one after the other, as writes wait for one."""
+"""Connections of a send engine to its peer. They are opened one by one, as writes need them."""
 
 SETTINGS: Final = {
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # without it every write is a new connection, and ports run out
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # without it every write opens a connection, and ports run out
     "MC_TCP_LANES_PER_PEER": str(TCP_LANES),
     "MC_TCP_SLICE_SIZE": str(256 << 10),
-    # An overflow of these queues wedges an engine for good. We stay far below; the limits are raised all the same.
+    # An overflow of these queues breaks an engine permanently. We stay far below, and still raise the limits.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
@@ -55,12 +54,12 @@ _PROGRESS_VARIABLE: Final = "MC_TCP_PROGRESS_TIMEOUT_SEC"
 TRANSPORT_SETTINGS: Final[dict[Transport, dict[str, str]]] = {
     "tcp": {"MC_FORCE_TCP": "1"},
     "nvlink": {"MC_INTRANODE_NVLINK": "1"},
-    "rdma": {"MC_FORCE_HCA": "1"},  # without it a machine whose HCA cannot be opened gets a TCP engine, silently
+    "rdma": {"MC_FORCE_HCA": "1"},  # without it Mooncake silently falls back to TCP if the HCA cannot be opened
 }
 GID_INDEX_VARIABLE: Final = "MC_GID_INDEX"
 FORBIDDEN: Final = (
     "MC_LOG_DIR",  # aborts the process at import
-    "MC_TCP_PROTO",  # framing 1 has no acknowledgement: "done" would not mean "in the peer's memory"
+    "MC_TCP_PROTO",  # framing 1 has no acknowledgement: "done" does not mean "in the peer's memory"
     "MC_DISABLE_METACACHE",  # ten times the cost per write
     "MC_USE_IPV6",  # both sides would have to agree
 )
@@ -72,7 +71,7 @@ NOT_INSTALLED: Final = f"the Mooncake transfer engine is not installed: {_EXTRAS
 
 
 class MooncakeEngine(Protocol):
-    """`mooncake.engine.TransferEngine`, as far as we use it. Calls return 0 for success unless said otherwise."""
+    """The part of `mooncake.engine.TransferEngine` that we use. Calls return 0 for success unless noted otherwise."""
 
     def initialize(self, local: str, metadata: str, protocol: str, devices: str, /) -> int: ...
 
@@ -84,7 +83,7 @@ class MooncakeEngine(Protocol):
         """An id (a raw pointer), or 0 when the peer cannot be reached."""
 
     def transfer_sync_read(self, session: str, destination: int, source: int, size: int, /) -> int:
-        """Returns when the bytes are here."""
+        """Returns when the bytes have arrived."""
 
     def transfer_check_status(self, write_id: int, /) -> int:
         """0 pending, 1 done, negative failed. Anything but 0 frees the id."""
@@ -106,7 +105,7 @@ def create_engine(
     devices: Sequence[str] = (),
     gid_index: int | None = None,
 ) -> MooncakeEngine:
-    """A new, initialised engine. Must not be used across fork. Raises StartupError where there is no usable wheel.
+    """A new, initialised engine. Must not be used across fork. Raises StartupError if there is no usable wheel.
 
     `devices` are the HCAs an RDMA engine may use (default: all) and `gid_index` the entry of their GID tables, which
     Mooncake reads once per process.
@@ -117,7 +116,7 @@ def create_engine(
         if transport == "rdma" and gid_index is not None:
             os.environ[GID_INDEX_VARIABLE] = str(gid_index)
         engine = module.TransferEngine()
-        # Its port is ignored and the protocol argument too; "P2PHANDSHAKE" means no metadata server.
+        # Mooncake ignores the port and the protocol argument; "P2PHANDSHAKE" means no metadata server.
         status = engine.initialize(
             f"{local_host}:0", "P2PHANDSHAKE", transport, ",".join(devices) if transport == "rdma" else ""
         )
@@ -174,6 +173,6 @@ def _silence_glog() -> None:
         try:
             ctypes.c_int.in_dll(ctypes.CDLL(path), _GLOG_LEVEL_SYMBOL).value = _GLOG_FATAL
         except (OSError, ValueError) as error:
-            log.debug("Mooncake's log stays on: %s", error)
+            log.debug("Mooncake's log cannot be disabled: %s", error)
     if not loaded:
-        log.debug("Mooncake's log stays on: its wheel brings no libglog")
+        log.debug("Mooncake's log cannot be disabled: its wheel has no libglog")

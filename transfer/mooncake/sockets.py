@@ -1,5 +1,5 @@
-"""What we do with Mooncake's TCP sockets from outside: ask an engine who it is, confine and wake its listeners, cut
-and reset its connections.
+"""Operations on Mooncake's TCP sockets from outside of Mooncake: query an engine's description, confine and wake its
+listeners, cut and reset its connections.
 
 Every engine opens two listeners on all interfaces, without authentication: one for handshakes (its port is the engine's
 address, the *session*) and one for data. The handshake frame is `uint64 length, uint8 type, JSON`; type 1 asks for the
@@ -24,22 +24,22 @@ _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
 _IDLE_S: Final = 3600
-"""After which the kernel hands over a connection that has said nothing."""
+"""After this time the kernel accepts a connection without data."""
 
 
 class PeerUnreachableError(PdserveError):
-    """A peer's engine cannot be reached, does not answer, or is not the one we were told about."""
+    """A peer's engine cannot be reached, does not answer, or is not the announced one."""
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Memory that an engine lets others write."""
+    """Registered memory of an engine."""
 
     addr: int
     length: int
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
-    """What an engine says of itself; unknown fields are ignored."""
+    """The description that an engine sends of itself; unknown fields are ignored."""
 
     name: str
     tcp_data_port: int | None = None
@@ -55,8 +55,8 @@ class EngineDescription(msgspec.Struct, frozen=True):
 def describe_engine(session: str, timeout_s: float) -> EngineDescription:
     """Ask the engine at `session` (HOST:PORT) for its description, within `timeout_s` overall.
 
-    A stopped or hung process accepts connections (its kernel does) and never answers, which Mooncake itself takes 60 s
-    to notice. Raises PeerUnreachableError with one readable sentence.
+    The kernel of a stopped or hung process accepts connections, but nothing answers, which Mooncake itself notices only
+    after 60 s. Raises PeerUnreachableError with a sentence for the operator.
     """
     host, port = split_session(session)
     deadline = time.monotonic() + timeout_s
@@ -80,7 +80,7 @@ def describe_engine(session: str, timeout_s: float) -> EngineDescription:
 
 
 def split_session(session: str) -> tuple[str, int]:
-    """HOST:PORT in its parts."""
+    """Split HOST:PORT."""
     host, colon, port = session.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise PeerUnreachableError(f"{session!r} is not HOST:PORT")
@@ -88,7 +88,7 @@ def split_session(session: str) -> tuple[str, int]:
 
 
 def confine_to_loopback(ports: set[int]) -> None:
-    """Let this process's listeners on `ports` accept from this machine only. Raises OSError where not permitted."""
+    """Make this process's listeners on `ports` accept only local connections. Raises OSError if not permitted."""
     confined = set()
     with _own_sockets() as sockets:
         for sock in sockets:
@@ -100,10 +100,11 @@ def confine_to_loopback(ports: set[int]) -> None:
 
 
 def ignore_idle_connections(port: int) -> None:
-    """Have this process's listener on `port` take no connection before its peer has said something.
+    """Make this process's listener on `port` accept a connection only after its peer has sent data.
 
-    Mooncake answers handshakes one after the other and gives each connection 5 s: a few that say nothing would keep
-    everybody else waiting. Those that stop in the middle still do. Raises OSError where there is no such listener.
+    Mooncake handles handshakes one after the other, with up to 5 s per connection: a few idle connections would block
+    all others. A connection that stalls in the middle of the handshake still does. Raises OSError if there is no such
+    listener.
     """
     with _own_sockets() as sockets:
         found = [sock for sock in sockets if _is_listener(sock) and sock.getsockname()[1] == port]
@@ -114,10 +115,10 @@ def ignore_idle_connections(port: int) -> None:
 
 
 def wake_listener(port: int) -> None:
-    """End the blocking accept() of this process's listener on `port`, for good.
+    """End the blocking accept() of this process's listener on `port`, permanently.
 
-    Mooncake's destructor joins a thread that sits in accept() for up to a second, and holds the GIL meanwhile. To be
-    called directly before the destructor: until then the thread spins on the dead socket.
+    Mooncake's destructor joins a thread that blocks in accept() for up to a second, and holds the GIL meanwhile. Call
+    this directly before the destructor: until then the thread spins on the dead socket.
     """
     with _own_sockets() as sockets:
         for sock in sockets:
@@ -126,23 +127,23 @@ def wake_listener(port: int) -> None:
 
 
 def cut_connections(session: str) -> int:
-    """Shut down every connection of this process to `session`; returns how many.
+    """Shut down every connection of this process to `session`. Returns their number.
 
-    Frees a thread that Mooncake holds in a handshake with a peer that stopped answering (it would wait 60 s).
+    Unblocks a thread that is in a Mooncake handshake with a peer that no longer answers (it would wait 60 s).
     """
     host, port = split_session(session)
     count = 0
     with _own_sockets() as sockets:
         for sock in _connected_to(sockets, addresses_of(host), port):
-            with suppress(OSError):  # not any more
+            with suppress(OSError):  # it has just ended
                 sock.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
 def acked_bytes(addresses: Collection[str], data_port: int) -> int | None:
-    """How much the peer's kernel has received on this process's connections to `data_port` at one of `addresses`; None
-    where the kernel does not say.
+    """Bytes that the peer's kernel has received on this process's connections to `data_port` at one of `addresses`;
+    None if the kernel does not provide it.
     """
     try:
         with _own_sockets() as sockets:
@@ -152,17 +153,17 @@ def acked_bytes(addresses: Collection[str], data_port: int) -> int | None:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Raises OSError when the name cannot be resolved."""
+    """The addresses of a host. Raises OSError if the name cannot be resolved."""
     return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 
 def drop_unsent(data_port: int) -> int:
-    """Have the kernel forget what it has not delivered when this process closes its connections to `data_port`; returns
-    how many there are.
+    """Make the kernel drop undelivered bytes when this process closes its connections to `data_port`. Returns the
+    number of connections.
 
-    Otherwise it goes on trying: what was written into a network that is down arrives when it is up again, a minute
-    later, in memory that has another owner by then. The host is not looked at: its name may not resolve while the
-    network is down, and what else has this port number is a connection of an engine to another host.
+    Otherwise the kernel retries: bytes written while the network is down arrive when it is up again, a minute later, in
+    memory with a new owner. The host is not checked: its name may not resolve while the network is down, and another
+    connection with this port number belongs to an engine for another host.
     """
     count = 0
     with _own_sockets() as sockets:
@@ -186,7 +187,7 @@ def _connected_to(sockets: Iterable[socket.socket], addresses: Collection[str], 
 
 @contextmanager
 def _own_sockets() -> Iterator[list[socket.socket]]:
-    """Duplicates of all TCP sockets of this process: closing a duplicate leaves the original open."""
+    """Duplicates of all TCP sockets of this process; closing them does not close the originals."""
     sockets: list[socket.socket] = []
     try:
         for entry in Path("/proc/self/fd").iterdir():
@@ -218,6 +219,6 @@ def _receive(connection: socket.socket, size_bytes: int, deadline: float) -> byt
         connection.settimeout(left_s)
         part = connection.recv(size_bytes - len(received))
         if not part:
-            raise ConnectionResetError("it closed the connection without an answer")
+            raise ConnectionResetError("the connection was closed without an answer")
         received += part
     return bytes(received)

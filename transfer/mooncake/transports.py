@@ -1,10 +1,10 @@
-"""Which transports a pair can use: RDMA between HCAs, CUDA IPC ("nvlink") between GPUs of one machine, TCP everywhere.
+"""The transports of a pair: RDMA between HCAs, CUDA IPC ("nvlink") between GPUs of one machine, TCP everywhere.
 
-There is a list for each (prefill rank, decode rank, pool), best first. `auto` has RDMA where both ranks have an HCA,
-nvlink where both pools are on GPUs of one machine, and TCP. Host memory never goes over nvlink. Which of them works is
-found out at pairing (`probe.py`); the sender takes the first that does.
+Each (prefill rank, decode rank, pool) has a list, best first. `auto` has RDMA if both ranks have an HCA, nvlink if both
+pools are on GPUs of one machine, and TCP. Host memory never uses nvlink. At pairing the sender probes them (`probe.py`)
+and uses the first that works.
 
-RDMA has not been run on hardware by this project: tests see what Mooncake is told, not what an HCA makes of it.
+This project has not run RDMA on hardware: the tests check the calls into Mooncake only.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _REMEDIES: dict[Transport, str] = {
 
 
 class KvRoute(NamedTuple):
-    """How to reach a pool of a decode rank."""
+    """A transport to a decode rank, and the address of its engine."""
 
     transport: Transport
     session: str
@@ -42,7 +42,7 @@ class KvRoute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalTransport:
-    """What this rank may use: the setting, the address peers reach it at, and its HCAs (none: no RDMA)."""
+    """Transport settings of this rank: the setting, the address for peers, and its HCAs (empty: no RDMA)."""
 
     setting: TransportSetting
     host: str
@@ -53,7 +53,7 @@ class LocalTransport:
 def resolve_transport(config: ServerConfig, local_rank: int, *, sysfs: Path = SYSFS) -> LocalTransport:
     """The settings of the rank on GPU `local_rank` of this machine, with its HCAs.
 
-    Raises StartupError when `ib_device` names what the machine does not have, and when there is no HCA for `rdma`.
+    Raises StartupError if `ib_device` names a missing device, and if there is no HCA for `rdma`.
     """
     if config.transport not in ("auto", "rdma"):
         return LocalTransport(config.transport, config.public_host)
@@ -67,9 +67,9 @@ def resolve_transport(config: ServerConfig, local_rank: int, *, sysfs: Path = SY
 
 
 def drop_unusable_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport:
-    """The same without RDMA where an RDMA engine cannot be started or cannot register this memory.
+    """`local` without RDMA if an RDMA engine cannot be started or cannot register this memory.
 
-    GPU memory, for one, needs a kernel module. Costs a registration; raises StartupError when the setting is `rdma`.
+    For example, GPU memory needs a kernel module. Costs a registration. Raises StartupError if the setting is `rdma`.
     """
     if not local.rdma_devices:
         return local
@@ -83,8 +83,8 @@ def drop_unusable_rdma(local: LocalTransport, memory: Sequence[Region]) -> Local
 def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[Region]) -> ReceiveEngine | None:
     """A receive engine with this memory registered.
 
-    Where that cannot be had it is a StartupError if it is what the setting asks for, else None: a Mooncake wheel
-    without CUDA IPC, or an HCA that cannot reach GPU memory, leaves the other transports.
+    If that fails: raises StartupError if the setting requires this transport, else returns None. With a Mooncake wheel
+    without CUDA IPC, or an HCA that cannot reach GPU memory, the other transports remain.
     """
     receiver: ReceiveEngine | None = None
     try:
@@ -96,24 +96,24 @@ def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[
             receiver.close()
         if transport in (local.setting, "tcp"):
             raise
-        log.warning("KV does not travel over %s here: %s", transport, error)
+        log.warning("transport %s is not available: %s", transport, error)
         return None
     return receiver
 
 
 def machine_id() -> str:
-    """The same for all processes of one machine between two boots, containers included."""
+    """Identifies the machine until its next boot; the same in all its processes and containers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text(encoding="ascii").strip() if boot.exists() else socket.gethostname()
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def possible_routes(local: LocalTransport, destination: Rank, pool: Pool, *, on_gpu: bool) -> tuple[KvRoute, ...]:
-    """How this prefill rank may write into a pool of that decode rank, best first; `on_gpu` says where its own pool is.
+    """The routes from this prefill rank to a pool of that decode rank, best first; `on_gpu`: our own pool is on a GPU.
 
-    A transport that is set is the only one where it is possible at all.
+    If a transport is set, it is the only route where it is possible, else TCP.
     """
-    assert destination.session is not None, "decode announced no session; pairing should have refused it"
+    assert destination.session is not None, "check_pair refuses decode ranks without a session"
     routes: list[KvRoute] = []
     if local.setting in ("auto", "rdma") and local.rdma_devices and destination.rdma_session is not None:
         routes.append(KvRoute("rdma", destination.rdma_session))
@@ -126,12 +126,12 @@ def possible_routes(local: LocalTransport, destination: Rank, pool: Pool, *, on_
 
 
 def remedy(transport: Transport) -> str:
-    """What to look at where this transport should work and does not."""
+    """What to check if this transport does not work."""
     return _REMEDIES.get(transport, "")
 
 
 def describe_transport_mismatch(setting: TransportSetting, prefill: Rank, decode: Rank) -> str | None:
-    """One sentence when prefill is told to use one transport only and this decode rank cannot be reached that way."""
+    """One sentence if the transport setting of prefill cannot reach this decode rank; else None."""
     ranks = f"prefill rank {prefill.rank} is set to transport {setting} and decode rank {decode.rank}"
     if setting == "rdma" and decode.rdma_session is None:
         return f"{ranks} has no RDMA session: its machine has no active HCA, or its own transport is another"

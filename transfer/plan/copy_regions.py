@@ -1,8 +1,8 @@
-"""Who writes what to whom, when prefill and decode split layers and heads over different ranks. Pure.
+"""Which prefill rank writes which layers and heads to which decode rank, for any sharding of the two sides. Pure.
 
-A rank's layout is a rectangle of (layer, head) cells; pipeline parallelism cuts it by layers, tensor parallelism by
-heads, and replicas (more ranks than KV heads, latent rows) hold the same one. A *link* is a rectangle that one prefill
-rank writes to one decode rank. `plan_links` finds links that cover every cell of every decode rank exactly once.
+A rank's layout is a rectangle of (layer, head) cells; pipeline parallelism divides it by layers, tensor parallelism by
+heads, and replicas (more ranks than KV heads, latent rows) hold the same one. A *copy region* is a rectangle that one
+prefill rank writes to one decode rank. `plan_regions` covers every cell of every decode rank exactly once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,17 +29,17 @@ class CopyRegion:
     heads: range
 
 
-def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[CopyRegion, ...]:
-    """The links for one kind of pool, of which rank i of each side holds the i-th layout.
+def plan_regions(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first: int = 0) -> tuple[CopyRegion, ...]:
+    """The regions for one kind of pool. Rank i of each side has the i-th layout. Raises CoverageError.
 
-    Decode ranks are served in order. Each takes the prefill rank that holds most of what it still lacks: few, large
-    rectangles, and a single one where a prefill rank holds it all. Among equals, which replicas are, it takes the one
-    with the least to write so far, and of those the next from rank `first` on: with another `first` for each decode
-    server, replicas share the work when every server has fewer ranks than there are replicas. Raises CoverageError.
+    Decode ranks are served in order. Each takes the prefill rank that holds most of its missing cells, which yields
+    few, large rectangles, and a single one where a prefill rank holds all of them. Among equals (replicas) it takes the
+    rank with the least load so far, and then the next one from rank `first` on: a different `first` for each decode
+    server balances replicas where every server has fewer ranks than there are replicas.
     """
     load = [0] * len(prefill)
     turns = [(first + rank) % len(prefill) for rank in range(len(prefill))]
-    links: list[CopyRegion] = []
+    regions: list[CopyRegion] = []
     for destination, wanted in enumerate(decode):
         overlaps = {rank: _overlap(prefill[rank], wanted.layers, wanted.heads) for rank in turns}
         holders = [rank for rank in turns if _holds_any(overlaps[rank])]
@@ -57,15 +57,15 @@ def plan_links(prefill: Sequence[KvLayout], decode: Sequence[KvLayout], *, first
             taken = np.zeros_like(missing)
             taken[overlaps[source]] = missing[overlaps[source]]
             missing[overlaps[source]] = False
-            links.extend(
+            regions.extend(
                 CopyRegion(source, destination, wanted.layers[layers], wanted.heads[heads])
                 for layers, heads in _rectangles(taken)
             )
-    return tuple(links)
+    return tuple(regions)
 
 
 def find_hole(layouts: Sequence[KvLayout], layers: range, heads: range) -> tuple[int, int] | None:
-    """A (layer, head) of this rectangle that none of the layouts holds; None when they cover it."""
+    """A (layer, head) of this rectangle that no layout holds; None if they cover it."""
     missing = np.ones((len(layers), len(heads)), dtype=np.bool_)
     for held in layouts:
         missing[_overlap(held, layers, heads)] = False
@@ -76,7 +76,7 @@ def find_hole(layouts: Sequence[KvLayout], layers: range, heads: range) -> tuple
 
 
 def _overlap(held: KvLayout, layers: range, heads: range) -> tuple[slice, slice]:
-    """The part of a rectangle that `held` has too, as indices into it."""
+    """The part of a rectangle that `held` covers, as indices into the rectangle."""
     return _part(held.layers, layers), _part(held.heads, heads)
 
 
@@ -90,7 +90,7 @@ def _holds_any(overlap: tuple[slice, slice]) -> bool:
 
 
 def _rectangles(cells: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]:
-    """Cut the marked cells into rectangles, each as wide and then as high as it can be. Clears `cells`."""
+    """Divide the marked cells into rectangles, each as wide and then as high as possible. Clears `cells`."""
     while cells.any():
         top, left = np.argwhere(cells)[0].tolist()
         right = left + _leading(cells[top, left:])
@@ -100,5 +100,5 @@ def _rectangles(cells: NDArray[np.bool_]) -> Iterator[tuple[slice, slice]]:
 
 
 def _leading(marks: NDArray[np.bool_]) -> int:
-    """How many entries at the start are set."""
+    """The number of leading entries that are set."""
     return len(marks) if marks.all() else int(np.argmin(marks))

@@ -1,13 +1,13 @@
-"""Which bytes of the prefill pool go where in the decode pool: copy plans over two `KvLayout`s. Pure, no sockets.
+"""Copy plans from a prefill pool to a decode pool, computed from their two `KvLayout`s. Pure, no sockets.
 
-A sequence's tokens lie in pages of both pools. A *segment* is a stretch of tokens that is contiguous inside one page on
-both sides. Inside a page the order is `[layer][plane][head][token][bytes]`, so
+A sequence's tokens are in pages of both pools. A *segment* is a range of tokens that is inside one page on both sides.
+Inside a page the order is `[layer][plane][head][token][bytes]`, so
 
 - a segment that is a whole page of the same size on both sides is one copy when the two sides hold the same heads (any
   shared layer range is contiguous), and one copy per (layer, plane) when they share only some heads;
 - any other segment is one copy per (layer, plane, head), because the next head starts at another distance on each side.
 
-Neighbours on both sides then merge, so equal pools with adjacent pages end as a single copy.
+Copies that are adjacent on both sides are then merged, so equal pools with adjacent pages need a single copy.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Bools = NDArray[np.bool_]
 
 
 class PlanError(PdserveError):
-    """Two layouts or index lists that no copy can be planned for, or a copy that leaves its pool."""
+    """Layouts or index lists that do not match, or a copy outside its pool."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class CopyRuns:
 
 
 class _Segments(NamedTuple):
-    """Stretches of tokens, one row each: page and slot on both sides, and tokens."""
+    """Segments, one row each: page and slot on both sides, and the number of tokens."""
 
     source_page: Int64s
     source_slot: Int64s
@@ -78,14 +78,14 @@ def expand_runs(
     destination_pages: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
-    link: CopyRegion | None = None,
+    region: CopyRegion | None = None,
 ) -> CopyRuns:
-    """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold, or those of `link`.
+    """Copies of tokens [token_start, token_end) for the layers and heads that both layouts hold, or those of `region`.
 
     Both page lists start with the page of token `token_start`. With equal page sizes a partly filled last page is
-    copied whole: its tail holds no tokens on either side yet, and both pages belong to this request. A first page that
-    is entered in the middle is copied exactly: its head may belong to a shared prefix. Raises PlanError when the lists
-    are too short or the planes differ.
+    copied whole: its tail holds no tokens on either side yet, and both pages belong to this request. If the range
+    starts inside a page, only its own tokens are copied: those before may belong to a shared prefix. Raises PlanError
+    if the lists are too short or the planes differ.
     """
     _check_range(token_start, token_end)
     from_pages = _indices("source_pages", source_pages, _count_pages(source, token_start, token_end))
@@ -96,7 +96,7 @@ def expand_runs(
     )
     tokens = np.diff(cuts, append=token_end)
     source_slot, destination_slot = cuts % source.page_size, cuts % destination.page_size
-    # Equal page sizes cut both sides at the same places, so slot 0 here is slot 0 there and a short page is the last.
+    # Equal page sizes divide both sides at the same tokens: slot 0 is slot 0 on both, and only the last page is short.
     same_pages = source.page_size == destination.page_size
     segments = _Segments(
         from_pages[cuts // source.page_size - token_start // source.page_size],
@@ -105,7 +105,7 @@ def expand_runs(
         destination_slot,
         tokens,
     )
-    return _copies(_Cells(source, destination, link), segments, (source_slot == 0) & same_pages)
+    return _copies(_Cells(source, destination, region), segments, (source_slot == 0) & same_pages)
 
 
 def expand_token_runs(
@@ -115,12 +115,12 @@ def expand_token_runs(
     destination_tokens: Sequence[int] | Int64s,
     token_start: int,
     token_end: int,
-    link: CopyRegion | None = None,
+    region: CopyRegion | None = None,
 ) -> CopyRuns:
     """Like expand_runs, with the destination given as one row of the pool per token (granularity "token").
 
-    Row r is slot `r % page_size` of page `r // page_size`. The first is that of token `token_start`. Exactly the named
-    rows are written: the rest of a page may belong to others. Rows that happen to be whole pages still go as pages.
+    Row r is slot `r % page_size` of page `r // page_size`. The first row is for token `token_start`. Only the given
+    rows are written: the rest of a page may belong to other requests. Rows that form whole pages are copied as pages.
     """
     _check_range(token_start, token_end)
     from_pages = _indices("source_pages", source_pages, _count_pages(source, token_start, token_end))
@@ -143,11 +143,11 @@ def expand_token_runs(
         destination_slot,
         tokens,
     )
-    return _copies(_Cells(source, destination, link), segments, whole)
+    return _copies(_Cells(source, destination, region), segments, whole)
 
 
 def check_bounds(runs: CopyRuns, source_pool_bytes: int, destination_pool_bytes: int) -> None:
-    """Raise PlanError, naming offset, length and limit, unless every copy lies inside both pools."""
+    """Raise PlanError with offset, length and limit unless every copy is inside both pools."""
     if not len(runs):
         return
     if int(runs.length.min()) < 0:
@@ -160,7 +160,7 @@ def check_bounds(runs: CopyRuns, source_pool_bytes: int, destination_pool_bytes:
         if outside.any():
             worst = int(np.argmax(outside))
             raise PlanError(
-                f"a copy leaves the {side} pool: offset {int(offsets[worst])} with {int(runs.length[worst])} bytes, "
+                f"a copy exceeds the {side} pool: offset {int(offsets[worst])} with {int(runs.length[worst])} bytes, "
                 f"the pool has {limit} bytes"
             )
 
@@ -168,25 +168,25 @@ def check_bounds(runs: CopyRuns, source_pool_bytes: int, destination_pool_bytes:
 class _Cells:
     """The global layers and heads to copy, and the layouts of both sides."""
 
-    def __init__(self, source: KvLayout, destination: KvLayout, link: CopyRegion | None) -> None:
+    def __init__(self, source: KvLayout, destination: KvLayout, region: CopyRegion | None) -> None:
         if source.planes != destination.planes:
             raise PlanError(f"planes differ: source has {source.planes}, destination has {destination.planes}")
         self.source = source
         self.destination = destination
         self.layers = _shared(source.layers, destination.layers)
         self.heads = _shared(source.heads, destination.heads)
-        if link is not None:
-            self.layers = _shared(self.layers, link.layers)
-            self.heads = _shared(self.heads, link.heads)
+        if region is not None:
+            self.layers = _shared(self.layers, region.layers)
+            self.heads = _shared(self.heads, region.heads)
 
     @property
     def whole_layers(self) -> bool:
-        """Whether these are all heads of both sides, so that layer follows layer without a gap."""
+        """Whether these are all heads of both sides, so that layers are contiguous."""
         return self.source.heads == self.heads == self.destination.heads
 
 
 def _copies(cells: _Cells, segments: _Segments, whole: Bools) -> CopyRuns:
-    """Turn segments into copies; `whole` marks those that are copied as whole pages (equal page sizes only)."""
+    """Convert segments to copies; `whole` marks those that are copied as whole pages (equal page sizes only)."""
     if not (len(cells.layers) and len(cells.heads)):
         return CopyRuns(_EMPTY, _EMPTY, _EMPTY)
     pages = _copy_pages(cells, segments.select(whole))
@@ -239,12 +239,12 @@ def _block_offsets(layout: KvLayout, layers: range, heads: range) -> Int64s:
 
 
 def _shared(left: range, right: range) -> range:
-    """What two contiguous ranges have in common."""
+    """The intersection of two contiguous ranges."""
     return range(max(left.start, right.start), min(left.stop, right.stop))
 
 
 def _merge(source: Int64s, destination: Int64s, length: Int64s) -> CopyRuns:
-    """Join copies that are neighbours on both sides. The result is in source order."""
+    """Merge copies that are adjacent on both sides. The result is in source order."""
     if len(source) < 2:
         return CopyRuns(source, destination, length)
     if not (source[1:] > source[:-1]).all():
@@ -265,7 +265,7 @@ def _page_starts(token_start: int, token_end: int, page_size: int) -> Int64s:
 
 
 def _count_pages(layout: KvLayout, token_start: int, token_end: int) -> int:
-    """Pages that hold a part of these tokens."""
+    """The number of pages that hold these tokens."""
     return layout.pages_for(token_end) - token_start // layout.page_size if token_start < token_end else 0
 
 

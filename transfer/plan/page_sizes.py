@@ -1,4 +1,4 @@
-"""What it costs when prefill and decode have pages of different sizes: a warning at pairing, with the remedy. Pure."""
+"""The cost of different page sizes on prefill and decode: a warning at pairing, with the remedy. Pure."""
 
 from collections.abc import Collection
 
@@ -13,13 +13,13 @@ from .staged_regions import pair_regions, staged_regions
 
 
 def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> str | None:
-    """One sentence when a chunk takes many more writes than with equal pages; None where it does not.
+    """One sentence if a chunk takes more writes than with equal page sizes; else None.
 
-    Inside a page the tokens of a head lie together, so unequal pages share no longer stretch than a head's. What is
-    staged is gathered into one write whatever the pages are.
+    In a page the tokens of one head are contiguous, so pages of different sizes share no longer contiguous range than
+    one head's. Staged regions are gathered into one write for any page size.
     """
     prefill, decode = welcome.ranks[0].pools[0].layout.page_size, hello.ranks[0].pools[0].layout.page_size
-    staged = {each.link for each in staged_regions(hello, welcome)}
+    staged = {each.region for each in staged_regions(hello, welcome)}
     if prefill == decode:
         return None
     writes = _count_writes(hello, welcome, chunk_tokens, staged, decode)
@@ -35,18 +35,18 @@ def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> st
 def _count_writes(
     hello: Hello, welcome: Welcome, tokens: int, staged: Collection[CopyRegion], decode_page_size: int
 ) -> int:
-    """Writes of a chunk to pages that do not lie side by side, over all direct links, if decode had such pages."""
+    """Writes of a chunk over all direct regions, with this page size on decode and no adjacent pages."""
     writes = 0
     for pool in welcome.ranks[0].pools:
         kind = pool.layout.kind
         sources, destinations = layouts_of(welcome.ranks, kind), layouts_of(hello.ranks, kind)
-        for link in pair_regions(hello, welcome, kind):
-            if link not in staged:
-                destination = msgspec.structs.replace(destinations[link.destination], page_size=decode_page_size)
-                writes += _link_writes(sources[link.source], destination, tokens, link)
+        for region in pair_regions(hello, welcome, kind):
+            if region not in staged:
+                destination = msgspec.structs.replace(destinations[region.destination], page_size=decode_page_size)
+                writes += _region_writes(sources[region.source], destination, tokens, region)
     return writes
 
 
-def _link_writes(source: KvLayout, destination: KvLayout, tokens: int, link: CopyRegion) -> int:
+def _region_writes(source: KvLayout, destination: KvLayout, tokens: int, region: CopyRegion) -> int:
     source_pages, destination_pages = (range(0, 2 * layout.pages_for(tokens), 2) for layout in (source, destination))
-    return len(expand_runs(source, destination, source_pages, destination_pages, 0, tokens, link))
+    return len(expand_runs(source, destination, source_pages, destination_pages, 0, tokens, region))

@@ -1,7 +1,7 @@
-"""Whether a prefill and a decode server fit together, decided when they meet and not when a transfer fails.
+"""Whether a prefill and a decode server are compatible; checked at pairing, before any transfer.
 
-What must agree: the protocol, the model, and the KV it makes (planes, dtype, layers, heads). How a side splits and
-stores that KV (tensor and pipeline parallelism, ranks, page size, pool size, kind of memory) is its own business.
+Protocol version, model and its KV (planes, dtype, layers, heads) must agree. How a side shards and stores the KV
+(tensor and pipeline parallelism, ranks, page size, pool size, kind of memory) may differ.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,15 @@ from .copy_regions import find_hole
 
 
 def describe_versions(prefill: int, decode: int) -> str:
-    """The sentence about two different protocol versions."""
+    """The error text for different protocol versions."""
     return f"protocol version differs: prefill speaks {prefill}, decode speaks {decode}"
 
 
 def check_pair(hello: Hello, welcome: Welcome) -> str | None:
-    """One sentence naming both values when the two must not pair; None when they fit.
+    """One sentence that names both values if the two must not pair; None if they are compatible.
 
-    The first difference counts: of different protocol versions, nothing further is compared. Both sides can call this
-    with the same two messages and come to the same sentence.
+    Only the first difference is reported; with different protocol versions nothing else is compared. Both sides compute
+    the same sentence from the same two messages.
     """
     if welcome.protocol_version != hello.protocol_version:
         return describe_versions(welcome.protocol_version, hello.protocol_version)
@@ -38,12 +38,12 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
 
 
 def layouts_of(ranks: Sequence[Rank], kind: tuple[str, ...]) -> list[KvLayout]:
-    """The layout of the pool of this kind, by rank. Each rank has one: `check_pair` has seen to it."""
+    """The layout of the pool of this kind, by rank. `check_pair` ensures that each rank has one."""
     return [pool.layout for rank in ranks for pool in rank.pools if pool.layout.kind == kind]
 
 
 def _describe_ranks(side: str, ranks: Sequence[Rank]) -> str | None:
-    """What is wrong with one side, whatever the other one is."""
+    """What is wrong with one side, independent of the other."""
     numbers = [rank.rank for rank in ranks]
     if not ranks or numbers != list(range(len(ranks))):
         return f"{side} announces ranks {numbers}; they must be numbered from 0 without gaps"
@@ -76,12 +76,12 @@ def _pages_of(rank: Rank) -> tuple[int, int]:
 def _describe_sessions(decode: Sequence[Rank]) -> str | None:
     for rank in decode:
         if rank.session is None:
-            return f"decode rank {rank.rank} of {len(decode)} announces no session that prefill could write to"
+            return f"decode rank {rank.rank} of {len(decode)} announces no session for prefill to write to"
     return None
 
 
 def _describe_pools(prefill: Sequence[Rank], decode: Sequence[Rank]) -> str | None:
-    """The first difference between the KV of the two sides, each of which is consistent in itself."""
+    """The first difference between the KV of the two sides; each side is consistent."""
     if _rows_of(prefill[0]) != _rows_of(decode[0]):
         return f"KV pools differ: prefill has {_pools(prefill[0])}, decode has {_pools(decode[0])}"
     for pool in prefill[0].pools:
@@ -105,7 +105,7 @@ def _describe_pools(prefill: Sequence[Rank], decode: Sequence[Rank]) -> str | No
 
 
 def _rows_of(rank: Rank) -> set[tuple[object, ...]]:
-    """What the other ranks and the other side must have too: planes, their bytes and the dtype of each pool."""
+    """What all ranks of both sides must agree on: planes, their bytes and the dtype of each pool."""
     return {(pool.layout.planes, pool.layout.dtype) for pool in rank.pools}
 
 

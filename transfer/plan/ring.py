@@ -1,12 +1,12 @@
-"""Which bytes of the staging buffer belong to whom. Arithmetic only: no memory, no sockets, no clock.
+"""The allocator of a staging ring. Arithmetic only: no memory, no sockets, no clock.
 
-Credit based: a region is granted when its bytes are free and not before, and until then the request waits its turn,
-first come first served. So a writer never has to ask whether it may write yet, and nothing is broadcast.
+Credit based: a region is granted when its bytes are free; until then the request waits in a FIFO queue. So a writer
+with a grant may write at once, and nothing is broadcast.
 
-Positions count bytes on an endless tape wound round the buffer: `offset = position % capacity`, and a region never
-crosses the end of the buffer. Each grant starts at or after the end of the last one, so a position names one region for
-ever. Regions are freed in any order; where one is held for long (its writer hangs), the tape skips over it, and it
-costs its own bytes only.
+Positions are virtual byte addresses that only grow: `offset = position % capacity`, and a region never crosses the end
+of the buffer. Each grant starts at or after the end of the previous one, so a position identifies one region and is
+never reused. Regions are freed in any order; a region that is held for long (its writer hangs) is skipped and costs
+only its own bytes.
 """
 
 from bisect import bisect_right, insort
@@ -19,9 +19,14 @@ ALIGNMENT: Final = 256
 """Regions start at and fill multiples of this: 16-byte accesses and whole cache lines on the GPU."""
 
 Position = NewType("Position", int)
-"""Where a region starts on the tape: its name. Bytes; reaches 2**63 after 5 years at 50 GB/s."""
+"""The virtual address of a region, which identifies it. Bytes; reaches 2**63 after 5 years at 50 GB/s."""
 
 Owner = TypeVar("Owner", bound=Hashable)
+
+
+def aligned(size_bytes: int) -> int:
+    """The size, rounded up to a multiple of ALIGNMENT."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,9 @@ class Region:
 
 
 class StagingRing(Generic[Owner]):
-    """Grants regions of a buffer of `capacity_bytes` to owners, who are whatever the caller names them by.
+    """Grants regions of a buffer of `capacity_bytes`. An owner is any hashable value that identifies a request.
 
-    `epoch` tells this ring from an earlier one at the same address: it travels with every grant and must come back.
+    `epoch` distinguishes this ring from an earlier one at the same address; it is part of every staging message.
     An idle ring grants any request up to its capacity at once.
     """
 
@@ -46,7 +51,7 @@ class StagingRing(Generic[Owner]):
         self.capacity_bytes = capacity_bytes
         self.epoch = epoch
         self._head = 0
-        self._waiting: OrderedDict[Owner, int] = OrderedDict()  # size; a dict is slow at giving up its first entry
+        self._waiting: OrderedDict[Owner, int] = OrderedDict()  # sizes; removing the first entry of a dict is slow
         self._offsets: list[int] = []  # of the live regions, ascending
         self._live: dict[int, Region] = {}  # by offset
 
@@ -64,19 +69,19 @@ class StagingRing(Generic[Owner]):
         return sum(region.size_bytes for region in self._live.values())
 
     def request(self, owner: Owner, size_bytes: int) -> None:
-        """Queue a request; grant() answers it. Raises ValueError, and changes nothing, when it can never be granted."""
+        """Queue a request for grant(). Raises ValueError, and changes nothing, if it can never be granted."""
         if not 0 < size_bytes <= self.capacity_bytes:
-            raise ValueError(f"a region has 1 to {self.capacity_bytes} bytes, not {size_bytes}")
+            raise ValueError(f"a region has 1 to {self.capacity_bytes} bytes, got {size_bytes}")
         if owner in self._waiting:
             raise ValueError(f"{owner} is already waiting")
-        self._waiting[owner] = -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        self._waiting[owner] = aligned(size_bytes)
 
     def withdraw(self, owner: Owner) -> bool:
-        """Forget a request that waits; False when there is none."""
+        """Remove a queued request; False if there is none."""
         return self._waiting.pop(owner, None) is not None
 
     def grant(self) -> list[tuple[Owner, Region]]:
-        """Regions for those who waited longest, as far as they fit. A large request is not passed by smaller ones."""
+        """Grant queued requests in order, as long as they fit. Smaller requests do not overtake a large one."""
         granted = []
         while self._waiting:
             owner, size_bytes = next(iter(self._waiting.items()))
@@ -92,7 +97,7 @@ class StagingRing(Generic[Owner]):
         return granted
 
     def free(self, position: Position) -> bool:
-        """Give a region back. False, and nothing happens, for one that is not live: freeing twice is harmless."""
+        """Free a region. Returns False, and changes nothing, if it is not live: freeing twice is harmless."""
         region = self._live.get(position % self.capacity_bytes)
         if region is None or region.position != position:
             return False
@@ -101,7 +106,7 @@ class StagingRing(Generic[Owner]):
         return True
 
     def check_integrity(self) -> None:
-        """Live regions are inside the buffer, aligned and apart; the first in the queue really has to wait."""
+        """Live regions are inside the buffer, aligned and disjoint; no request waits for an empty ring."""
         end = 0
         assert sorted(self._live) == self._offsets
         for offset in self._offsets:
@@ -111,25 +116,25 @@ class StagingRing(Generic[Owner]):
             assert offset % ALIGNMENT == 0, region
             assert end <= offset, f"{region} overlaps the region before it"
             end = offset + region.size_bytes
-        assert end <= self.capacity_bytes, "a region leaves the buffer"
+        assert end <= self.capacity_bytes, "a region exceeds the buffer"
         assert self._live or not self._waiting, "a request waits for an empty ring: grant() was not called"
 
     def _place(self, size_bytes: int) -> int | None:
-        """The first position from the head on, within one turn of the tape, where this many bytes are free."""
+        """The first position from the head on, within one round of the buffer, where this many bytes are free."""
         position = self._head
         while position < self._head + self.capacity_bytes:
-            turn, offset = position - position % self.capacity_bytes, position % self.capacity_bytes
+            start, offset = position - position % self.capacity_bytes, position % self.capacity_bytes
             if offset + size_bytes > self.capacity_bytes:
-                position = turn + self.capacity_bytes
+                position = start + self.capacity_bytes
                 continue
             obstacle = self._obstacle(offset, size_bytes)
             if obstacle is None:
                 return position
-            position = turn + obstacle.offset + obstacle.size_bytes
+            position = start + obstacle.offset + obstacle.size_bytes
         return None
 
     def _obstacle(self, offset: int, size_bytes: int) -> Region | None:
-        """A live region that shares a byte with [offset, offset + size_bytes)."""
+        """A live region that overlaps [offset, offset + size_bytes)."""
         after = bisect_right(self._offsets, offset)
         if after:
             before = self._live[self._offsets[after - 1]]

@@ -1,8 +1,8 @@
 """The checksum both sides of a transfer compute over the same tokens (`--verify-kv`).
 
-Each (layer, plane, head) has its own XXH3-64 over the bytes of the chunk's tokens in order, with a seed that says which
-layer, plane and head of the model it is. A rank's checksum is the sum of them modulo 2^64. It depends neither on page
-sizes nor on who wrote which part: prefill ranks add up what each of them has written to a decode rank.
+Each (layer, plane, head) has its own XXH3-64 over the bytes of the chunk's tokens in order, seeded with its layer,
+plane and head. A rank's checksum is their sum modulo 2^64. It does not depend on page sizes or on which prefill rank
+wrote which part: the sums of all prefill ranks for one decode rank are added up.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ MODULUS: Final = 1 << 64
 def block_sum(rows: torch.Tensor, layout: KvLayout, layers: range | None = None, heads: range | None = None) -> int:
     """The sum over these global layers and heads of a pool (default: all it has).
 
-    `rows` is a contiguous host tensor `[layer, plane, head, token, dim]` of everything `layout` holds, such as
-    `KvPool.read_tokens` returns. Raises ValueError for another shape, or for a tensor that would have to be copied.
+    `rows` is a contiguous host tensor `[layer, plane, head, token, dim]` of all layers and heads of `layout`, as
+    returned by `KvPool.read_tokens`. Raises ValueError for another shape and for tensors that need a copy.
     """
     if rows.device.type != "cpu" or not rows.is_contiguous():
         raise ValueError(f"checksum needs a contiguous host tensor, got {rows.device}, strides {rows.stride()}")
@@ -39,7 +39,7 @@ def block_sum(rows: torch.Tensor, layout: KvLayout, layers: range | None = None,
 
 
 def add_sums(sums: Iterable[int]) -> int:
-    """The checksum of several blocks together."""
+    """The checksum of several blocks."""
     return sum(sums) % MODULUS
 
 

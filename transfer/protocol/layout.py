@@ -1,9 +1,9 @@
-"""What one rank's KV pool looks like, as a value that travels in the handshake.
+"""The memory layout of one rank's KV pool, as sent in the handshake.
 
-Pools are page-major: `[page][layer][plane][head][token][bytes]`. A page therefore is one contiguous range whatever the
-number of layers, a layer range of a page is one range, and a head slice is one range per (layer, plane). A plane is
-`k`, `v`, or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head.
-Where only some layers have an indexer, its "layers" are those alone, counted over the model.
+Pools are page-major: `[page][layer][plane][head][token][bytes]`. So a page is contiguous for any number of layers, a
+layer range of a page is contiguous, and a head slice is one contiguous range per (layer, plane). A plane is `k`, `v`,
+or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head. If only some
+layers have an indexer, the "layers" of its pool count only those, over the whole model.
 """
 
 import msgspec
@@ -17,7 +17,7 @@ class Plane(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KvLayout(msgspec.Struct, array_like=True, frozen=True):
-    """The part of the model's KV that one rank holds, and how. Layers and heads are global, half-open ranges."""
+    """The part of the model's KV that one rank holds. Layers and heads are global, half-open ranges."""
 
     planes: tuple[Plane, ...]
     layer_start: int
@@ -38,7 +38,7 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The names of the planes: pools of two servers belong together when these are equal."""
+        """The names of the planes: pools of two servers correspond if these are equal."""
         return tuple(plane.name for plane in self.planes)
 
     @property
@@ -68,9 +68,9 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
         return self.num_pages * self.page_bytes
 
     def plane_offset(self, index: int) -> int:
-        """Where plane `index` starts inside one layer of one page."""
+        """The offset of plane `index` inside one layer of one page."""
         return self.num_heads * self.page_size * sum(plane.token_bytes for plane in self.planes[:index])
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens occupy."""
+        """The number of pages for this many tokens."""
         return -(-tokens // self.page_size)

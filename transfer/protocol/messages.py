@@ -1,9 +1,9 @@
-"""Every control message between a decode leader and a prefill leader, and the rule that keeps them compatible.
+"""All control messages between a decode leader and a prefill leader, and how they stay compatible.
 
 Messages are array-encoded msgpack: `[tag, field, field, ...]`. **Fields are only ever appended, each with a default.**
-A decoder fills missing trailing fields with their defaults and ignores extra ones, so an older and a newer peer
-understand each other. A change that is not an append bumps PROTOCOL_VERSION, and peers of different versions refuse
-each other at pairing. Large integer arrays (prompt, indices) travel as raw little-endian frames behind the message.
+A decoder fills missing trailing fields with their defaults and ignores extra ones, so an older and a newer peer are
+compatible. A change that is not an append bumps PROTOCOL_VERSION, and peers of different versions refuse each other at
+pairing. Large integer arrays (prompt, indices) are sent as raw little-endian frames behind the message.
 
 History
   1  first version; `enable_hisparse` trails Hello, Welcome and KvDestination.
@@ -12,20 +12,20 @@ History
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting` and `window_tokens` to Load, `probe_address` and `probe_bytes` to Pool and StageRing.
 
-Who sends what (P prefill, D decode):
+Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
   P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck
           StageRequest, StageArrived, StageStopped
   both    Heartbeat, HeartbeatAck
 
-A transfer is named by (transfer_id, generation): decode mints the id, and a retry of the same request into fresh pages
-is the next generation. A message of another generation is stale and ignored.
+A transfer is identified by (transfer_id, generation): decode assigns the id, and a retry of the same request into new
+pages is the next generation. Messages of another generation are stale and ignored.
 
-Where prefill and decode share heads out differently, KV goes through a ring in decode's memory (`staged_regions.py`). A
-part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree. A part that is given up
-goes to StageStopped -> StageFree from wherever it is. A part is named by its content and by the life of the ring it is
-for, so every message can be repeated or late: the same request is answered with the same region, and what concerns a
-part that is over, or of an earlier life, is answered with StageFree.
+Where prefill and decode shard heads differently, KV goes through a staging ring in decode's memory
+(`staged_regions.py`). A part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree.
+A part that is aborted goes StageStopped -> StageFree from any state. A part is identified by its content and the epoch
+of its ring, so every message may be repeated or late: a repeated request gets the same region, and a message about a
+part that has ended, or of an earlier ring, is answered with StageFree.
 """
 
 from typing import Literal, NewType
@@ -39,11 +39,11 @@ from .layout import KvLayout
 PROTOCOL_VERSION = 3
 
 InstanceId = NewType("InstanceId", str)
-"""A uuid made at process start. A restarted server is a new instance."""
+"""A uuid created at process start. A restarted server is a new instance."""
 
 
 class TransferKey(msgspec.Struct, array_like=True, frozen=True):
-    """Names one attempt to bring one request's KV to one decode server."""
+    """Identifies one attempt to transfer the KV of one request to one decode server."""
 
     transfer_id: int
     generation: int
@@ -59,8 +59,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class Pool(msgspec.Struct, array_like=True, frozen=True):
     """A KV pool as its owner registered it: writes outside [base_address, base_address + size_bytes) are refused.
 
-    Pools of the two sides belong together when they have the same planes. All pools of a decode rank share their pages:
-    an index of a KvDestination means the same page of each, wherever their memory is.
+    Pools of the two sides correspond if they have the same planes. All pools of a decode rank share their pages:
+    an index of a KvDestination is the same page in each of them, in device or host memory.
     """
 
     layout: KvLayout
@@ -68,12 +68,12 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
     size_bytes: int
     memory: Literal["device", "host"] = "device"
     probe_address: int = 0
-    """Where prefill may write at any time to try a transport (`probe.py`): registered with the pool, outside of it."""
+    """Where prefill may write at any time to test a transport (`probe.py`): registered with the pool, outside of it."""
     probe_bytes: int = 0
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a decode rank for what is staged. `epoch` tells it from an earlier one at the same address."""
+    """The staging ring of a decode rank. `epoch` distinguishes it from an earlier ring at the same address."""
 
     base_address: int
     size_bytes: int
@@ -84,11 +84,11 @@ class StageRing(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Rank(msgspec.Struct, array_like=True, frozen=True):
-    """One rank of a server. `session` is where its receive engine listens (TCP); None where it receives nothing.
+    """One rank of a server. `session` is the address of its receive engine (TCP); None if it receives nothing.
 
-    `nvlink_session` is that of a second engine, which writes between GPUs of the same `machine` go to, and
-    `rdma_session` that of a third, where the rank has an HCA that works. All of them take writes into the `ring`, too,
-    which decode ranks have unless their server's `staging` is off.
+    `nvlink_session` is a second engine, for writes between GPUs of the same `machine`, and `rdma_session` a third, if
+    the rank has a working HCA. All of them accept writes into the `ring`, too, which decode ranks have unless `staging`
+    of their server is off.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Decode introduces itself. Sent on every connection, and again when prefill says it does not know us."""
+    """Decode introduces itself. Sent on every connection, and again after Refused(unknown_peer)."""
 
     protocol_version: int
     instance: InstanceId
@@ -124,7 +124,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """`unknown_peer` asks for a Hello; `mismatch` and `malformed` say in one sentence what is wrong."""
+    """`unknown_peer` asks for a Hello; for `mismatch` and `malformed`, `reason` is one sentence for the operator."""
 
     code: Literal["unknown_peer", "mismatch", "malformed"]
     reason: str
@@ -134,11 +134,11 @@ class KvDestination(Message, frozen=True):
     """Compute this prompt and write its KV here. Frames, both int32: prompt ids, destination indices.
 
     Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
-    already on decode; the indices start at token `prefix_tokens`. With `enable_hisparse` the pool of latent rows among
-    them is in host memory; to prefill that makes no difference but in the transport.
-    `timeout_s` is what is left of the request's deadline when the message is sent. `samples` first tokens are drawn,
-    the i-th with seed + i. The last `output_tokens` of the ids are output already: a request that lost its KV on decode
-    is computed anew, and its "first" token is the next one. Of those that wait, the higher `priority` is served first.
+    already on decode; the indices start at token `prefix_tokens`. With `enable_hisparse` the pool of latent rows is in
+    host memory, which only affects the transport. `timeout_s` is the time left until the request's deadline. `samples`
+    first tokens are sampled, the i-th with seed + i. The last `output_tokens` of the ids are already output: a request
+    that lost its KV on decode is computed again, and its "first" token is the next one. Waiting prompts with a higher
+    `priority` are served first.
     """
 
     key: TransferKey
@@ -157,11 +157,11 @@ class KvDestination(Message, frozen=True):
 
 
 class ChunkArrived(Message, frozen=True):
-    """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk is terminal.
+    """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk has ended.
 
-    `checksums` has one sum per decode rank, over all that the rank holds of these tokens (`checksum.py`); it is empty
-    unless decode asked for it. A message about no tokens at all says that the first chunk is being computed, where that
-    takes long; it is not sent where decode asks for checksums.
+    `checksums` has one sum per decode rank, over its share of these tokens (`checksum.py`); it is empty unless decode
+    asked for it. A message with no tokens reports that the first chunk is being computed, if that takes long; it is not
+    sent if decode asks for checksums.
     """
 
     key: TransferKey
@@ -171,10 +171,10 @@ class ChunkArrived(Message, frozen=True):
 
 
 class PrefillDone(Message, frozen=True):
-    """All KV has arrived; carries the first token of each sample and where prefill spent its time.
+    """All KV is written; carries the first token of each sample and the times spent on prefill.
 
-    `cached_tokens` of the prompt were not computed but found in prefill's prefix cache. `input_logprobs` is there when
-    asked for: one entry per prompt token from `LogprobParams.start` on.
+    `cached_tokens` of the prompt came from prefill's prefix cache. `input_logprobs`, if requested, has one entry per
+    prompt token from `LogprobParams.start` on.
     """
 
     key: TransferKey
@@ -191,10 +191,11 @@ class PrefillDone(Message, frozen=True):
 
 
 class TransferFailed(Message, frozen=True):
-    """No more writes will be issued. With `late_writes`, bytes already on their way may still land for a while. With
-    `refused` it was never begun: another server may take it, or this one later. With `full` the server has too much to
-    do, and is otherwise well. With `leaving` it will take none any more: it is shutting down, or has lost a rank or its
-    frontend.
+    """No more writes will be issued.
+
+    `late_writes`: bytes already sent may still land for a while. `refused`: the transfer was never started, so another
+    server may accept it, or this one later. `full`: the server is overloaded but healthy. `leaving`: it accepts no more
+    transfers, because it is shutting down or has lost a rank or its frontend.
     """
 
     key: TransferKey
@@ -207,21 +208,21 @@ class TransferFailed(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Decode gives the transfer up; its pages stay reserved until the AbortAck."""
+    """Decode aborts the transfer; its pages stay reserved until the AbortAck."""
 
     key: TransferKey
     reason: str
 
 
 class AbortAck(Message, frozen=True):
-    """The writer of this transfer has stopped for good; `late_writes` as in TransferFailed."""
+    """No more writes of this transfer will be issued; `late_writes` as in TransferFailed."""
 
     key: TransferKey
     late_writes: bool = False
 
 
 class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
-    """The layers and heads of a link: half-open ranges, global."""
+    """The layers and heads of a copy region: half-open ranges, global."""
 
     layer_start: int
     layer_end: int
@@ -235,7 +236,7 @@ class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StagePart(msgspec.Struct, array_like=True, frozen=True):
-    """What one write into a ring carries: tokens [token_start, token_end) of a block, from one rank to another.
+    """The content of one write into a ring: tokens [token_start, token_end) of a block, from one rank to another.
 
     `epoch` is that of the destination's ring, from its Hello.
     """
@@ -257,14 +258,14 @@ class StagePart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageRequest(Message, frozen=True):
-    """Prefill asks for room in the ring of decode rank `part.destination`, ahead of computing the part."""
+    """Prefill requests a region in the ring of decode rank `part.destination`, before it computes the part."""
 
     part: StagePart
     size_bytes: int
 
 
 class StageGrant(Message, frozen=True):
-    """[offset, offset + size_bytes of the request) of the ring belongs to this part until its writer's last word."""
+    """[offset, offset + size_bytes of the request) of the ring is this part's until StageArrived or StageStopped."""
 
     part: StagePart
     region: int
@@ -272,21 +273,21 @@ class StageGrant(Message, frozen=True):
 
 
 class StageArrived(Message, frozen=True):
-    """The part is in its region, complete, and its writer is done with it."""
+    """The part is completely written to its region."""
 
     part: StagePart
     region: int
 
 
 class StageStopped(Message, frozen=True):
-    """The part will not come: its writer writes nothing more. With `late_writes`, bytes under way may still land."""
+    """The part is aborted and no write of it will be issued. With `late_writes`, bytes in flight may still land."""
 
     part: StagePart
     late_writes: bool = False
 
 
 class StageFree(Message, frozen=True):
-    """The part is over on decode: scattered, given up or unknown. What was granted for it is the writer's no more."""
+    """The part has ended on decode: scattered, aborted or unknown. Its region may have a new owner."""
 
     part: StagePart
 
@@ -295,12 +296,12 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """How busy a server is; decode picks the prefill with the fewest tokens waiting. One that is not `accepting` takes
-    no more prompts, ever: it finishes those that it has, and ends.
+    """The load of a server; decode picks the prefill server with the fewest waiting tokens. A server that is not
+    `accepting` takes no more prompts: it finishes its requests and shuts down.
 
-    `waiting_requests` have nothing in a step under way, `running_requests` have. `waiting_tokens` of both are not
-    computed. `window_tokens` is how many of those a prefill server wants to have of each decode server, so that it
-    never waits for the next prompt.
+    `running_requests` are part of a running step, `waiting_requests` are not. `waiting_tokens` of both are not computed
+    yet. `window_tokens` is how many of those a prefill server wants from each decode server, so that it never idles
+    between prompts.
     """
 
     waiting_requests: int = 0
@@ -311,7 +312,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """I am alive. `sent_at` is the sender's monotonic clock, echoed in the ack for the round trip."""
+    """`sent_at` is the sender's monotonic clock, echoed in the ack to measure the round trip."""
 
     instance: InstanceId
     sent_at: float

@@ -1,8 +1,8 @@
 """Control messages as ZMQ frames: `[envelope][message][array]...`.
 
-The envelope is two little-endian uint64, (sequence number, acknowledgement), and belongs to one transmission: `link.py`
-says what they mean. Behind it comes the body, which is encoded once however often it is sent: the message as msgpack,
-then its integer arrays as raw little-endian int32. Received arrays are read-only views of the received frames.
+The envelope is two little-endian uint64, (sequence number, acknowledgement), and belongs to one transmission
+(`reliable_channel.py`). The body is encoded once, also if it is sent several times: the message as msgpack, then its
+integer arrays as raw little-endian int32. Received arrays are read-only views of the received frames.
 """
 
 import struct
@@ -26,7 +26,7 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_FRAMES = 16
 
 ARRAYS_OF: dict[type[AnyMessage], int] = {KvDestination: 2}
-"""Arrays each message carries, at least: like fields they are only ever appended. Other messages carry none."""
+"""The minimum number of arrays of each message: like fields they are only ever appended. Others have none."""
 
 _ENVELOPE = struct.Struct("<QQ")
 _WIRE_INT = np.dtype("<i4")
@@ -35,11 +35,11 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 class WireError(PdserveError):
-    """Frames that are not a message of this protocol; the text says what is wrong with them."""
+    """Frames that are not a message of this protocol."""
 
 
 class OtherVersionError(WireError):
-    """A Hello or Welcome of another protocol version, in a shape this version cannot read."""
+    """A Hello or Welcome of another protocol version that this version cannot decode."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"protocol version {version} is not {PROTOCOL_VERSION}")
@@ -47,7 +47,7 @@ class OtherVersionError(WireError):
 
 
 class Envelope(NamedTuple):
-    """`seq` is 0 for messages outside the numbering; `ack` is the last number received in order, 0 for none."""
+    """`seq` is 0 for messages without a number; `ack` is the last number received in order, 0 for none."""
 
     seq: int
     ack: int
@@ -57,10 +57,9 @@ class Envelope(NamedTuple):
 
 
 def encode(message: AnyMessage, *arrays: IntArray) -> Body:
-    """The body frames of a message. They refer to the arrays' memory: do not write to it any more.
+    """The body frames of a message. They share the arrays' memory: do not write to the arrays afterwards.
 
-    Raises WireError when the message cannot be sent as it is: too few arrays, not int32, or larger than
-    MAX_FRAME_BYTES.
+    Raises WireError for too few arrays, arrays that are not int32, and frames larger than MAX_FRAME_BYTES.
     """
     needed = ARRAYS_OF.get(type(message), 0)
     if len(arrays) < needed:
@@ -109,9 +108,9 @@ def decode(body: Sequence[Buffer]) -> tuple[AnyMessage, tuple[IntArray, ...]]:
 
 
 def _version_of_introduction(frame: Buffer) -> int | None:
-    """The protocol version in a Hello or Welcome of any shape: it is the first field in all versions, for ever."""
+    """The protocol version of a Hello or Welcome of any version: it is the first field in all versions."""
     try:
-        fields: Any = msgspec.msgpack.decode(frame)  # whatever a stranger sent
+        fields: Any = msgspec.msgpack.decode(frame)  # untrusted input of any type
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     match fields:

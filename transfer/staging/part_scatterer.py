@@ -1,8 +1,8 @@
-"""The staged path on a decode rank: scatters what prefill wrote into the ring to the pages where it belongs.
+"""The staged path on a decode rank: scatters parts from the ring into their pages.
 
-A thread of its own, and on a GPU a stream of its own: a scatter waits neither for the steps that are queued nor they
-for it. That is safe because the pages of a transfer under way are touched by nobody else, and no step that reads them
-is given before the scatter is reported.
+Scatters run on their own thread, and on a GPU on their own stream: scatters and queued steps do not wait for each
+other. That is safe because nothing else uses the pages of a running transfer, and no step that reads them is issued
+before the scatter is reported.
 """
 
 import logging
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class PartScatterer:
     """Scatters parts of one ring into one pool, in order. Owns a thread.
 
-    `on_scattered` and `on_failed` are called on that thread. After a failure nothing more is scattered: what a GPU that
-    fails has done to memory is not known.
+    `on_scattered` and `on_failed` are called on that thread. After a failure nothing more is scattered: after a GPU
+    error the state of its memory is unknown.
     """
 
     def __init__(
@@ -37,50 +37,50 @@ class PartScatterer:
         on_scattered: Callable[[StagePart], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        """`ring` is uint8; `pool` is `[page, layer, plane, head, token, dim]`. Nobody writes to it yet: it is used to
-        try the kernel, so that the first part does not wait for its compilation.
+        """`ring` is uint8; `pool` is `[page, layer, plane, head, token, dim]`, and not in use yet: the kernel is
+        compiled and run on it once, so that the first part does not wait for the compilation.
         """
         self._ring = ring
         self._pool = pool
         self._layout = layout
         self._on_scattered = on_scattered
         self._on_failed = on_failed
-        self._orders: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
         if pool.device.type == "cuda":
             warm_up_kv_stage(pool)
             wait_for_stream(pool.device)  # before the first scatter, on another stream
         self._thread = threading.Thread(target=self._work, name="scatter", daemon=True)
         self._thread.start()
 
-    def scatter(self, order: PartScatter) -> None:
+    def scatter(self, command: PartScatter) -> None:
         """Queue a part. Returns at once."""
-        self._orders.put(order)
+        self._commands.put(command)
 
     def close(self) -> None:
-        """Scatter what is queued, and end."""
-        self._orders.put(None)
+        """Scatter the queued parts, then end the thread."""
+        self._commands.put(None)
         self._thread.join()
 
     def _work(self) -> None:
         try:
             use_own_stream(self._pool.device)
-            while (order := self._orders.get()) is not None:
-                self._scatter(order)
+            while (command := self._commands.get()) is not None:
+                self._scatter(command)
                 wait_for_stream(self._pool.device)
-                self._on_scattered(order.part)
+                self._on_scattered(command.part)
         except Exception as error:
-            log.exception("scattering staged KV")
+            log.exception("error while scattering staged KV")
             self._on_failed(f"scattering staged KV failed: {error!r}")
 
-    def _scatter(self, order: PartScatter) -> None:
-        block, layout = order.part.block, self._layout
+    def _scatter(self, command: PartScatter) -> None:
+        block, layout = command.part.block, self._layout
         wait_for_arrivals(self._pool.device)
         kv_scatter(
-            self._ring[order.offset : order.offset + order.size_bytes],
+            self._ring[command.offset : command.offset + command.size_bytes],
             self._pool,
-            torch.tensor(order.pages, dtype=torch.int32, device=self._pool.device),
-            start=order.start,
-            end=order.start + order.part.tokens,
+            torch.tensor(command.pages, dtype=torch.int32, device=self._pool.device),
+            start=command.start,
+            end=command.start + command.part.tokens,
             layers=range(block.layer_start - layout.layer_start, block.layer_end - layout.layer_start),
             heads=range(block.head_start - layout.head_start, block.head_end - layout.head_start),
         )

@@ -15,7 +15,6 @@ from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
 from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
-from ....transfer.staging.receiver import StageReceiver
 from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
@@ -26,7 +25,7 @@ from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
-from .staged_arrivals import StagedArrivals
+from .staging import RankRing, StagedArrivals
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
@@ -67,7 +66,7 @@ class PrefillDispatcher:
         cache: PrefixCache,
         counters: "collections.Counter[str]",
         outbox: Outbox,
-        receivers: Sequence[StageReceiver] = (),
+        rings: Sequence[RankRing] = (),
     ) -> None:
         self.limits = limits
         self.counters = counters
@@ -76,7 +75,7 @@ class PrefillDispatcher:
         self.peers = PrefillPeers()
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
-        self.staging = StagedArrivals(receivers, limits.page_size, counters, outbox)
+        self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
         self._outbox = outbox
         self._pages = pages
         self._cache = cache

@@ -18,7 +18,7 @@ from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
 from pdserve.scheduler.ranks.rank import _layout
-from pdserve.transfer.plan.copy_regions import plan_links
+from pdserve.transfer.plan.copy_regions import plan_regions
 from pdserve.transfer.plan.copy_runs import expand_runs
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.messages import Hello, InstanceId, Pool, Rank, Welcome
@@ -101,7 +101,7 @@ def transfer(
     for kind in range(2):
         ours, theirs = [cache.pools[kind] for cache in sources], [cache.pools[kind] for cache in targets]
         layouts, their_layouts = [_layout(pool) for pool in ours], [_layout(pool) for pool in theirs]
-        for link in plan_links(layouts, their_layouts):
+        for link in plan_regions(layouts, their_layouts):
             source, target = ours[link.source], theirs[link.destination]
             runs = expand_runs(
                 layouts[link.source], their_layouts[link.destination], pages, to_pages, 0, len(PROMPT), link

@@ -203,7 +203,7 @@ def break_table(engine: Engine) -> Callable[[], None]:
         (keep_loan, "idle, but pages are held by hot buffer of nobody"),
         (lose_request_slot, "request slots are [1, 2]"),
         (keep_hot_buffer, "idle, but pages are held by somebody"),
-        (break_table, "rank 0: index group 1, request slot 2: the eviction order is not all slots"),
+        (break_table, "rank 0: index group 1, request slot 2: the eviction order does not list every slot once"),
     ],
 )
 def test_broken_pool_is_logged_and_counted_and_makes_the_server_unhealthy(

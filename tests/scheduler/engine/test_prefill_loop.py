@@ -152,7 +152,7 @@ def test_prefill_done_that_cannot_be_queued_fails_its_transfer(
 ) -> None:
     """Otherwise decode would wait for it until its deadline."""
     (route,) = engine.control._sessions()
-    monkeypatch.setattr(route.link, "limit_bytes", 2000)
+    monkeypatch.setattr(route.channel, "limit_bytes", 2000)
     engine.scheduler._outbox.append(SendToPeer(DECODE, done_with_logprobs()))
     engine.loop._perform_effects()
     while "dropped" not in caplog.text:

@@ -11,6 +11,7 @@ import math
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode.dispatch.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
 from pdserve.scheduler.messages.ranks import CancelChunks
@@ -28,7 +29,6 @@ from pdserve.transfer.protocol.messages import (
     StageRing,
     StageStopped,
 )
-from pdserve.transfer.staging.receiver import StageReceiver
 from tests.scheduler.simulation.simulator import (
     DECODE,
     EOS,
@@ -80,10 +80,8 @@ class StagedSimulator(Simulator):
         self.healing = False
         super().__init__(stages=stages, overlap=overlap, verifies=verifies)
         ring: StagingRing[StagePart] = StagingRing(RING.size_bytes, epoch=RING.epoch)
-        self.receiver = StageReceiver(0, ring, cell_bytes=TOKEN_BYTES, quarantine_s=QUARANTINE_S)
-        self.decode = DecodeScheduler(
-            self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], receivers=[self.receiver]
-        )
+        rings = [RankRing(ring, cell_bytes=TOKEN_BYTES)]
+        self.decode = DecodeScheduler(self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], rings=rings)
         for server in self.servers.values():
             self.decode.peer_up(server.instance, server.endpoint, LINKS)
 
@@ -122,7 +120,7 @@ class StagedSimulator(Simulator):
             row = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
             assert row[0] in scatter.grant.pages
             self._put_piece(row, part.writer, scatter.prompt[: position + 1])
-        done = self.decode.part_scattered(0, part)
+        done = self.decode.part_scattered(part)
         if done is not None:
             self._all_arrived(done)
         self.act()
@@ -146,11 +144,9 @@ class StagedSimulator(Simulator):
     def finish(self) -> None:
         self.healing = True
         super().finish()
-        assert self.receiver.idle
-        assert self.receiver.ring.idle
+        self.decode.dispatcher.staging.check_integrity(idle=True)
         for server in self.servers.values():
-            assert server.scheduler.staging.parts == 0
-            assert server.scheduler.staging.idle
+            assert not server.scheduler.staging._parts
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -747,7 +747,7 @@ def test_malformed_input_is_answered_counted_logged_once_and_survived(
             assert isinstance(answer, Refused)
             assert answer.code == "malformed"
         raw.say(Abort(key(1), "from nobody"), seq=1)
-        assert raw.receive() == Refused("unknown_peer", "this server does not know you (any more): say Hello")
+        assert raw.receive() == Refused("unknown_peer", "this server has no session for this peer: send Hello")
         raw.say(welcome("p9"))
         answer = raw.receive()
         assert isinstance(answer, Refused)
@@ -888,7 +888,7 @@ def test_paired_endpoints_are_bounded_too(cluster: Cluster, monkeypatch: pytest.
         client.connect(f"127.0.0.1:{server.port}", client="10.0.0.1")
     below.wait(PeerUp, 2)
     client.connect("127.0.0.1:5", client="10.0.0.1")
-    reason = "2 prefill endpoints are paired or configured, no more are taken"
+    reason = "2 prefill endpoints are paired or configured, no more are accepted"
     assert below.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
 
 
@@ -965,7 +965,7 @@ def test_a_name_that_leads_where_requests_may_not_is_not_followed(
         stack.callback(client.close)
         client.start()
         client.connect(f"elsewhere:{server.port}", client="10.0.0.1")
-        reason = "elsewhere is 127.0.0.1, where requests may not send this server (bootstrap_allow)"
+        reason = "elsewhere resolves to 127.0.0.1, which bootstrap_allow does not permit for requests"
         assert recorder.wait(PeerRefused) == [PeerRefused(f"elsewhere:{server.port}", reason)]
         eventually(lambda: only_peer(client).detail == reason)
         assert above.of(PeerUp) == []
@@ -1000,7 +1000,7 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
     before = time.monotonic()
     client.close()
     assert LAST_WORDS_S <= time.monotonic() - before < LAST_WORDS_S + 0.5
-    assert f"closed before these peers had acknowledged so many messages: {{'127.0.0.1:{port} (p1)': 1}}" in caplog.text
+    assert f"closing with unacknowledged messages, by peer: {{'127.0.0.1:{port} (p1)': 1}}" in caplog.text
 
 
 START_TIMEOUT_S = 60.0
@@ -1080,7 +1080,7 @@ def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_
     assert aborts == ["0.0", "1.0", "2.0", "3.0"], "each exactly once, in order"
     assert [line for line in process.lines if line[0].startswith("Peer")] == [
         ["PeerUp"],
-        ["PeerLost", "it had lost this server and introduces itself again"],  # and not for silence
+        ["PeerLost", "it had lost this server and sent Hello again"],  # and not for silence
         ["PeerUp"],
     ]
 
@@ -1117,7 +1117,7 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
         eventually(lambda: ["MessageReceived", "1.0"] in process.lines)
         assert process.lines == [
             ["PeerUp"],
-            ["PeerLost", "it had lost this server"],
+            ["PeerLost", "it no longer had this server as a peer"],
             ["PeerUp"],
             ["MessageReceived", "1.0"],
         ]

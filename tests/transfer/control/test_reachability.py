@@ -72,7 +72,7 @@ def test_a_control_port_gives_no_reason(curve: bool) -> None:
 
 @pytest.mark.parametrize(
     ("answers", "reason"),
-    [(b"SSH-2.0-OpenSSH_9.6\r\n", "not the control port"), (None, "says nothing"), (b"", None)],
+    [(b"SSH-2.0-OpenSSH_9.6\r\n", "not the control port"), (None, "does not answer"), (b"", None)],
 )
 def test_something_else_listens(answers: bytes | None, reason: str | None) -> None:
     with listening(answers) as port:

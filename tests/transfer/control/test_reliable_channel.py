@@ -1,4 +1,4 @@
-"""The link: each message once and in order, whatever the channel does; memory bounded."""
+"""The channel: each message once and in order, whatever the channel does; memory bounded."""
 
 import random
 
@@ -7,15 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.transfer.control.reliable_channel import LinkFullError, LinkProtocolError, ReliableChannel
+from pdserve.transfer.control.reliable_channel import ChannelFullError, ChannelProtocolError, ReliableChannel
 from pdserve.transfer.protocol.wire import Buffer, Envelope, split
 
 
-def deliver(link: ReliableChannel, frames: list[Buffer], now: float) -> bytes | None:
+def deliver(channel: ReliableChannel, frames: list[Buffer], now: float) -> bytes | None:
     """What the control thread does with received frames: the body, if it is to be delivered."""
     envelope, body = split(frames)
-    link.acknowledge(envelope.ack, now)
-    return bytes(body[0]) if envelope.seq and link.accept(envelope.seq) else None
+    channel.acknowledge(envelope.ack, now)
+    return bytes(body[0]) if envelope.seq and channel.accept(envelope.seq) else None
 
 
 def numbers(sent: list[list[Buffer]]) -> list[int]:
@@ -40,9 +40,9 @@ class LossyPair(RuleBasedStateMachine):
         body = len(self.sent[end]).to_bytes(4, "big") + bytes(size)
         try:
             self.ends[end].put((body,))
-        except LinkFullError:
-            link = self.ends[end]
-            assert link.pending == 20 or link._waiting_bytes + len(body) > 1000
+        except ChannelFullError:
+            channel = self.ends[end]
+            assert channel.pending == 20 or channel._waiting_bytes + len(body) > 1000
         else:
             self.sent[end].append(body)
 
@@ -102,7 +102,7 @@ class LossyPair(RuleBasedStateMachine):
             self.now += 0.6
         assert self.delivered[1] == self.sent[0]
         assert self.delivered[0] == self.sent[1]
-        assert [link.pending for link in self.ends] == [0, 0]
+        assert [channel.pending for channel in self.ends] == [0, 0]
         self.delivered_is_a_prefix_of_sent()
 
     def receive(self, end: int, frames: list[Buffer]) -> None:
@@ -136,73 +136,73 @@ def test_a_long_run_over_a_bad_channel() -> None:
 
 
 def test_nothing_is_sent_twice_before_its_time() -> None:
-    link = ReliableChannel(resend_after_s=1.0)
-    link.put((b"a",))
-    assert numbers(link.due(0.0)) == [1]
-    link.put((b"b",))
-    assert numbers(link.due(0.9)) == [2]
-    assert numbers(link.due(1.0)) == []
-    assert numbers(link.due(1.1)) == [1, 2]
-    assert numbers(link.due(2.0)) == []
-    assert link.resent == 2
+    channel = ReliableChannel(resend_after_s=1.0)
+    channel.put((b"a",))
+    assert numbers(channel.due(0.0)) == [1]
+    channel.put((b"b",))
+    assert numbers(channel.due(0.9)) == [2]
+    assert numbers(channel.due(1.0)) == []
+    assert numbers(channel.due(1.1)) == [1, 2]
+    assert numbers(channel.due(2.0)) == []
+    assert channel.resent == 2
 
 
 def test_progress_restarts_the_clock() -> None:
-    link = ReliableChannel(resend_after_s=1.0)
-    link.put((b"a",))
-    link.put((b"b",))
-    assert numbers(link.due(0.0)) == [1, 2]
-    link.acknowledge(1, 0.9)
-    assert numbers(link.due(1.5)) == []
-    assert numbers(link.due(2.0)) == [2]
+    channel = ReliableChannel(resend_after_s=1.0)
+    channel.put((b"a",))
+    channel.put((b"b",))
+    assert numbers(channel.due(0.0)) == [1, 2]
+    channel.acknowledge(1, 0.9)
+    assert numbers(channel.due(1.5)) == []
+    assert numbers(channel.due(2.0)) == [2]
 
 
 def test_a_new_introduction_sends_everything_again_at_once() -> None:
-    link = ReliableChannel(resend_after_s=1.0)
-    link.put((b"a",))
-    assert numbers(link.due(0.0)) == [1]
-    link.restart()
-    assert numbers(link.due(0.1)) == [1]
+    channel = ReliableChannel(resend_after_s=1.0)
+    channel.put((b"a",))
+    assert numbers(channel.due(0.0)) == [1]
+    channel.restart()
+    assert numbers(channel.due(0.1)) == [1]
 
 
 def test_the_window_bounds_what_is_under_way() -> None:
-    link = ReliableChannel(resend_after_s=1.0, window=2)
+    channel = ReliableChannel(resend_after_s=1.0, window=2)
     for _ in range(5):
-        link.put((b"a",))
-    assert numbers(link.due(0.0)) == [1, 2]
-    assert numbers(link.due(0.1)) == []
-    link.acknowledge(1, 0.2)
-    assert numbers(link.due(0.2)) == [3]
+        channel.put((b"a",))
+    assert numbers(channel.due(0.0)) == [1, 2]
+    assert numbers(channel.due(0.1)) == []
+    channel.acknowledge(1, 0.2)
+    assert numbers(channel.due(0.2)) == [3]
 
 
 def test_limits_name_both_values_and_take_nothing() -> None:
-    link = ReliableChannel(limit_messages=2, limit_bytes=10)
-    link.put((b"12345",))
-    with pytest.raises(LinkFullError, match=r"1 messages with 5 B .* limits are 2 messages and 10 B.* has 6 B"):
-        link.put((b"123456",))
-    link.put((b"", b"12345"))
-    with pytest.raises(LinkFullError, match="2 messages with 10 B"):
-        link.put((b"",))
-    assert numbers(link.due(0.0)) == [1, 2]
-    link.acknowledge(2, 0.0)
-    link.put((b"1234567890",))
-    link.check_integrity()
+    channel = ReliableChannel(limit_messages=2, limit_bytes=10)
+    channel.put((b"12345",))
+    with pytest.raises(ChannelFullError, match=r"1 messages with 5 B .* limits are 2 messages and 10 B.* has 6 B"):
+        channel.put((b"123456",))
+    channel.put((b"", b"12345"))
+    with pytest.raises(ChannelFullError, match="2 messages with 10 B"):
+        channel.put((b"",))
+    assert numbers(channel.due(0.0)) == [1, 2]
+    channel.acknowledge(2, 0.0)
+    channel.put((b"1234567890",))
+    channel.check_integrity()
 
 
 def test_acknowledging_what_was_never_sent_is_an_error() -> None:
-    link = ReliableChannel()
-    link.put((b"a",))
-    with pytest.raises(LinkProtocolError, match="message 1 was acknowledged, the last one sent was 0"):
-        link.acknowledge(1, 0.0)
-    link.due(0.0)
-    link.acknowledge(1, 0.0)
-    link.acknowledge(0, 0.0)  # an older envelope
-    assert link.pending == 0
+    channel = ReliableChannel()
+    channel.put((b"a",))
+    with pytest.raises(ChannelProtocolError, match="message 1 was acknowledged, the last one sent was 0"):
+        channel.acknowledge(1, 0.0)
+    channel.due(0.0)
+    channel.acknowledge(1, 0.0)
+    channel.acknowledge(0, 0.0)  # an older envelope
+    assert channel.pending == 0
 
 
 def test_envelopes_carry_the_acknowledgement() -> None:
-    link = ReliableChannel()
-    assert [link.accept(seq) for seq in (2, 1, 1, 3, 2)] == [False, True, False, False, True]
-    assert link.unacknowledged_received == 2
-    assert link.envelope() == Envelope(0, 2).pack()
-    assert link.unacknowledged_received == 0
+    channel = ReliableChannel()
+    assert [channel.accept(seq) for seq in (2, 1, 1, 3, 2)] == [False, True, False, False, True]
+    assert channel.unacknowledged_received == 2
+    assert channel.envelope() == Envelope(0, 2).pack()
+    assert channel.unacknowledged_received == 0

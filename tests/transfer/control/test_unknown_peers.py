@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control.events import MessageReceived, PeerLost, PeerUp
-from pdserve.transfer.control.unknown_peers import STRANGER_BYTES
+from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES
 from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Refused
 from tests.transfer.control.test_control import Cluster, RawPeer, eventually, hello, key
 from tests.transfer.control.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
@@ -34,12 +34,12 @@ def rss_mib() -> int:
 def test_messages_of_old_zmq_protocols_cost_no_turn(cluster: Cluster) -> None:
     """3 KB stopped the control port for 100 s: each message took a turn, 0.1 s and a traceback."""
     server, above, client, _ = cluster.pair()
-    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", server.port)) as peer:
         before = time.monotonic()
-        stranger.sendall(OLD_PROTOCOL)
-        stranger.settimeout(5)
+        peer.sendall(OLD_PROTOCOL)
+        peer.settimeout(5)
         with suppress(ConnectionResetError):
-            while stranger.recv(4096):
+            while peer.recv(4096):
                 pass
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
         assert above.wait(MessageReceived)[0].message == Abort(key(1), "still there")
@@ -48,15 +48,15 @@ def test_messages_of_old_zmq_protocols_cost_no_turn(cluster: Cluster) -> None:
     assert above.of(PeerLost) == []
 
 
-@pytest.mark.parametrize("secret", [None, "a key that strangers lack"], ids=["without a key", "with a key"])
+@pytest.mark.parametrize("secret", [None, "a key that unknown peers lack"], ids=["without a key", "with a key"])
 @pytest.mark.parametrize("attack", ["a frame", "many parts"])
 def test_messages_that_never_end_are_cut(cluster: Cluster, secret: str | None, attack: str) -> None:
     server, _ = cluster.prefill(secret=secret)
     before = rss_mib()
     sent = []
     for _ in range(4):
-        with ZmtpPeer(server.port, mechanism="CURVE" if secret is not None else "NULL") as stranger:
-            send = stranger.send_frame_until_cut if attack == "a frame" else stranger.send_parts_until_cut
+        with ZmtpPeer(server.port, mechanism="CURVE" if secret is not None else "NULL") as peer:
+            send = peer.send_frame_until_cut if attack == "a frame" else peer.send_parts_until_cut
             sent.append(send(60 * MIB))
     assert max(sent) < 60 * MIB
     eventually(lambda: rss_mib() < before + 100)
@@ -69,14 +69,14 @@ def test_messages_that_never_end_are_cut(cluster: Cluster, secret: str | None, a
 def test_too_many_connections_are_cut_and_a_decode_server_pairs(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_STRANGERS", 4)
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
     server, above = cluster.prefill()
     client, below = cluster.decode("d1", server.port)
     above.wait(PeerUp)
     with ExitStack() as stack:
-        strangers = [stack.enter_context(ZmtpPeer(server.port)) for _ in range(20)]
+        peers = [stack.enter_context(ZmtpPeer(server.port)) for _ in range(20)]
         eventually(lambda: server.stats()["connections_cut"] >= 16)
-        assert [stranger.cut() for stranger in strangers] == [True] * 16 + [False] * 4
+        assert [peer.cut() for peer in peers] == [True] * 16 + [False] * 4
         _, second = cluster.decode("d2", server.port)
         second.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
@@ -86,7 +86,7 @@ def test_too_many_connections_are_cut_and_a_decode_server_pairs(
 
 def test_a_known_peer_may_send_more_than_a_stranger(cluster: Cluster) -> None:
     server, above, client, _ = cluster.pair()
-    prompt = np.zeros(STRANGER_BYTES // 4 + 1000, dtype=np.int32)
+    prompt = np.zeros(UNKNOWN_PEER_BYTES // 4 + 1000, dtype=np.int32)
     for number in range(5):
         message = KvDestination(key(number), "rid", SamplingParams(), timeout_s=1.0)
         client.send(InstanceId("p1"), message, prompt, np.zeros(1, dtype=np.int32))
@@ -114,8 +114,8 @@ def test_noise_is_one_line_a_second(cluster: Cluster, caplog: pytest.LogCaptureF
     before = time.monotonic()
     with caplog.at_level(logging.INFO):
         for number in range(30):
-            with RawPeer(server.port) as stranger:
-                stranger.say(hello(f"nobody {number}", fingerprint="another model"))
-                assert isinstance(stranger.receive(), Refused)
+            with RawPeer(server.port) as peer:
+                peer.say(hello(f"nobody {number}", fingerprint="another model"))
+                assert isinstance(peer.receive(), Refused)
     assert server.stats()["refused"] == 30
     assert 1 <= len(caplog.records) <= 2 + (time.monotonic() - before)

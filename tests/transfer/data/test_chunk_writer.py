@@ -90,7 +90,7 @@ def welcome_of(*layouts: KvLayout | tuple[KvLayout, ...]) -> Welcome:
     return Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "model", "model", tuple(places))
 
 
-def order(start: int, end: int, source: Sequence[int], indices: Sequence[int], **options: object) -> ChunkWrite:
+def chunk_write(start: int, end: int, source: Sequence[int], indices: Sequence[int], **options: object) -> ChunkWrite:
     chunk = ChunkWrite(DECODE, TransferKey(1, 0), start, end, list(source), list(indices))
     return msgspec.structs.replace(chunk, **options)
 
@@ -113,7 +113,7 @@ def test_two_prefill_ranks_fill_one_decode_rank(start_receiver: Callable[[int], 
     receiver = start_receiver(whole.size_bytes)
     hello, welcome = hello_of((receiver, whole)), welcome_of(*halves)
     writers = [WriterProcess(Setup(rank, hello, welcome, (LAYERS, HEADS, tokens), 7, pages)) for rank in range(2)]
-    chunk = order(0, tokens, pages, to_pages, verify=True)
+    chunk = chunk_write(0, tokens, pages, to_pages, verify=True)
     for writer in writers:
         writer.submit(chunk)
     reports = [writer.report() for writer in writers]
@@ -140,7 +140,7 @@ def test_a_prefill_rank_that_was_stopped_goes_on_with_its_chunk(start_receiver: 
     receiver = start_receiver(whole.size_bytes)
     hello, welcome = hello_of((receiver, whole)), welcome_of(whole)
     writer = WriterProcess(Setup(0, hello, welcome, (LAYERS, HEADS, tokens), 7, pages))
-    chunk = order(0, tokens, pages, to_pages)
+    chunk = chunk_write(0, tokens, pages, to_pages)
     writer.submit(chunk)
     assert writer.report().ok, "it has connected"
     receiver.pool[:] = POISON
@@ -178,7 +178,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     chunks = [(prefix, 16), (16, 48), (48, 50)]
     for start, end in chunks:
         indices = to_pages[(start - prefix) // 6 :]
-        harness.writer.write(order(start, end, pages[start // 16 :], indices, verify=True))
+        harness.writer.write(chunk_write(start, end, pages[start // 16 :], indices, verify=True))
     reports = [harness.report() for _ in chunks]
     assert all(report.ok for report in reports)
     assert [(report.token_start, report.token_end) for report in reports] == chunks
@@ -214,7 +214,7 @@ def test_pools_in_host_and_in_device_memory_share_their_pages_and_a_sender(
     harness = start_writer(0, sources, hello, welcome_of(tuple(held.values())))
     assert threads("send-") == [f"send-{receiver.session}"]
     to_pages = [4, 5, 6, 9, 1]
-    harness.writer.write(order(0, tokens, pages, to_pages, verify=True))
+    harness.writer.write(chunk_write(0, tokens, pages, to_pages, verify=True))
     report = harness.report()
     assert report.ok
     landed = {
@@ -242,7 +242,7 @@ def test_of_replicas_one_writes_and_the_others_report_at_once(
         for rank in range(3)
     ]
     for harness in harnesses:
-        harness.writer.write(order(0, 16, [0], [2], verify=True))
+        harness.writer.write(chunk_write(0, 16, [0], [2], verify=True))
     reports = [harness.report() for harness in harnesses]
     assert all(report.ok for report in reports)
     assert sorted(report.writes for report in reports) == [0, 0, 1]
@@ -264,7 +264,7 @@ def large_pair(
     harness = start_writer(
         0, [LocalPool(source, whole)], hello_of(*zip(receivers, shards, strict=True)), welcome_of(whole)
     )
-    return harness, receivers, order(0, 16 * 2048, [0] * 2048, list(range(2048)))
+    return harness, receivers, chunk_write(0, 16 * 2048, [0] * 2048, list(range(2048)))
 
 
 def arrived_bytes(receiver: Receiver) -> int:
@@ -339,7 +339,7 @@ def test_a_hello_that_comes_again_changes_nothing_and_a_closed_peer_can_come_bac
     assert len(threads("send-")) == 1
     harness.writer.close(DECODE)
     harness.writer.open(hello, welcome)
-    harness.writer.write(order(0, 16, [0], [2]))
+    harness.writer.write(chunk_write(0, 16, [0], [2]))
     report = harness.report()
     assert (report.ok, report.writes, report.bytes_written) == (True, 1, kv.page_bytes)
 
@@ -347,11 +347,11 @@ def test_a_hello_that_comes_again_changes_nothing_and_a_closed_peer_can_come_bac
 @pytest.mark.parametrize(
     ("chunk", "reason"),
     [
-        (order(0, 16, [0], [4]), "leaves the destination pool"),
-        (order(0, 16, [0], [-1]), "leaves the destination pool"),
-        (order(0, 16, [4], [0]), "leaves the source pool"),
-        (order(0, 17, [0, 1], [0]), "destination_pages has shape (1,), these tokens need 2 entries"),
-        (order(0, 16, [0], []), "destination_pages has shape (0,), these tokens need 1 entries"),
+        (chunk_write(0, 16, [0], [4]), "exceeds the destination pool"),
+        (chunk_write(0, 16, [0], [-1]), "exceeds the destination pool"),
+        (chunk_write(0, 16, [4], [0]), "exceeds the source pool"),
+        (chunk_write(0, 17, [0, 1], [0]), "destination_pages has shape (1,), these tokens need 2 entries"),
+        (chunk_write(0, 16, [0], []), "destination_pages has shape (0,), these tokens need 1 entries"),
     ],
 )
 def test_a_chunk_that_cannot_be_planned_fails_before_anything_is_written(
@@ -390,13 +390,13 @@ def test_kv_that_never_becomes_ready_fails_its_chunk_and_slow_kv_is_a_problem_to
 
     monkeypatch.setattr(chunk_writer_module, "STALL_S", 0.05)
     assert harness.writer.problems() == []
-    harness.writer.write(order(0, 16, [0], [1]), ready)
+    harness.writer.write(chunk_write(0, 16, [0], [1]), ready)
     wait_until(lambda: len(harness.writer.problems()) == 2)
     assert {receiver.session for receiver in receivers} == {text.split()[3] for text in harness.writer.problems()}
     computed.set()
     report = harness.report()
     assert (report.ok, report.writes, report.late_writes) == (False, 0, False)
     assert "the step failed" in report.reason
-    harness.writer.write(order(0, 16, [0], [1]))
+    harness.writer.write(chunk_write(0, 16, [0], [1]))
     assert harness.report().ok
     assert harness.writer.problems() == []

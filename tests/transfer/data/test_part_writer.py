@@ -69,16 +69,16 @@ class StagedRank:
         hello = Hello(PROTOCOL_VERSION, DECODE, "m", "m", (place,))
         other = layout((0, LAYERS), (0, 2), page_size=16, num_pages=5)
         welcome = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "m", "m", (rank(0, other), rank(1, HALF)))
-        self.link: StagedRegion = next(one for one in staged_regions(hello, welcome) if one.link.source == 1)
+        self.region: StagedRegion = next(one for one in staged_regions(hello, welcome) if one.region.source == 1)
         self.pair = hello, welcome
         self.writer.open(hello, welcome)
 
     def part(self, start: int, end: int, key: TransferKey = TransferKey(1, 1)) -> StagePart:  # noqa: B008
-        return StagePart(4, key, 1, 0, self.link.block, start, end)
+        return StagePart(4, key, 1, 0, self.region.block, start, end)
 
-    def order(self, part: StagePart, offset: int) -> PartWrite:
+    def command(self, part: StagePart, offset: int) -> PartWrite:
         pages, first = pages_holding(SOURCE_PAGES, HALF.page_size, part.token_start, part.token_end)
-        return PartWrite(DECODE, part, offset, part.tokens * self.link.token_bytes, pages, first)
+        return PartWrite(DECODE, part, offset, part.tokens * self.region.token_bytes, pages, first)
 
     def close(self) -> None:
         self.writer.close_all()
@@ -116,12 +116,12 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[...,
     parts = [prefill.part(start, end) for start, end in itertools.pairwise(cuts)]
     offsets = [index * (16 << 10) for index in range(len(parts))]
     for part, offset in zip(parts, offsets, strict=True):
-        prefill.writer.write_part(prefill.order(part, offset))
+        prefill.writer.write_part(prefill.command(part, offset))
     written = [prefill.parts.get(timeout=10) for _ in parts]
     assert [(one.part, one.ok, one.reason, one.late_writes, one.writes) for one in written] == [
         (part, True, "", False, 1) for part in parts
     ]
-    assert [one.bytes_written for one in written] == [part.tokens * prefill.link.token_bytes for part in parts]
+    assert [one.bytes_written for one in written] == [part.tokens * prefill.region.token_bytes for part in parts]
     used = {offset + byte for part, offset in zip(parts, offsets, strict=True) for byte in range(part.tokens * 384)}
     assert all(prefill.receiver.pool[byte] == POISON for byte in range(RING_BYTES) if byte not in used)
 
@@ -134,7 +134,7 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[...,
     scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.put, on_failed=failures.append)
     for part, offset in zip(parts, offsets, strict=True):
         pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
-        scatterer.scatter(PartScatter(part, offset, part.tokens * prefill.link.token_bytes, pages, first))
+        scatterer.scatter(PartScatter(part, offset, part.tokens * prefill.region.token_bytes, pages, first))
     assert [scattered.get(timeout=10) for _ in parts] == parts
     scatterer.close()
     assert not failures
@@ -155,12 +155,12 @@ def test_the_next_part_is_gathered_while_one_is_on_the_wire(
         gathered.append(where["start"])
 
     monkeypatch.setattr("pdserve.transfer.data.part_writer.kv_gather", gather)
-    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     assert prefill.parts.get(timeout=10).ok
     prefill.receiver.stop()
     parts = [prefill.part(start, start + 4) for start in (2, 6, 10)]
     for part in parts:
-        prefill.writer.write_part(prefill.order(part, 1024 * part.token_start))
+        prefill.writer.write_part(prefill.command(part, 1024 * part.token_start))
     deadline = time.monotonic() + 10
     while len(gathered) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -172,7 +172,7 @@ def test_the_next_part_is_gathered_while_one_is_on_the_wire(
     prefill.receiver.resume()
     for part, cells in zip(parts, expected, strict=True):
         assert prefill.parts.get(timeout=15).ok
-        found = prefill.receiver.pool[1024 * part.token_start :][: 4 * prefill.link.token_bytes]
+        found = prefill.receiver.pool[1024 * part.token_start :][: 4 * prefill.region.token_bytes]
         assert torch.from_numpy(found.copy()).view(torch.float32).equal(cells)
 
 
@@ -188,14 +188,14 @@ def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Ca
     writer = prefill.writer._routes[DECODE].part_writers[0]
     part = prefill.part(3, 14)
     pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
-    scatter = PartScatter(part, 256, part.tokens * prefill.link.token_bytes, pages, first)
+    scatter = PartScatter(part, 256, part.tokens * prefill.region.token_bytes, pages, first)
     for busy in (False, True):  # the first time allocates, which waits for the device
         if busy:
             torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
         steps_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         steps_done.record()
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # as the writer's thread
-            wait = writer._gather(prefill.order(part, 0), slot=0)
+            wait = writer._gather(prefill.command(part, 0), slot=0)
         assert wait is not None
         wait()
         scatterer.scatter(scatter)
@@ -203,7 +203,7 @@ def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Ca
         assert steps_done.query() != busy, "the steps were waited for"  # type: ignore[no-untyped-call]
     scatterer.close()
     assert not failures
-    slot = writer._buffers.slot(0, part.tokens * prefill.link.token_bytes)
+    slot = writer._buffers.slot(0, part.tokens * prefill.region.token_bytes)
     assert slot.view(torch.float32).cpu().equal(prefill.cells[:, :, 2:4, 3:14].flatten())
 
 
@@ -224,13 +224,13 @@ def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Call
 def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable[..., StagedRank]) -> None:
     """Two are in buffers, the others wait for one: those end at once, and another transfer's parts go on."""
     prefill = start_rank()
-    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     assert prefill.parts.get(timeout=10).ok
     prefill.receiver.stop()
     doomed, spared = TransferKey(2, 1), TransferKey(3, 1)
     for start in range(5):
-        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1, doomed), 1024 * start))
-    prefill.writer.write_part(prefill.order(prefill.part(9, 10, spared), 9 * 1024))
+        prefill.writer.write_part(prefill.command(prefill.part(start, start + 1, doomed), 1024 * start))
+    prefill.writer.write_part(prefill.command(prefill.part(9, 10, spared), 9 * 1024))
     prefill.writer.cancel(DECODE, doomed)
     prefill.receiver.resume()
     ended = [prefill.parts.get(timeout=15) for _ in range(6)]
@@ -243,18 +243,18 @@ def test_closing_reports_every_part(start_rank: Callable[..., StagedRank]) -> No
     prefill = start_rank()
     prefill.receiver.stop()
     for start in range(6):
-        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1), 1024 * start))
+        prefill.writer.write_part(prefill.command(prefill.part(start, start + 1), 1024 * start))
     prefill.writer.close_all()
     ended = [prefill.parts.get(timeout=10) for _ in range(6)]
     assert not any(one.ok for one in ended)
     assert {one.part.token_start for one in ended} == set(range(6))
-    prefill.writer.write_part(prefill.order(prefill.part(8, 9), 0))
+    prefill.writer.write_part(prefill.command(prefill.part(8, 9), 0))
     assert "gone" in prefill.parts.get(timeout=10).reason
 
 
 def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[..., StagedRank]) -> None:
     prefill = start_rank()
-    prefill.writer.write_part(prefill.order(prefill.part(0, 8), RING_BYTES - 1024))
+    prefill.writer.write_part(prefill.command(prefill.part(0, 8), RING_BYTES - 1024))
     ended = prefill.parts.get(timeout=10)
     assert not ended.ok
     assert not ended.late_writes
@@ -289,13 +289,13 @@ def test_a_peer_that_cannot_be_opened_leaves_no_thread_and_gives_its_reason(
     prefill.writer.open(*prefill.pair)
     assert threading.active_count() == before, "its senders have ended"
     prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES))
-    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     for ended in (prefill.chunks.get(timeout=10), prefill.parts.get(timeout=10)):
         assert not ended.ok
         assert "prefill rank 1 has no memory for staging buffers: out of memory: 3 bytes" in ended.reason
     monkeypatch.undo()
     prefill.writer.open(*prefill.pair)
-    prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+    prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     assert prefill.parts.get(timeout=10).ok
 
 
@@ -316,7 +316,7 @@ def test_a_part_that_fails_after_it_was_cancelled_does_not_take_its_thread_along
 
     with monkeypatch.context() as patched:
         patched.setattr(PartWriter, "_gather", gather)
-        prefill.writer.write_part(prefill.order(prefill.part(0, 1), 0))
+        prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
         assert gathering.wait(10)
         prefill.writer.cancel(DECODE, TransferKey(1, 1))
         cancelled.set()
@@ -324,5 +324,5 @@ def test_a_part_that_fails_after_it_was_cancelled_does_not_take_its_thread_along
     assert (ended.ok, ended.reason, ended.late_writes) == (False, "cancelled", False)
     assert "an illegal memory access" in caplog.text
     for start in range(3):  # more than buffers
-        prefill.writer.write_part(prefill.order(prefill.part(start, start + 1, TransferKey(2, 1)), 0))
+        prefill.writer.write_part(prefill.command(prefill.part(start, start + 1, TransferKey(2, 1)), 0))
         assert prefill.parts.get(timeout=10).ok

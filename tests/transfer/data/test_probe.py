@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.transfer.data import sender as sender_module
-from pdserve.transfer.data.probe import WORD_BYTES, probe
+from pdserve.transfer.data.probe import PATTERN_BYTES, probe
 from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake.library import Transport
@@ -49,7 +49,7 @@ class TestProbe:
         assert probe(engine, local, pool_of(receiver)) is None
         engine.destroy()
         assert (receiver.pool[:POOL_BYTES] == 7).all()
-        assert np.count_nonzero(receiver.pool[POOL_BYTES:] != 7) > WORD_BYTES // 2
+        assert np.count_nonzero(receiver.pool[POOL_BYTES:] != 7) > PATTERN_BYTES // 2
 
     def test_memory_that_is_not_registered(self, receiver: Receiver) -> None:
         pool = Pool(ROW, 4096, POOL_BYTES, "host", probe_address=4096, probe_bytes=PROBE_BYTES)

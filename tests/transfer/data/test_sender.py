@@ -172,9 +172,9 @@ def test_an_empty_job_needs_no_peer(harness: Harness) -> None:
 
 
 def test_copies_outside_a_pool_are_refused_before_anything_is_written(harness: Harness) -> None:
-    with pytest.raises(PlanError, match="leaves the destination pool"):
+    with pytest.raises(PlanError, match="exceeds the destination pool"):
         harness.sender.submit(SendJob(key(1), copies([0, 0], [0, POOL_BYTES - 10], [4096, 4096])))
-    with pytest.raises(PlanError, match="leaves the source pool"):
+    with pytest.raises(PlanError, match="exceeds the source pool"):
         harness.sender.submit(SendJob(key(1), copies([8 * MIB - 10], [0], [4096])))
     harness.sender.submit(SendJob(key(2), copies([0], [POOL_BYTES - 4096], [4096])))
     assert harness.result().key == key(2)

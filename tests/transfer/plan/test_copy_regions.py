@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_links
+from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_regions
 from pdserve.transfer.plan.copy_runs import check_bounds, expand_runs, expand_token_runs
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 
@@ -156,7 +156,7 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
         pool = rng.integers(0, 256, kv.size_bytes, dtype=np.uint8)
         put(pool, kv, truth, everything, rows_of(tokens.source_pages, kv.page_size, everything))
         sources.append(pool)
-    links = plan_links(prefill, decode, first=seed % len(prefill))
+    regions = plan_regions(prefill, decode, first=seed % len(prefill))
     sent = np.arange(tokens.start, tokens.end)
     for destination, kv in enumerate(decode):
         poison = rng.integers(0, 256, kv.size_bytes, dtype=np.uint8)
@@ -167,11 +167,11 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
         expected, actual = poison.copy(), poison.copy()
         put(expected, kv, truth, sent, rows[sent])
         runs_of, pools = [], []
-        for link in links:
-            if link.destination != destination:
+        for region in regions:
+            if region.destination != destination:
                 continue
-            source = prefill[link.source]
-            span = (tokens.start, tokens.end, link)
+            source = prefill[region.source]
+            span = (tokens.start, tokens.end, region)
             pages = tokens.source_pages[tokens.start // source.page_size :]
             to_pages = tokens.destination_pages[tokens.start // kv.page_size :]
             runs = (
@@ -181,7 +181,7 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
             )
             check_bounds(runs, source.size_bytes, kv.size_bytes)
             runs_of.append((runs.source, runs.destination, runs.length))
-            pools.append(sources[link.source])
+            pools.append(sources[region.source])
         writes = copy(runs_of, pools, actual)
         assert writes.max() == 1
         if not by_token and kv.page_size == prefill[0].page_size and tokens.end % kv.page_size:
@@ -204,20 +204,20 @@ def sides(draw: st.DrawFn) -> Sides:
 @settings(max_examples=1000, deadline=None)
 @given(case=sides(), first=st.integers(0, 31))
 def test_every_cell_has_one_writer_that_holds_it_and_rectangles_are_maximal(case: Sides, first: int) -> None:
-    links = plan_links(*case, first=first % len(case.prefill))
+    regions = plan_regions(*case, first=first % len(case.prefill))
     for destination, kv in enumerate(case.decode):
-        here = [link for link in links if link.destination == destination]
+        here = [region for region in regions if region.destination == destination]
         writers = np.zeros((12, 16), dtype=np.int64)
-        for link in here:
-            writers[link.layers.start : link.layers.stop, link.heads.start : link.heads.stop] += 1
+        for region in here:
+            writers[region.layers.start : region.layers.stop, region.heads.start : region.heads.stop] += 1
         assert (writers[kv.layer_start : kv.layer_end, kv.head_start : kv.head_end] == 1).all()
         assert writers.sum() == kv.num_layers * kv.num_heads
-        for link in here:
-            source = case.prefill[link.source]
-            assert source.layer_start <= link.layers.start < link.layers.stop <= source.layer_end
-            assert source.head_start <= link.heads.start < link.heads.stop <= source.head_end
-        by_source = sorted(here, key=lambda link: link.source)
-        for _, group in itertools.groupby(by_source, key=lambda link: link.source):
+        for region in here:
+            source = case.prefill[region.source]
+            assert source.layer_start <= region.layers.start < region.layers.stop <= source.layer_end
+            assert source.head_start <= region.heads.start < region.heads.stop <= source.head_end
+        by_source = sorted(here, key=lambda region: region.source)
+        for _, group in itertools.groupby(by_source, key=lambda region: region.source):
             for left, right in itertools.permutations(group, 2):
                 assert not (left.layers.stop == right.layers.start and left.heads == right.heads)
                 assert not (left.heads.stop == right.heads.start and left.layers == right.layers)
@@ -228,15 +228,15 @@ def test_every_cell_has_one_writer_that_holds_it_and_rectangles_are_maximal(case
 def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies: int) -> None:
     prefill = [layout((0, layers), (0, 1))] * replicas
     decode = [layout(stage, (0, 1)) for stage in cut(layers, min(stages, layers))] * copies
-    links = plan_links(prefill, decode)
-    assert len(links) == len(decode), "a decode rank that one prefill rank can serve has one link"
-    load = [sum(len(link.layers) for link in links if link.source == source) for source in range(replicas)]
+    regions = plan_regions(prefill, decode)
+    assert len(regions) == len(decode), "a decode rank that one prefill rank can serve has one region"
+    load = [sum(len(region.layers) for region in regions if region.source == source) for source in range(replicas)]
     assert max(load) - min(load) <= max(kv.num_layers for kv in decode)
 
 
 def test_another_first_rank_takes_its_turn() -> None:
     prefill, decode = [layout((0, 4), (0, 1))] * 3, [layout((0, 4), (0, 1))]
-    assert [plan_links(prefill, decode, first=first)[0].source for first in range(3)] == [0, 1, 2]
+    assert [plan_regions(prefill, decode, first=first)[0].source for first in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -249,19 +249,21 @@ def test_another_first_rank_takes_its_turn() -> None:
     ],
 )
 def test_equal_topologies_are_rank_to_rank_and_one_copy_per_run_of_pages(topology: list[KvLayout]) -> None:
-    links = plan_links(topology, topology)
-    assert [(link.source, link.destination) for link in links] == [(rank, rank) for rank in range(len(topology))]
-    for link in links:
-        kv = topology[link.source]
-        assert len(expand_runs(kv, kv, [2, 3, 4, 6, 7], [1, 2, 3, 4, 5], 0, 80, link)) == 2
-        assert len(expand_token_runs(kv, kv, [2, 3], range(16, 48), 0, 32, link)) == 1
+    regions = plan_regions(topology, topology)
+    assert [(region.source, region.destination) for region in regions] == [
+        (rank, rank) for rank in range(len(topology))
+    ]
+    for region in regions:
+        kv = topology[region.source]
+        assert len(expand_runs(kv, kv, [2, 3, 4, 6, 7], [1, 2, 3, 4, 5], 0, 80, region)) == 2
+        assert len(expand_token_runs(kv, kv, [2, 3], range(16, 48), 0, 32, region)) == 1
 
 
 def test_three_stages_to_two() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((4, 8), (0, 2)), layout((8, 12), (0, 2))]
     decode = [layout((0, 6), (0, 2)), layout((6, 12), (0, 2))]
     heads = range(2)
-    assert set(plan_links(prefill, decode)) == {
+    assert set(plan_regions(prefill, decode)) == {
         CopyRegion(0, 0, range(4), heads),
         CopyRegion(1, 0, range(4, 6), heads),
         CopyRegion(1, 1, range(6, 8), heads),
@@ -272,4 +274,4 @@ def test_three_stages_to_two() -> None:
 def test_what_nobody_holds_is_named() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((0, 3), (2, 4))]
     with pytest.raises(CoverageError, match=r"decode rank 1 needs layer 3, head 2 of p0\+p1, which no prefill rank"):
-        plan_links(prefill, [layout((0, 3), (0, 4)), layout((2, 4), (0, 4))])
+        plan_regions(prefill, [layout((0, 3), (0, 4)), layout((2, 4), (0, 4))])

@@ -70,13 +70,17 @@ def of_range(case: Case) -> Case:
 
 
 def copy_tokens(
-    case: Case, source_pool: Pool, destination_pool: Pool, rows: list[int] | None = None, link: CopyRegion | None = None
+    case: Case,
+    source_pool: Pool,
+    destination_pool: Pool,
+    rows: list[int] | None = None,
+    region: CopyRegion | None = None,
 ) -> None:
     source, destination = case.source, case.destination
     layers = set(source.layers) & set(destination.layers)
     heads = set(source.heads) & set(destination.heads)
-    if link is not None:
-        layers, heads = layers & set(link.layers), heads & set(link.heads)
+    if region is not None:
+        layers, heads = layers & set(region.layers), heads & set(region.heads)
     for token in range(case.start, case.end):
         from_page, from_slot = case.source_pages[token // source.page_size], token % source.page_size
         if rows is None:
@@ -246,12 +250,12 @@ def test_a_head_slice_is_one_copy_per_layer_and_plane() -> None:
 def test_a_link_restricts_layers_and_heads(
     case: Case, seed: int, layers: tuple[int, int], heads: tuple[int, int]
 ) -> None:
-    link = CopyRegion(0, 0, range(*layers), range(*heads))
+    region = CopyRegion(0, 0, range(*layers), range(*heads))
     source_pool = random_pool(case.source, seed)
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
-    copy_tokens(case, source_pool, expected, link=link)
-    runs = expand_runs(*of_range(case), link)
+    copy_tokens(case, source_pool, expected, region=region)
+    runs = expand_runs(*of_range(case), region)
     apply(runs, source_pool, actual)
     assert_maximal(runs)
     allowed = tail_rows(case) if case.source.page_size == case.destination.page_size else set()

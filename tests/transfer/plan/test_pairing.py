@@ -124,7 +124,7 @@ def test_holes_are_refused(side: str) -> None:
 
 def test_a_decode_rank_without_a_session_is_refused() -> None:
     halves = (rank(0, part((0, 8), (0, 2))), rank(1, part((0, 8), (2, 4)), session=None))
-    assert refusal(decode=halves) == "decode rank 1 of 2 announces no session that prefill could write to"
+    assert refusal(decode=halves) == "decode rank 1 of 2 announces no session for prefill to write to"
     assert check_pair(*sides(prefill=halves)) is None
 
 

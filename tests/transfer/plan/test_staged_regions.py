@@ -1,4 +1,4 @@
-"""Which links are staged: a pure answer that both sides of a pair come to, and parts that the ring can hold."""
+"""Which regions are staged: a pure answer that both sides of a pair come to, and parts that the ring can hold."""
 
 import itertools
 from typing import get_args
@@ -6,7 +6,14 @@ from typing import get_args
 import pytest
 
 from pdserve.configs.schema import StagingSetting
-from pdserve.transfer.plan.staged_regions import MAX_PART_BYTES, pages_holding, pair_regions, staged_regions
+from pdserve.transfer.plan.copy_regions import CopyRegion
+from pdserve.transfer.plan.staged_regions import (
+    MAX_PART_BYTES,
+    StagedRegion,
+    pages_holding,
+    pair_regions,
+    staged_regions,
+)
 from pdserve.transfer.protocol.layout import KvLayout
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
@@ -16,6 +23,7 @@ from pdserve.transfer.protocol.messages import (
     Pool,
     Rank,
     StageRing,
+    TransferKey,
     Welcome,
 )
 from tests.transfer.data.kv_cells import layout
@@ -67,7 +75,7 @@ def test_auto_stages_what_is_a_head_slice_and_nothing_else(prefill: int, decode:
     found = staged_regions(hello, welcome)
     same_heads = min(prefill, HEADS) == min(decode, HEADS)  # eight ranks have one head each, as four do
     expected = () if same_heads else pair_regions(hello, welcome, ("k", "v"))
-    assert tuple(one.link for one in found) == expected
+    assert tuple(one.region for one in found) == expected
     assert bool(expected) != same_heads
 
 
@@ -100,6 +108,17 @@ def test_parts_fit_into_the_ring_twice_for_each_writer() -> None:
         assert {one.part_bytes for one in found} == {part_bytes}
     assert {one.block for one in found} == {HeadSlice(0, LAYERS, head, head + 1) for head in range(4)}
     assert staged_regions(*pair(shards(4), shards(1), ring_bytes=token_bytes - 1)) == ()
+
+
+@pytest.mark.parametrize(("start", "end", "limit"), [(0, 10, 4), (3, 4, 1), (5, 5, 1), (0, 9, 3), (7, 1007, 64)])
+def test_parts_cover_the_tokens_within_the_limit(start: int, end: int, limit: int) -> None:
+    region = CopyRegion(3, 2, range(4), range(1, 2))
+    staged = StagedRegion(region, StageRing(0, 1 << 30, epoch=5), token_bytes=100, part_bytes=100 * limit + 99)
+    parts = staged.parts(TransferKey(1, 1), start, end)
+    assert [token for part in parts for token in range(part.token_start, part.token_end)] == list(range(start, end))
+    assert len(parts) == -(-(end - start) // limit)
+    assert all(0 < part.tokens <= limit for part in parts)
+    assert {(part.epoch, part.writer, part.destination, part.block) for part in parts} <= {(5, 3, 2, staged.block)}
 
 
 def test_pages_that_hold_some_tokens() -> None:

@@ -1,5 +1,6 @@
 """The staged path with real parts: pools, kernels, both state machines, and Mooncake into the memory of a process."""
 
+import collections
 import queue
 
 import numpy as np
@@ -7,39 +8,37 @@ import torch
 
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.kv_pool import KvPool
+from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.messages.effects import Effect, SendToPeer
+from pdserve.scheduler.prefill.staging import StagedSends
+from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
+from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.copy_runs import CopyRuns
 from pdserve.transfer.plan.ring import StagingRing
+from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
-    HeadSlice,
     InstanceId,
     Pool,
+    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
-    StagePart,
     StageRequest,
+    StageRing,
+    StageStopped,
     TransferKey,
 )
-from pdserve.transfer.staging.receiver import (
-    PagesQuiet,
-    Post,
-    ReceiverEffect,
-    ScatterPart,
-    StageReceiver,
-    TransferLanded,
-)
-from pdserve.transfer.staging.sender import PeerRing, SenderEffect, StageSender, WritePart, split_tokens
 from tests.transfer.data.kv_receiver import Receiver
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 100
 CELL_BYTES = 2 * DIM * 4  # key and value, float32
 RING_BYTES = 32 << 10
 KEY = TransferKey(1, 1)
-PREFILL = InstanceId("prefill")
+PREFILL, DECODE = InstanceId("prefill"), InstanceId("decode")
 
 
 def pool_of(heads: int, page_size: int) -> KvPool:
@@ -75,9 +74,18 @@ class StagedPair:
         self.target_pages = pages_of(self.target, 9)
         self.ring = torch.from_numpy(process.pool)
         self.buffer = torch.zeros(RING_BYTES, dtype=torch.uint8)
-        self.blocks = [HeadSlice(0, LAYERS, 0, 2), HeadSlice(0, LAYERS, 2, 4)]
-        self.sender = StageSender({0: PeerRing(5, RING_BYTES)})
-        self.receiver = StageReceiver(0, StagingRing(RING_BYTES, epoch=5), cell_bytes=CELL_BYTES, quarantine_s=1.0)
+        ring = StageRing(process.base_address, RING_BYTES, epoch=5)
+        regions = [
+            StagedRegion(CopyRegion(rank, 0, range(LAYERS), heads), ring, LAYERS * 2 * CELL_BYTES, RING_BYTES // 2)
+            for rank, heads in enumerate([range(2), range(2, 4)])
+        ]
+        self.effects: list[Effect] = []
+        counters: collections.Counter[str] = collections.Counter()
+        self.sends = StagedSends(16, counters, self.effects)
+        self.sends.peer_up(DECODE, regions)
+        rings = [RankRing(StagingRing(RING_BYTES, epoch=5), CELL_BYTES)]
+        self.arrivals = StagedArrivals(rings, 7, 1.0, counters, self.effects)
+        self.arrivals.peer_up(PREFILL, regions)
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, RING_BYTES, "uint8")
         target = Pool(row, process.base_address, RING_BYTES, "host")
@@ -91,73 +99,56 @@ class StagedPair:
         self.landed = False
 
     def transfer(self, start: int) -> None:
-        """Bring tokens [start, TOKENS) over, every message at once."""
-        self.receiver.open(KEY, PREFILL, start, TOKENS, list(enumerate(self.blocks)))
-        parts = []
-        for writer, block in enumerate(self.blocks):
-            for first, last in split_tokens(
-                start, TOKENS, token_bytes=block.cells * CELL_BYTES, limit_bytes=RING_BYTES // 2
-            ):
-                parts.append(StagePart(5, KEY, writer, 0, block, first, last))
-        for part in parts:
-            self.prefill(self.sender.request(part, part.tokens * part.block.cells * CELL_BYTES, 0.0))
-        for part in parts:
-            self.prefill(self.sender.computed(part))
+        """Transfer tokens [start, TOKENS); every message is delivered at once."""
+        done = PrefillDone(KEY, (), TOKENS, 1, 0, 0, 0.0, 0.0, 0.0)
+        self.arrivals.open(KEY, PREFILL, start, TOKENS, self.target_pages[start // 7 :])
+        assert self.arrivals.hold(done)
+        self.sends.request((DECODE, KEY), start, TOKENS, 0.0)
+        # both ranks have the same pages on a real server; here each has its own, and act() looks them up
+        self.sends.send(ChunkWrite(DECODE, KEY, start, TOKENS, list(range(len(self.source_pages[0]))), []), 0.0)
+        while self.effects:
+            self.act(self.effects.pop(0))
 
-    def prefill(self, effects: list[SenderEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case StageRequest():
-                    self.decode(self.receiver.requested(PREFILL, effect))
-                case StageArrived():
-                    self.decode(self.receiver.arrived(PREFILL, effect))
-                case WritePart(part, offset, size_bytes):
-                    kv_gather(
-                        self.sources[part.writer].data,
-                        torch.tensor(self.source_pages[part.writer]),
-                        self.buffer[:size_bytes],
-                        start=part.token_start,
-                        end=part.token_end,
-                        layers=range(LAYERS),
-                        heads=range(2),
-                    )
-                    run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
-                    self.peer.submit(SendJob(part.key, run))
-                    self.writes.append(self.results.get(timeout=10))
-                    assert self.writes[-1].ok, self.writes[-1].reason
-                    self.prefill(self.sender.written(part, 0.0))
-                case other:
-                    raise AssertionError(other)
-
-    def decode(self, effects: list[ReceiverEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Post(_, StageGrant() as grant):
-                    self.prefill(self.sender.granted(grant, 0.0))
-                case Post(_, StageFree() as free):
-                    self.prefill(self.sender.freed(free))
-                case ScatterPart(part, region):
-                    kv_scatter(
-                        self.ring[region.offset :][: part.tokens * part.block.cells * CELL_BYTES],
-                        self.target.data,
-                        torch.tensor(self.target_pages),
-                        start=part.token_start,
-                        end=part.token_end,
-                        layers=range(LAYERS),
-                        heads=range(part.block.head_start, part.block.head_end),
-                    )
-                    self.decode(self.receiver.scattered(part))
-                case TransferLanded():
+    def act(self, effect: Effect) -> None:
+        match effect:
+            case SendToPeer(message=StageRequest() | StageArrived() | StageStopped() as message):
+                assert self.arrivals.receive(PREFILL, message, 0.0) is None
+            case SendToPeer(message=StageGrant() | StageFree() as message):
+                self.sends.receive(DECODE, message, 0.0)
+            case PartWrite(part=part, offset=offset, size_bytes=size_bytes):
+                kv_gather(
+                    self.sources[part.writer].data,
+                    torch.tensor([self.source_pages[part.writer][page] for page in effect.pages]),
+                    self.buffer[:size_bytes],
+                    start=effect.start,
+                    end=effect.start + part.tokens,
+                    layers=range(LAYERS),
+                    heads=range(2),
+                )
+                run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
+                self.peer.submit(SendJob(part.key, run))
+                self.writes.append(self.results.get(timeout=10))
+                assert self.writes[-1].ok, self.writes[-1].reason
+                self.sends.part_written(PartWritten(DECODE, part, ok=True), 0.0)
+            case PartScatter(part=part, offset=offset, size_bytes=size_bytes):
+                kv_scatter(
+                    self.ring[offset:][:size_bytes],
+                    self.target.data,
+                    torch.tensor(effect.pages),
+                    start=effect.start,
+                    end=effect.start + part.tokens,
+                    layers=range(LAYERS),
+                    heads=range(part.block.head_start, part.block.head_end),
+                )
+                if self.arrivals.scattered(part) is not None:
                     self.landed = True
-                    self.decode(self.receiver.close(KEY))
-                case PagesQuiet():
-                    pass
-                case other:
-                    raise AssertionError(other)
+                    self.arrivals.close(KEY)
+            case other:
+                raise AssertionError(other)
 
 
 def test_two_ranks_to_one_through_a_ring_smaller_than_the_prompt() -> None:
-    start = 3
+    start = 7  # decode's prefix is whole pages
     with Receiver(RING_BYTES) as process:
         pair = StagedPair(process)
         before = pair.target.data.clone()
@@ -165,9 +156,9 @@ def test_two_ranks_to_one_through_a_ring_smaller_than_the_prompt() -> None:
         pair.peer.close()
         assert process.stderr() == ""
     assert pair.landed
-    assert pair.sender.idle
-    assert pair.receiver.idle
-    # 97 tokens x 3 layers x 2 heads x 128 bytes a rank, in parts of at most 16 KiB: 5 parts, one write each
+    assert pair.sends.parts == 0
+    pair.arrivals.check_integrity(idle=True)
+    # 93 tokens x 3 layers x 2 heads x 128 bytes a rank, in parts of at most 16 KiB: 5 parts, one write each
     assert len(pair.writes) == 2 * 5
     assert sum(write.writes for write in pair.writes) == 2 * 5
     assert sum(write.bytes_written for write in pair.writes) == (TOKENS - start) * LAYERS * HEADS * CELL_BYTES

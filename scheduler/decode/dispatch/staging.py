@@ -1,0 +1,334 @@
+"""The staged path on decode: grants regions of the staging rings, issues scatters, and tracks what has landed.
+
+Pure: events in, effects out. Messages may be lost, repeated or reordered; every repetition is answered and changes
+nothing.
+
+Two rules keep memory safe.
+- A region that may still be written has an owner. It is freed after the final message of its writer (StageArrived,
+  StageStopped, or the end of the transfer's writer), and after a quarantine where late writes may land. A closed
+  connection counts as a final message with late writes; silence does not count.
+- Only scatters of our own ranks write the destination pages, and each scatter is issued once. When the scatters of a
+  transfer have ended, its pages are safe, regardless of its writers.
+"""
+
+import collections
+import enum
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ....transfer.data.chunks import PartScatter
+from ....transfer.plan.ring import Region, StagingRing
+from ....transfer.plan.staged_regions import StagedRegion, pages_holding
+from ....transfer.protocol.messages import (
+    HeadSlice,
+    InstanceId,
+    PrefillDone,
+    StageArrived,
+    StageFree,
+    StageGrant,
+    StagePart,
+    StageRequest,
+    StageStopped,
+    TransferKey,
+)
+from ...messages.effects import Effect, SendToPeer
+
+Source = tuple[int, int, HeadSlice]
+"""A decode rank, a prefill rank that stages KV to it, and which layers and heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRing:
+    """The staging ring of one rank. `cell_bytes` is one token in one head of one layer, all planes together."""
+
+    ring: StagingRing[StagePart]
+    cell_bytes: int
+
+
+class _State(enum.Enum):
+    QUEUED = enum.auto()
+    GRANTED = enum.auto()
+    """The writer may write, even after the transfer is closed."""
+    SCATTERING = enum.auto()
+    QUARANTINED = enum.auto()
+    """The writer has stopped; late writes may land until `release_at`."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part that has a region or waits for one."""
+
+    part: StagePart
+    instance: InstanceId
+    state: _State = _State.QUEUED
+    region: Region | None = None
+    release_at: float = math.inf
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """An open transfer. `pages` start with the page that holds token `token_start`."""
+
+    instance: InstanceId
+    token_start: int
+    token_end: int
+    pages: Sequence[int]
+    spans: dict[Source, list[tuple[int, int]]]
+    """The tokens of the parts requested so far: ascending and disjoint."""
+    missing_tokens: int
+    """Tokens that are not in their pages yet, summed over the sources."""
+    parts: set[StagePart] = field(default_factory=set)
+    """All parts ever requested or stopped: none is granted twice."""
+    done: PrefillDone | None = None
+    """Set when prefill has written everything but scatters are not complete."""
+
+    def expects(self, part: StagePart, instance: InstanceId, epoch: int) -> bool:
+        """Whether this peer may announce the part: it has not done so before, and it is for the current ring."""
+        return self.instance == instance and part.epoch == epoch and part not in self.parts
+
+    def add(self, part: StagePart) -> None:
+        self.parts.add(part)
+        insort(self.spans[_source(part)], (part.token_start, part.token_end))
+
+    def problem(self, part: StagePart) -> str | None:
+        """Why this new part does not belong to the transfer, or None. Bounds what a peer can make us store."""
+        spans = self.spans.get(_source(part))
+        if spans is None:
+            return f"rank {part.writer} does not write {part.block} to rank {part.destination}"
+        if not self.token_start <= part.token_start < part.token_end <= self.token_end:
+            return f"the transfer has tokens [{self.token_start}, {self.token_end})"
+        after = bisect_left(spans, (part.token_start, part.token_end))
+        for start, end in spans[max(0, after - 1) : after + 1]:
+            if start < part.token_end and part.token_start < end:
+                return f"it overlaps tokens [{start}, {end}), which were requested before"
+        return None
+
+
+class StagedArrivals:
+    """All staging rings of a decode server. Transfers from prefill servers without staging pass through."""
+
+    def __init__(
+        self,
+        rings: Sequence[RankRing],
+        page_size: int,
+        quarantine_s: float,
+        counters: "collections.Counter[str]",
+        effects: list[Effect],
+    ) -> None:
+        """One ring per rank, or none at all. Appends to `effects`."""
+        self._rings = rings
+        self._page_size = page_size
+        self._quarantine_s = quarantine_s
+        self._counters = counters
+        self._effects = effects
+        self._sources: dict[InstanceId, list[Source]] = {}
+        self._transfers: dict[TransferKey, _Transfer] = {}
+        self._parts: dict[StagePart, _Part] = {}
+
+    @property
+    def scattering(self) -> set[TransferKey]:
+        """Transfers, open or closed, whose pages our ranks are writing."""
+        return {part.key for part, held in self._parts.items() if held.state is _State.SCATTERING}
+
+    def gauges(self) -> dict[str, float]:
+        """Occupancy, for the metrics."""
+        rings = [one.ring for one in self._rings]
+        return {
+            "staging_ring_bytes": sum(ring.capacity_bytes for ring in rings),
+            "staging_ring_bytes_granted": sum(ring.granted_bytes for ring in rings),
+            "staging_parts_waiting": sum(ring.waiting for ring in rings),
+        }
+
+    def check_integrity(self, *, idle: bool) -> None:
+        """Every region and every place in a queue belongs to one part, in the right state; with `idle`, none exists."""
+        assert not idle or not self._transfers, f"the server is idle, but staging expects parts of {[*self._transfers]}"
+        assert not idle or not self._parts, f"the server is idle, but its staging rings hold {[*self._parts]}"
+        for rank, one in enumerate(self._rings):
+            one.ring.check_integrity()
+            regions = [held.region for part, held in self._parts.items() if part.destination == rank]
+            assert regions.count(None) == one.ring.waiting
+            assert sum(region.size_bytes for region in regions if region is not None) == one.ring.granted_bytes
+        for held in self._parts.values():
+            assert (held.region is None) == (held.state is _State.QUEUED), held
+            assert (held.release_at < math.inf) == (held.state is _State.QUARANTINED), held
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def peer_up(self, instance: InstanceId, regions: Iterable[StagedRegion]) -> None:
+        """A prefill server paired; it stages these regions."""
+        sources = [(one.region.destination, one.region.source, one.block) for one in regions]
+        if sources:
+            self._sources[instance] = sources
+
+    def open(
+        self, key: TransferKey, instance: InstanceId, token_start: int, token_end: int, pages: Sequence[int]
+    ) -> None:
+        """Expect tokens [token_start, token_end) from this peer. Call before the transfer is sent to the peer."""
+        sources = self._sources.get(instance)
+        if sources is None or token_start == token_end:
+            return
+        assert key not in self._transfers, f"transfer {key} is already open"
+        missing_tokens = (token_end - token_start) * len(sources)
+        spans: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
+        self._transfers[key] = _Transfer(instance, token_start, token_end, pages, spans, missing_tokens)
+
+    def close(self, key: TransferKey) -> None:
+        """The transfer has ended or failed. Running scatters show in `scattering`; no new one is issued.
+
+        Regions that the writer may still write stay in use until it has stopped. Unknown keys are ignored.
+        """
+        if self._transfers.pop(key, None) is not None:
+            for held in self._parts_of(key):
+                if held.state is _State.QUEUED:
+                    self._release(held)
+            self._grant(range(len(self._rings)))
+
+    def hold(self, done: PrefillDone) -> bool:
+        """Whether the end of a transfer has to wait for scatters: scattered() returns `done` then."""
+        transfer = self._transfers.get(done.key)
+        if transfer is None or not transfer.missing_tokens:
+            return False
+        transfer.done = done
+        return True
+
+    def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
+        """No prefill rank writes this transfer any more (AbortAck, TransferFailed)."""
+        self._stop(self._parts_of(key), late_writes, now)
+
+    def peer_closed(self, instance: InstanceId, now: float) -> None:
+        """The connection of this peer is closed: only what the network still holds may land."""
+        self._sources.pop(instance, None)
+        self._stop([held for held in self._parts.values() if held.instance == instance], True, now)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def receive(
+        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
+    ) -> str | None:
+        """A message of prefill about a part. Returns the reason if its transfer has to fail."""
+        part = message.part
+        if not 0 <= part.destination < len(self._rings):
+            return f"staging of {part}: there is no rank {part.destination}"
+        held = self._parts.get(part)
+        if held is None:
+            return self._receive_unheld(instance, message)
+        if held.instance != instance:
+            return None
+        match message:
+            case StageRequest():
+                self._send_grant(held)
+            case StageStopped(late_writes=late_writes):
+                self._stop([held], late_writes, now)
+            case StageArrived(region=position):
+                region = held.region
+                if held.state is not _State.GRANTED or region is None or region.position != position:
+                    return None
+                transfer = self._transfers.get(part.key)
+                if transfer is None:
+                    self._free(held)
+                    self._grant([part.destination])
+                else:
+                    held.state = _State.SCATTERING
+                    self._scatter(transfer, part, region.offset)
+        return None
+
+    def scattered(self, part: StagePart) -> PrefillDone | None:
+        """The rank has scattered a part. Returns the PrefillDone that waited for it, if it was the last one."""
+        held = self._parts[part]
+        assert held.state is _State.SCATTERING, f"{part} was not being scattered"
+        self._counters["staged_parts"] += 1
+        self._free(held)
+        self._grant([part.destination])
+        transfer = self._transfers.get(part.key)
+        if transfer is None:
+            return None
+        transfer.missing_tokens -= part.tokens
+        return None if transfer.missing_tokens else transfer.done
+
+    def due(self, now: float) -> None:
+        """Free the regions whose quarantine has passed."""
+        for held in [held for held in self._parts.values() if held.release_at <= now]:
+            self._free(held)
+        self._grant(range(len(self._rings)))
+
+    def _receive_unheld(self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped) -> str | None:
+        """A message about a part that is new or has ended."""
+        part, problem = message.part, None
+        ring = self._rings[part.destination].ring
+        transfer = self._transfers.get(part.key)
+        if transfer is not None and transfer.expects(part, instance, ring.epoch):
+            match message:
+                case StageRequest():
+                    problem = transfer.problem(part) or self._size_problem(message)
+                    if problem is None:
+                        transfer.add(part)
+                        self._parts[part] = _Part(part, instance)
+                        ring.request(part, message.size_bytes)
+                        self._grant([part.destination])
+                        return None
+                case StageStopped() if transfer.problem(part) is None:
+                    transfer.add(part)  # its request may arrive later and must not be granted
+        self._effects.append(SendToPeer(instance, StageFree(part)))
+        return None if problem is None else f"staging of {part}: {problem}"
+
+    def _size_problem(self, message: StageRequest) -> str | None:
+        size_bytes, capacity_bytes = self._size(message.part), self._rings[message.part.destination].ring.capacity_bytes
+        if message.size_bytes != size_bytes:
+            return f"it requests {message.size_bytes} bytes, these tokens have {size_bytes}"
+        if size_bytes > capacity_bytes:
+            return f"it has {size_bytes} bytes, the ring has {capacity_bytes}"
+        return None
+
+    def _size(self, part: StagePart) -> int:
+        return part.tokens * part.block.cells * self._rings[part.destination].cell_bytes
+
+    def _scatter(self, transfer: _Transfer, part: StagePart, offset: int) -> None:
+        start, end = part.token_start - transfer.token_start, part.token_end - transfer.token_start
+        pages, first = pages_holding(transfer.pages, self._page_size, start, end)
+        size_bytes = self._size(part)
+        self._counters["staged_bytes"] += size_bytes
+        self._effects.append(PartScatter(part, offset, size_bytes, pages, first))
+
+    def _stop(self, parts: Iterable[_Part], late_writes: bool, now: float) -> None:
+        """The writers of these parts have stopped. The first report counts: later ones may not include late writes."""
+        for held in parts:
+            if held.state is _State.QUEUED or (held.state is _State.GRANTED and not late_writes):
+                self._free(held)
+            elif held.state is _State.GRANTED:
+                held.state, held.release_at = _State.QUARANTINED, now + self._quarantine_s
+        self._grant(range(len(self._rings)))
+
+    def _free(self, held: _Part) -> None:
+        """Remove a part and send StageFree. The caller then grants what became free, once."""
+        self._release(held)
+        self._effects.append(SendToPeer(held.instance, StageFree(held.part)))
+
+    def _release(self, held: _Part) -> None:
+        del self._parts[held.part]
+        ring = self._rings[held.part.destination].ring
+        if held.region is None:
+            ring.withdraw(held.part)
+        else:
+            ring.free(held.region.position)
+
+    def _grant(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            for part, region in self._rings[rank].ring.grant():
+                held = self._parts[part]
+                held.state, held.region = _State.GRANTED, region
+                self._send_grant(held)
+
+    def _send_grant(self, held: _Part) -> None:
+        """Send or repeat the grant of a part, unless its transfer is closed."""
+        if held.state is _State.GRANTED and held.region is not None and held.part.key in self._transfers:
+            grant = StageGrant(held.part, held.region.position, held.region.offset)
+            self._effects.append(SendToPeer(held.instance, grant))
+
+    def _parts_of(self, key: TransferKey) -> list[_Part]:
+        return [held for part, held in self._parts.items() if part.key == key]
+
+
+def _source(part: StagePart) -> Source:
+    return part.destination, part.writer, part.block

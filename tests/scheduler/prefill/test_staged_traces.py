@@ -1,4 +1,4 @@
-"""Random lives in the simulated world with staging: no ring, page or answer is lost, whatever happens when."""
+"""Random workloads in the simulator with staging: no region, page or response is lost."""
 
 import collections
 
@@ -6,8 +6,8 @@ from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, live
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 
-def test_long_lives_with_staging_go_everywhere() -> None:
-    """Every kind of event happens often, so that the checks on the way mean something."""
+def test_random_workloads_with_staging_reach_every_event() -> None:
+    """Every kind of event happens often, so that the checks of the simulator are exercised."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(80):
         simulator = StagedSimulator(stages=1 + seed % 2, overlap=seed % 4 == 0, verifies=seed % 3 == 0)

@@ -1,4 +1,4 @@
-"""Staging in the two schedulers, one case at a time; `test_staged_traces.py` has everything at once."""
+"""Staging in the two schedulers, one case at a time; `test_staged_traces.py` has random workloads."""
 
 import pytest
 
@@ -26,7 +26,7 @@ from pdserve.transfer.protocol.messages import (
     TransferKey,
 )
 from tests.scheduler.simulation.simulator import DECODE, EOS, PAGE_SIZE, PAGES
-from tests.scheduler.simulation.staged_simulator import LINKS, RING, TOKEN_BYTES, StagedSimulator
+from tests.scheduler.simulation.staged_simulator import REGIONS, RING, TOKEN_BYTES, StagedSimulator
 
 KEY = TransferKey(1, 1)
 
@@ -37,7 +37,7 @@ class Prefill:
     def __init__(self) -> None:
         limits = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
-        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
         self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)
         self.scheduler.advance(0.0)
@@ -45,24 +45,24 @@ class Prefill:
         self.parts: list[PartWrite] = []
 
     def messages(self) -> list[AnyMessage]:
-        """What decode is told; writes are kept aside."""
-        told = []
+        """Messages to decode since the last call; writes are stored."""
+        messages = []
         for effect in self.scheduler.take_effects():
             match effect:
                 case SendToPeer(message=message):
-                    told.append(message)
+                    messages.append(message)
                 case ChunkWrite():
                     self.writes.append(effect)
                 case PartWrite():
                     self.parts.append(effect)
-        return told
+        return messages
 
-    def give_step(self) -> list[StagePart]:
-        """The next step, and the parts that room is asked for."""
+    def issue_step(self) -> list[StagePart]:
+        """Issue the next step. Returns the parts for which regions are requested."""
         assert self.scheduler.next_step(0.0) is not None
-        asked = self.messages()
-        assert all(isinstance(message, StageRequest) for message in asked)
-        return [message.part for message in asked if isinstance(message, StageRequest)]
+        requests = self.messages()
+        assert all(isinstance(message, StageRequest) for message in requests)
+        return [message.part for message in requests if isinstance(message, StageRequest)]
 
     def grant(self, part: StagePart, offset: int) -> None:
         self.scheduler.stage_message(DECODE, StageGrant(part, offset, offset), 0.0)
@@ -81,9 +81,9 @@ class Prefill:
         return part
 
 
-def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_part() -> None:
+def test_regions_are_requested_before_the_step_and_chunk_arrives_after_its_last_part() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.issue_step()
     assert [(part.writer, part.token_start, part.token_end) for part in parts] == [
         (0, 0, 2),
         (1, 0, 2),
@@ -115,9 +115,9 @@ def test_room_is_asked_for_before_the_step_and_a_chunk_arrives_after_its_last_pa
     assert prefill.scheduler.counters["staged_bytes"] == 8 * TOKEN_BYTES
 
 
-def test_an_abort_before_anything_is_written_is_acknowledged_at_once() -> None:
+def test_abort_before_any_write_is_acknowledged_at_once() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.issue_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
     assert prefill.messages() == [*(StageStopped(part) for part in parts), AbortAck(KEY)]
@@ -126,9 +126,9 @@ def test_an_abort_before_anything_is_written_is_acknowledged_at_once() -> None:
     assert prefill.scheduler.staging.parts == 0
 
 
-def test_an_abort_waits_for_the_part_that_is_being_written() -> None:
+def test_abort_waits_for_the_running_part() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.issue_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
@@ -140,9 +140,9 @@ def test_an_abort_waits_for_the_part_that_is_being_written() -> None:
     assert prefill.scheduler.pages.available == 13
 
 
-def test_a_part_that_fails_fails_the_transfer_once_the_others_have_ended() -> None:
+def test_failed_part_fails_the_transfer_after_the_others_have_ended() -> None:
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.issue_step()
     for index, part in enumerate(parts[:2]):
         prefill.grant(part, 256 * index)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
@@ -163,11 +163,11 @@ def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:
     simulator.submit(6, 0, 4, 1, "a:1", 0)
     simulator.decode_turn()
     (key,) = simulator.decode.dispatcher.prefilling
-    return simulator, StagePart(RING.epoch, key, 0, 0, LINKS[0].block, 0, 2)
+    return simulator, StagePart(RING.epoch, key, 0, 0, REGIONS[0].block, 0, 2)
 
 
 @pytest.mark.parametrize("problem", ["size", "rank", "tokens"])
-def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
+def test_invalid_stage_request_fails_the_transfer(problem: str) -> None:
     simulator, part = submitted(StagedSimulator())
     (server,) = (server for server in simulator.servers.values() if server.endpoint == "a:1")
     tokens = (0, 40) if problem == "tokens" else (0, 2)
@@ -181,8 +181,8 @@ def test_a_peer_that_asks_for_nonsense_loses_its_transfer(problem: str) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) -> None:
-    """Also of a server that is no more by then."""
+def test_prefill_done_waits_for_the_last_scatter(killed: bool) -> None:
+    """Also if the prefill server is gone by then."""
     simulator, _ = submitted(StagedSimulator())
     for _ in range(40):
         simulator.prefill_turn(0)
@@ -208,16 +208,16 @@ def test_an_end_that_comes_before_the_last_scatter_waits_for_it(killed: bool) ->
     assert EOS not in request.output_ids
 
 
-def test_a_decode_server_that_reconnects_while_a_part_is_written_leaves_nothing_behind() -> None:
-    """The same server closes its connection and opens another; what was being written then reports its end."""
+def test_reconnect_of_decode_during_a_part_write_leaves_nothing_behind() -> None:
+    """The same server closes its connection and opens another; the running part then reports its end."""
     prefill = Prefill()
-    parts = prefill.give_step()
+    parts = prefill.issue_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [()], [()], 0.0)
     prefill.messages()
     prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
     prefill.scheduler.peer_closed(DECODE)
-    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)
     assert not prefill.scheduler.transfers

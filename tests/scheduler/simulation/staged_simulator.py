@@ -1,8 +1,8 @@
-"""The simulated world with staging: of every row decode needs three pieces, one written directly and two staged.
+"""The simulator with staging: every row on decode has three pieces, one written directly and two staged.
 
-The ring is smaller than a chunk, it is a list of slots, and each says what was written there last. A part that is being
-written may land at any moment, whole or as garbage. A scatter finds in its slot the part it was told of, goes into
-pages that are still reserved for it, and is carried out some time later.
+The ring is smaller than a chunk. It is a list of slots, each with the part that was written there last. A part that is
+being written may land at any time, complete or as garbage. A scatter must find its part in its slot, goes into pages
+that are still reserved for it, and runs some time later.
 """
 
 import collections
@@ -44,17 +44,17 @@ from tests.scheduler.simulation.simulator import (
 TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
 SLOTS = 3
 RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
-LINKS = [
+REGIONS = [
     StagedRegion(CopyRegion(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
     for writer in range(2)
 ]
 PIECES = (None, 0, 1)
-"""Who writes a row: None is the direct write."""
+"""The writers of a row: None is the direct write."""
 
 
 @dataclasses.dataclass
-class PartOnTheWay:
-    """A part that is being written into the ring; it may land until it has ended and `lands_until` has passed."""
+class PartInFlight:
+    """A part that is being written into the ring; it may land until `lands_until`."""
 
     command: PartWrite
     prompt: Prefix
@@ -71,8 +71,8 @@ class Scatter:
 
 class StagedSimulator(Simulator):
     def __init__(self, *, stages: int = 1, overlap: bool = False, verifies: bool = False) -> None:
-        self.parts: dict[InstanceId, list[PartOnTheWay]] = collections.defaultdict(list)
-        self.late_parts: list[PartOnTheWay] = []
+        self.parts: dict[InstanceId, list[PartInFlight]] = collections.defaultdict(list)
+        self.late_parts: list[PartInFlight] = []
         self.scatters: list[Scatter] = []
         self.slots: dict[int, StagePart | None] = {}
         self.pieces: dict[Row, dict[int | None, Prefix]] = collections.defaultdict(dict)
@@ -82,14 +82,14 @@ class StagedSimulator(Simulator):
         rings = [RankRing(ring, cell_bytes=TOKEN_BYTES)]
         self.decode = DecodeScheduler(self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], rings=rings)
         for server in self.servers.values():
-            self.decode.peer_up(server.instance, server.endpoint, LINKS)
+            self.decode.peer_up(server.instance, server.endpoint, REGIONS)
 
     def start(self, endpoint: str) -> None:
         known = set(self.servers)
         super().start(endpoint)
         for instance in set(self.servers) - known:
-            self.servers[instance].scheduler.staging.peer_up(DECODE, LINKS)
-            self.decode.dispatcher.staging.peer_up(instance, LINKS)
+            self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
+            self.decode.dispatcher.staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -106,7 +106,7 @@ class StagedSimulator(Simulator):
             self._end_part(server, ok, late)
 
     def scatter_turn(self, which: int) -> None:
-        """A rank does a scatter: out of line with its steps."""
+        """A rank runs a scatter, independent of its steps."""
         if not self.scatters:
             return
         scatter = self.scatters.pop(which % len(self.scatters))
@@ -116,9 +116,9 @@ class StagedSimulator(Simulator):
         )
         for position in range(part.token_start, part.token_end):
             index = scatter.command.start + position - part.token_start
-            place = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
-            assert place[0] in scatter.grant.pages
-            self._put_piece(place, part.writer, scatter.prompt[: position + 1])
+            row = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
+            assert row[0] in scatter.grant.pages
+            self._put_piece(row, part.writer, scatter.prompt[: position + 1])
         done = self.decode.part_scattered(part)
         if done is not None:
             self._landed(done)
@@ -136,7 +136,7 @@ class StagedSimulator(Simulator):
             self.slots[part.command.offset // ALIGNMENT] = None  # garbage, at any moment
         for scatter in self.scatters:
             assert scatter.grant in self.decode.pages._grants, (
-                f"{scatter.command.part} goes to pages that were given back"
+                f"{scatter.command.part} goes to pages that were released"
             )
         super().check()
 
@@ -153,7 +153,7 @@ class StagedSimulator(Simulator):
         match effect:
             case PartScatter(part=part):
                 prompt = self.decode.prompt_of(part.key)
-                assert prompt is not None, f"{part} is scattered for nobody"
+                assert prompt is not None, f"{part} is scattered for an unknown transfer"
                 assert prompt.grant is not None
                 self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
             case other:
@@ -163,12 +163,12 @@ class StagedSimulator(Simulator):
         match effect:
             case PartWrite(instance=instance, part=part):
                 prompt = tuple(server.scheduler.transfers[instance, part.key].prompt)
-                self.parts[server.instance].append(PartOnTheWay(effect, prompt))
+                self.parts[server.instance].append(PartInFlight(effect, prompt))
             case other:
                 super()._of_prefill(server, other)
         if isinstance(effect, CancelChunks):
-            for way in self.parts[server.instance]:
-                way.cancelled |= way.command.part.key == effect.key
+            for in_flight in self.parts[server.instance]:
+                in_flight.cancelled |= in_flight.command.part.key == effect.key
 
     def _deliver_down(self, server: Server) -> None:
         match server.to_prefill[0].message:
@@ -189,19 +189,19 @@ class StagedSimulator(Simulator):
                 super()._deliver_up(server)
 
     def _end_part(self, server: Server, ok: bool, late: bool) -> None:
-        way = self.parts[server.instance].pop(0)
-        ok = ok and not way.cancelled
-        part = way.command.part
-        self.slots[way.command.offset // ALIGNMENT] = part if ok else None
+        in_flight = self.parts[server.instance].pop(0)
+        ok = ok and not in_flight.cancelled
+        part = in_flight.command.part
+        self.slots[in_flight.command.offset // ALIGNMENT] = part if ok else None
         if late and not ok:
-            way.lands_until = self.now + QUARANTINE_S
-            self.late_parts.append(way)
-        written = PartWritten(way.command.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
+            in_flight.lands_until = self.now + QUARANTINE_S
+            self.late_parts.append(in_flight)
+        written = PartWritten(in_flight.command.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
         server.scheduler.part_written(written, self.now)
         self.act()
 
     def _drain(self) -> None:
-        """Let parts go all the way: a grant for one may wait for another."""
+        """Complete all parts: a grant for one may wait for another."""
         for _ in range(20):
             for server in self.servers.values():
                 while self.parts[server.instance]:
@@ -220,7 +220,7 @@ class StagedSimulator(Simulator):
             page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
             self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
 
-    def _put_piece(self, place: Row, piece: int | None, prefix: Prefix) -> None:
-        pieces = self.pieces[place]
+    def _put_piece(self, row: Row, piece: int | None, prefix: Prefix) -> None:
+        pieces = self.pieces[row]
         pieces[piece] = prefix
-        self.memory[place] = prefix if all(pieces.get(other) == prefix for other in PIECES) else ()
+        self.memory[row] = prefix if all(pieces.get(other) == prefix for other in PIECES) else ()

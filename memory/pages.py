@@ -25,6 +25,12 @@ def pages_for(tokens: int, page_size: int) -> int:
     return ceil_div(tokens, page_size)
 
 
+def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
+    """Of the pages of a sequence, those that hold these tokens, and the offset of the first token in the first page."""
+    first = token_start // page_size
+    return list(pages[first : pages_for(token_end, page_size)]), token_start - first * page_size
+
+
 class PageLeakError(PdserveError):
     """`check_integrity()` found inconsistent page accounting: a bug."""
 

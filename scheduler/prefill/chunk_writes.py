@@ -1,9 +1,8 @@
 """The ChunkWrite of a chunk: its tokens, and the pages on both sides that hold them."""
 
 from ...memory.index_spaces import KvPage
-from ...memory.pages import PageGrant
+from ...memory.pages import PageGrant, pages_holding
 from ...transfer.data.chunks import ChunkWrite
-from ...transfer.plan.staged_regions import pages_holding
 from .request import PageSpace, PrefillRequest
 
 

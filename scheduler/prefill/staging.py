@@ -14,8 +14,9 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...memory.pages import pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
-from ...transfer.plan.staged_regions import StagedRegion, pages_holding
+from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     InstanceId,
     StageArrived,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.memory.index_spaces import KvPage
-from pdserve.memory.pages import PageAllocator, PageGrant, PageLeakError
+from pdserve.memory.pages import PageAllocator, PageGrant, PageLeakError, pages_holding
 from pdserve.memory.prefix_cache import PrefixCache
 
 PAGE_SIZE = 2
@@ -216,3 +216,10 @@ def test_second_release_is_refused() -> None:
     pages.release(grant)
     with pytest.raises(AssertionError, match="second release"):
         pages.release(grant)
+
+
+def test_pages_that_hold_some_tokens() -> None:
+    pages = [7, 3, 9, 4]
+    assert pages_holding(pages, 16, 0, 16) == ([7], 0)
+    assert pages_holding(pages, 16, 15, 33) == ([7, 3, 9], 15)
+    assert pages_holding(pages, 16, 48, 50) == ([4], 0)

@@ -73,7 +73,6 @@ class ClientGate:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys | None) -> None:
-        self.denied = 0
         self._keys = keys
         self._client_key = z85.decode(keys.client.public) if keys is not None else None
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -98,7 +97,6 @@ class ClientGate:
             if self._allows(request):
                 answer = [version, request_id, b"200", b"OK", b"pdserve", b""]
             else:
-                self.denied += 1
                 answer = [version, request_id, b"400", b"unknown client key", b"", b""]
             self.socket.send_multipart(answer)
 

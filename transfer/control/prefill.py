@@ -104,7 +104,7 @@ class PrefillControl(Control):
                 return True
             route = self._route_of_sender(frames[0], now)
             if route is not None:
-                self._connections.heard(route.fd)
+                self._connections.message_read(route.fd)
                 self._receive(route, [frame.buffer for frame in frames[1:]], now)
         return False
 

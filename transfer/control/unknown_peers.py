@@ -24,7 +24,7 @@ UNKNOWN_PEER_BYTES: Final = 1 << 20
 class _Connection:
     addresses: tuple[Any, Any]  # whatever the address family has
     known: bool = False
-    heard: bool = False
+    message_read: bool = False
     """A complete message was read since the last check."""
     counted_from: int = 0
     """Bytes received up to the last check after a complete message."""
@@ -67,10 +67,10 @@ class UnknownPeers:
         elif fd in self._connections:
             self._connections[fd].known = True
 
-    def heard(self, fd: int) -> None:
+    def message_read(self, fd: int) -> None:
         """A complete message of this connection was read."""
         if fd in self._connections:
-            self._connections[fd].heard = True
+            self._connections[fd].message_read = True
 
     def enforce_limits(self) -> None:
         """Close the connections that have sent too much. Call this a few times per second."""
@@ -79,8 +79,8 @@ class UnknownPeers:
                 if _addresses(borrowed) != connection.addresses:
                     continue  # the descriptor was reused
                 received = tcp_counters(borrowed).received
-                if connection.known and connection.heard:
-                    connection.heard, connection.counted_from = False, received
+                if connection.known and connection.message_read:
+                    connection.message_read, connection.counted_from = False, received
                 limit = self._message_bytes if connection.known and self._message_bytes else UNKNOWN_PEER_BYTES
                 if received - connection.counted_from > limit:
                     what = "in an unfinished message" if connection.known else "without an introduction"

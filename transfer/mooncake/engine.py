@@ -76,7 +76,6 @@ class ReceiveEngine:
         self._engine: MooncakeEngine | None = create_engine(host, transport, devices=devices, gid_index=gid_index)
         self._port = self._engine.get_rpc_port()
         self.session = f"{host}:{self._port}"
-        self.confined = False
         try:
             ignore_idle_connections(self._port)
         except OSError as error:
@@ -84,7 +83,6 @@ class ReceiveEngine:
         if _is_loopback(host):
             try:
                 _confine(self._port)
-                self.confined = True
             except (OSError, PeerUnreachableError) as error:
                 log.warning("the KV ports of %s stay reachable from other machines: %s", self.session, error)
 

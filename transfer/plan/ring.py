@@ -56,10 +56,6 @@ class StagingRing(Generic[Owner]):
         self._live: dict[int, Region] = {}  # by offset
 
     @property
-    def idle(self) -> bool:
-        return not self._live and not self._waiting
-
-    @property
     def waiting(self) -> int:
         """Requests that have no region yet."""
         return len(self._waiting)

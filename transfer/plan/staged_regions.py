@@ -7,7 +7,6 @@ staging would only add copies.
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -86,12 +85,6 @@ def staged_regions(hello: Hello, welcome: Welcome) -> tuple[StagedRegion, ...]:
 def cell_bytes(layout: KvLayout) -> int:
     """Bytes of one token in one head of one layer, all planes together."""
     return sum(plane.token_bytes for plane in layout.planes)
-
-
-def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
-    """Of the pages of a sequence, those that hold these tokens, and the offset of the first token in the first page."""
-    first = token_start // page_size
-    return list(pages[first : -(-token_end // page_size)]), token_start - first * page_size
 
 
 def _first_source(hello: Hello, welcome: Welcome) -> int:

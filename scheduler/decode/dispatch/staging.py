@@ -18,9 +18,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ....memory.pages import pages_holding
 from ....transfer.data.chunks import PartScatter
 from ....transfer.plan.ring import Region, StagingRing
-from ....transfer.plan.staged_regions import StagedRegion, pages_holding
+from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import (
     HeadSlice,
     InstanceId,
@@ -142,7 +143,7 @@ class StagedArrivals:
         }
 
     def check_integrity(self, *, idle: bool) -> None:
-        """Every region and every place in a queue belongs to one part, in the right state; with `idle`, none exists."""
+        """Every region and every queued request belongs to one part, in the right state; with `idle`, none exists."""
         assert not idle or not self._transfers, f"the server is idle, but staging expects parts of {[*self._transfers]}"
         assert not idle or not self._parts, f"the server is idle, but its staging rings hold {[*self._parts]}"
         for rank, one in enumerate(self._rings):

@@ -26,7 +26,7 @@ from pdserve.transfer.protocol.messages import (
     TransferKey,
 )
 from tests.scheduler.simulation.simulator import DECODE, EOS, PAGE_SIZE, PAGES
-from tests.scheduler.simulation.staged_simulator import LINKS, RING, TOKEN_BYTES, StagedSimulator
+from tests.scheduler.simulation.staged_simulator import REGIONS, RING, TOKEN_BYTES, StagedSimulator
 
 KEY = TransferKey(1, 1)
 
@@ -37,7 +37,7 @@ class Prefill:
     def __init__(self) -> None:
         limits = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
-        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+        self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
         self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)
         self.scheduler.advance(0.0)
@@ -60,9 +60,9 @@ class Prefill:
     def start_step(self) -> list[StagePart]:
         """Start the next step; returns the parts for which regions are requested."""
         assert self.scheduler.next_step(0.0) is not None
-        asked = self.messages()
-        assert all(isinstance(message, StageRequest) for message in asked)
-        return [message.part for message in asked if isinstance(message, StageRequest)]
+        requests = self.messages()
+        assert all(isinstance(message, StageRequest) for message in requests)
+        return [message.part for message in requests if isinstance(message, StageRequest)]
 
     def grant(self, part: StagePart, offset: int) -> None:
         self.scheduler.stage_message(DECODE, StageGrant(part, offset, offset), 0.0)
@@ -163,7 +163,7 @@ def submitted(simulator: StagedSimulator) -> tuple[StagedSimulator, StagePart]:
     simulator.submit(6, 0, 4, 1, "a:1", 0)
     simulator.decode_turn()
     (key,) = simulator.decode.dispatcher.prefilling
-    return simulator, StagePart(RING.epoch, key, 0, 0, LINKS[0].block, 0, 2)
+    return simulator, StagePart(RING.epoch, key, 0, 0, REGIONS[0].block, 0, 2)
 
 
 @pytest.mark.parametrize("problem", ["size", "rank", "tokens"])
@@ -217,7 +217,7 @@ def test_reconnect_of_decode_during_a_part_write_leaks_nothing() -> None:
     prefill.messages()
     prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
     prefill.scheduler.peer_closed(DECODE)
-    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), LINKS)
+    prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)
     assert not prefill.scheduler.requests

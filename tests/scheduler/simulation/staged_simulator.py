@@ -45,7 +45,7 @@ from tests.scheduler.simulation.simulator import (
 TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
 SLOTS = 3
 RING = StageRing(0, SLOTS * ALIGNMENT, epoch=3)
-LINKS = [
+REGIONS = [
     StagedRegion(CopyRegion(writer, 0, range(1), range(writer, writer + 1)), RING, TOKEN_BYTES, ALIGNMENT)
     for writer in range(2)
 ]
@@ -83,14 +83,14 @@ class StagedSimulator(Simulator):
         rings = [RankRing(ring, cell_bytes=TOKEN_BYTES)]
         self.decode = DecodeScheduler(self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], rings=rings)
         for server in self.servers.values():
-            self.decode.peer_up(server.instance, server.endpoint, LINKS)
+            self.decode.peer_up(server.instance, server.endpoint, REGIONS)
 
     def start(self, endpoint: str) -> None:
         known = set(self.servers)
         super().start(endpoint)
         for instance in set(self.servers) - known:
-            self.servers[instance].scheduler.staging.peer_up(DECODE, LINKS)
-            self.decode.dispatcher.staging.peer_up(instance, LINKS)
+            self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
+            self.decode.dispatcher.staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:

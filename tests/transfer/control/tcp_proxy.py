@@ -1,4 +1,4 @@
-"""What may happen to a control connection between two machines, on one."""
+"""A TCP proxy that simulates network faults of a control connection."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class TcpProxy:
-    """TCP between decode and prefill that a test can cut, hold up, slow down or chop. Ends with its `with` block."""
+    """TCP between decode and prefill that a test can cut, delay, slow down or split. Ends with its `with` block."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -17,10 +17,10 @@ class TcpProxy:
         """Bytes wait while it is not set."""
         self.flows.set()
         self.delay_s = 0.0
-        """For every piece of a stream."""
+        """Delay of every piece of a stream."""
         self.piece_bytes = 65536
         self.both_ends = True
-        """Whether prefill notices, when decode's end of a connection is closed."""
+        """Whether prefill's end is closed together with decode's end of a connection."""
         self._near: list[socket.socket] = []
         self._far: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -41,7 +41,7 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """How many there have been."""
+        """The number of connections so far."""
         return len(self._far)
 
     def cut(self) -> None:
@@ -51,7 +51,7 @@ class TcpProxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def half_close(self) -> None:
-        """Tell decode that prefill has nothing more to say. What decode says still arrives."""
+        """Half-close: decode sees the end of the stream from prefill, but can still send."""
         for end in self._near:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_WR)

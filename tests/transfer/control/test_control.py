@@ -1,4 +1,4 @@
-"""The control plane over real sockets, and real processes where one is stopped or killed.
+"""The control plane over real sockets, with real processes for tests that stop or kill one.
 
 Run as a script this file is the other process: `test_control.py prefill|decode PORT INSTANCE` pairs, prints one line
 per event, and answers every Abort with an AbortAck (prefill).
@@ -97,7 +97,7 @@ def key(number: int) -> TransferKey:
 
 
 class Recorder:
-    """Keeps all events of one control and lets a test wait for them."""
+    """Records all events of one control; a test can wait for them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -136,7 +136,7 @@ class Recorder:
         return stray
 
     def life(self, instance: str) -> list[str]:
-        """The names of the events of one peer's life, in order."""
+        """The names of the events of one peer, in order."""
         kinds = PeerUp | PeerLost | PeerClosed
         return [
             type(event).__name__ for event in self.events if isinstance(event, kinds) and event.instance == instance
@@ -291,7 +291,7 @@ def test_many_to_many(cluster: Cluster) -> None:
         }
 
 
-def test_two_names_of_one_server_are_one_pair(cluster: Cluster) -> None:
+def test_two_addresses_of_one_server_are_one_peer(cluster: Cluster) -> None:
     server, above = cluster.prefill()
     with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
@@ -303,7 +303,7 @@ def test_two_names_of_one_server_are_one_pair(cluster: Cluster) -> None:
         eventually(lambda: [peer.state for peer in client.peers()] == ["paired", "paired"])
         assert client.peers()[1].detail == f"same server as 127.0.0.1:{proxy.port}"
         assert above.life("d1") == ["PeerUp"]
-        proxy.cut()  # the other name takes over
+        proxy.cut()  # the other address takes over
         assert below.wait(PeerUp, 2)[1].endpoint == f"localhost:{server.port}"
         assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
         above.wait(PeerUp, 2)
@@ -311,7 +311,7 @@ def test_two_names_of_one_server_are_one_pair(cluster: Cluster) -> None:
         client.close()
 
 
-def test_a_busy_port_is_named(cluster: Cluster) -> None:
+def test_port_in_use_is_named_in_the_error(cluster: Cluster) -> None:
     server, _ = cluster.prefill()
     with pytest.raises(StartupError, match=rf"bootstrap port {server.port} on 127.0.0.1 is in use.*--bootstrap-port"):
         cluster.prefill("p2", server.port)
@@ -373,7 +373,7 @@ def test_a_burst_does_not_wait_for_heartbeats(cluster: Cluster) -> None:
     above.wait(MessageReceived, 2000, timeout_s=2.5)
 
 
-def test_load_travels_both_ways(cluster: Cluster) -> None:
+def test_load_is_reported_in_both_directions(cluster: Cluster) -> None:
     loads = [Load(1, 2, 3)]
     server, above = cluster.prefill(load=lambda: loads[0])
     _, below = cluster.decode("d1", server.port, load=lambda: Load(9))
@@ -396,7 +396,7 @@ def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: 
     assert above.messages() == []
 
 
-def test_too_much_for_one_peer_fails_that_message(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_fails_if_the_channel_is_full(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ReliableChannel", partial(ReliableChannel, limit_bytes=1000))
     _, above, client, below = cluster.pair()
     client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
@@ -436,7 +436,7 @@ def test_decode_restarts(cluster: Cluster) -> None:
 
 
 def test_many_short_connections_leave_nothing_behind(cluster: Cluster) -> None:
-    """File descriptors are reused at once: the end of one connection must not be taken for that of the next."""
+    """File descriptors are reused at once: the end of one connection must not be attributed to the next."""
     server, above = cluster.prefill()
     for index in range(20):
         client, below = cluster.decode(f"d{index}", server.port)
@@ -450,20 +450,20 @@ def test_many_short_connections_leave_nothing_behind(cluster: Cluster) -> None:
     eventually(lambda: server.peers() == [])
 
 
-def test_the_last_words_of_a_server_are_heard(cluster: Cluster) -> None:
-    """A message and the end of its connection wait together: the message comes first."""
+def test_messages_sent_before_a_close_are_delivered(cluster: Cluster) -> None:
+    """A message and the end of its connection are pending together: the message is handled first."""
     quiet = Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0)
     server, above = cluster.prefill(timing=quiet)
     client, below = cluster.decode("d1", server.port, timing=quiet)
     above.wait(PeerUp)
-    time.sleep(0.1)  # the first heartbeats are through
+    time.sleep(0.1)  # the first heartbeats have arrived
     may_go_on, busy = threading.Event(), threading.Event()
 
     def be_busy() -> None:
         busy.set()
         may_go_on.wait(5)
 
-    client._post(be_busy)  # as any work of the control thread that takes its time
+    client._post(be_busy)  # simulates slow work on the control thread
     assert busy.wait(2)
     server.send(InstanceId("d1"), AbortAck(key(1)))
     time.sleep(0.2)
@@ -475,7 +475,7 @@ def test_the_last_words_of_a_server_are_heard(cluster: Cluster) -> None:
     assert below.deliveries_while_not_up() == []
 
 
-def test_the_hello_of_a_closed_connection_is_no_peer(cluster: Cluster) -> None:
+def test_hello_of_a_closed_connection_is_ignored(cluster: Cluster) -> None:
     may_go_on, busy = threading.Event(), threading.Event()
 
     def check(theirs: Hello) -> str | None:
@@ -497,7 +497,7 @@ def test_the_hello_of_a_closed_connection_is_no_peer(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("both_ends", [True, False], ids=["noticed by both", "noticed by decode only"])
-def test_a_cut_connection_ends_the_pair_and_a_new_one_starts_afresh(cluster: Cluster, both_ends: bool) -> None:
+def test_cut_connection_closes_the_peer_and_a_new_one_pairs(cluster: Cluster, both_ends: bool) -> None:
     server, above = cluster.prefill()
     with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
@@ -520,7 +520,7 @@ def test_a_cut_connection_ends_the_pair_and_a_new_one_starts_afresh(cluster: Clu
         client.close()
 
 
-def test_a_network_that_holds_everything_up_loses_both_and_nothing_else(cluster: Cluster) -> None:
+def test_peers_are_lost_but_not_closed_while_the_network_delays_everything(cluster: Cluster) -> None:
     server, above = cluster.prefill()
     with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)
@@ -546,7 +546,7 @@ def test_a_network_that_holds_everything_up_loses_both_and_nothing_else(cluster:
         client.close()
 
 
-def test_a_slow_name_server_disturbs_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_name_server_does_not_delay_other_peers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = sockets.getaddrinfo
     asked = threading.Event()
 
@@ -567,7 +567,7 @@ def test_a_slow_name_server_disturbs_nobody(cluster: Cluster, monkeypatch: pytes
 
 @pytest.mark.parametrize("checking", ["prefill", "decode"])
 def test_version_mismatch_names_both_versions_on_both_sides(cluster: Cluster, checking: str) -> None:
-    """The newer one may be on either side, and the pair is refused whoever looks first."""
+    """The newer server may be on either side; the pair is refused in any order of checks."""
     versions = (PROTOCOL_VERSION, PROTOCOL_VERSION + 1) if checking == "prefill" else (PROTOCOL_VERSION + 1, 1)
     server, above = cluster.prefill(me=welcome("p1", version=versions[0]))
     client, below = cluster.decode(me=hello("d1", version=versions[1]))
@@ -590,7 +590,7 @@ def test_an_unreadable_hello_of_another_version_is_refused_by_version(cluster: C
     above.wait(PeerRefused)
 
 
-def test_model_mismatch_is_refused_until_it_is_repaired(cluster: Cluster) -> None:
+def test_model_mismatch_is_refused_until_it_is_fixed(cluster: Cluster) -> None:
     server, above = cluster.prefill(me=welcome("p1", fingerprint="other"))
     client, below = cluster.decode("d1", server.port)
     (refused,) = below.wait(PeerRefused)
@@ -630,8 +630,8 @@ def test_another_cluster_key_cannot_pair(cluster: Cluster, above_key: str | None
     assert above.of(PeerUp) == below.of(PeerUp) == []
 
 
-def test_without_its_cluster_key_nobody_pairs(cluster: Cluster) -> None:
-    """Prefill hangs up, before or after it has said what it expects."""
+def test_server_without_the_cluster_key_cannot_pair(cluster: Cluster) -> None:
+    """Prefill closes the connection before or after it has sent its mechanism."""
     server, above = cluster.prefill(secret="k" * 16)
     client, below = cluster.decode("d1", server.port)
     endpoint = f"127.0.0.1:{server.port}"
@@ -643,7 +643,7 @@ def test_without_its_cluster_key_nobody_pairs(cluster: Cluster) -> None:
     assert above.of(PeerUp) == below.of(PeerUp) == []
 
 
-def test_a_server_that_hangs_up_is_not_said_to_have_another_key_where_we_have_none(cluster: Cluster) -> None:
+def test_hang_up_is_not_reported_as_a_wrong_key_without_a_key_of_our_own(cluster: Cluster) -> None:
     with sockets.create_server(("127.0.0.1", 0)) as server:
         hangs_up = threading.Thread(target=hang_up_on_all, args=(server,), daemon=True)
         hangs_up.start()
@@ -658,8 +658,8 @@ def test_a_server_that_hangs_up_is_not_said_to_have_another_key_where_we_have_no
 
 
 @pytest.mark.parametrize("secret", [None, "k" * 16], ids=["no key", "a key"])
-def test_an_http_port_is_called_by_its_name(cluster: Cluster, secret: str | None) -> None:
-    """ZMQ only sees that the handshake fails, which another key would explain as well."""
+def test_http_port_is_named_as_the_reason(cluster: Cluster, secret: str | None) -> None:
+    """ZMQ only reports a failed handshake, as for a wrong key."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
@@ -673,7 +673,7 @@ def test_an_http_port_is_called_by_its_name(cluster: Cluster, secret: str | None
 
 
 @pytest.mark.parametrize("stops", ["prefill", "decode"])
-def test_a_clean_stop_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture, stops: str) -> None:
+def test_clean_shutdown_logs_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture, stops: str) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     server, above, client, below = cluster.pair()
     (server if stops == "prefill" else client).close()
@@ -698,7 +698,7 @@ def test_the_same_cluster_key_pairs(cluster: Cluster) -> None:
 
 
 class RawPeer:
-    """A bare DEALER that can say anything."""
+    """A plain DEALER that can send anything."""
 
     def __init__(self, port: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -726,7 +726,7 @@ class RawPeer:
         raise AssertionError("no answer within 3 s")
 
 
-def test_malformed_input_is_answered_counted_logged_once_and_survived(
+def test_malformed_input_is_answered_counted_and_logged_once(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, above, client, _ = cluster.pair()
@@ -760,7 +760,7 @@ def test_malformed_input_is_answered_counted_logged_once_and_survived(
     assert server.stats()["handler_errors"] == 0
 
 
-def test_an_unreadable_numbered_message_does_not_block_those_behind_it(cluster: Cluster) -> None:
+def test_unreadable_numbered_message_does_not_block_the_next(cluster: Cluster) -> None:
     server, above = cluster.prefill()
     with RawPeer(server.port) as raw:
         raw.say(hello("d1"))
@@ -780,7 +780,7 @@ def test_an_unreadable_numbered_message_does_not_block_those_behind_it(cluster: 
     assert server.stats()["messages_out_of_order"] == 2
 
 
-def test_what_is_not_acknowledged_is_sent_again(cluster: Cluster) -> None:
+def test_unacknowledged_messages_are_sent_again(cluster: Cluster) -> None:
     server, above = cluster.prefill()
     with RawPeer(server.port) as raw:
         raw.say(hello("d1"))
@@ -856,8 +856,10 @@ def endpoints_of(side: DecodeControl) -> list[str]:
     return [peer.endpoint for peer in side.peers()]
 
 
-def test_unpaired_endpoints_of_a_client_give_way_to_its_own(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that names servers that are not there does not push out those of others; configured ones stay."""
+def test_client_with_too_many_unpaired_endpoints_loses_its_oldest(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that names missing servers does not displace endpoints of others; configured ones stay."""
     monkeypatch.setattr("pdserve.transfer.control.decode.MAX_UNPAIRED_PER_CLIENT", 2)
     monkeypatch.setattr("pdserve.transfer.control.decode.MAX_UNPAIRED", 4)
     server, _ = cluster.prefill()
@@ -892,7 +894,7 @@ def test_paired_endpoints_are_bounded_too(cluster: Cluster, monkeypatch: pytest.
     assert below.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
 
 
-def test_an_endpoint_that_nobody_names_any_more_is_given_up(cluster: Cluster) -> None:
+def test_unpaired_endpoint_is_removed_after_a_while(cluster: Cluster) -> None:
     now = [0.0]
     recorder = Recorder()
     client = DecodeControl(
@@ -916,8 +918,8 @@ def test_an_endpoint_that_nobody_names_any_more_is_given_up(cluster: Cluster) ->
         eventually(lambda: endpoints_of(client) == [configured])
 
 
-def test_endpoints_that_accept_and_never_answer_use_nothing_up(cluster: Cluster) -> None:
-    """1,200 requests that name such ports used up the sockets of the process; then nobody could be paired."""
+def test_endpoints_that_never_answer_do_not_exhaust_sockets(cluster: Cluster) -> None:
+    """1,200 requests with such ports once exhausted the sockets of the process, and no server could pair."""
     server, _ = cluster.prefill()
     client, below = cluster.decode("d1")
     with ExitStack() as stack:
@@ -930,7 +932,7 @@ def test_endpoints_that_accept_and_never_answer_use_nothing_up(cluster: Cluster)
     assert client.stats()["handler_errors"] == 0
 
 
-def test_want_of_sockets_is_the_end_of_one_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_fails_if_there_are_no_sockets(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.transfer.control.thread.MAX_SOCKETS", 30)
     server, _ = cluster.prefill()
     client, below = cluster.decode("d1")
@@ -944,10 +946,10 @@ def test_want_of_sockets_is_the_end_of_one_attempt(cluster: Cluster, monkeypatch
     assert client.stats()["handler_errors"] == 0
 
 
-def test_a_name_that_leads_where_requests_may_not_is_not_followed(
+def test_name_that_resolves_to_a_forbidden_address_is_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front cannot tell: it does not resolve names, and they may change."""
+    """The frontend cannot check this: it does not resolve names, and they may change."""
     server, above = cluster.prefill()
     recorder = Recorder()
     client = DecodeControl(
@@ -975,8 +977,8 @@ def test_a_name_that_leads_where_requests_may_not_is_not_followed(
 
 
 @pytest.mark.parametrize("closing", ["prefill", "decode"])
-def test_what_was_sent_before_close_arrives(cluster: Cluster, closing: str) -> None:
-    """The last request of a server that is drained ends with a message: it is no use if nobody hears it."""
+def test_close_delivers_queued_messages(cluster: Cluster, closing: str) -> None:
+    """The last request of a draining server ends with a message, which must be delivered."""
     server, above, client, below = cluster.pair()
     expected = [AbortAck(key(number)) for number in range(1000)]  # more than a window
     side, other, peer = (server, below, "d1") if closing == "prefill" else (client, above, "p1")
@@ -1004,13 +1006,13 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
 
 
 START_TIMEOUT_S = 60.0
-"""Of another process, which has to import everything first."""
+"""Start-up time of another process, including its imports."""
 NOTICED_S = DEFAULT.peer_timeout_s + 1.0
-"""Silence is noticed by then, also by a thread that gets little time of a busy machine."""
+"""Silence is detected by then, also on a busy machine."""
 
 
 class OtherProcess:
-    """This file as a server of its own; its events arrive here as lines."""
+    """Runs this file as a server process; its events arrive here as lines."""
 
     def __init__(self, role: str, port: int, instance: str) -> None:
         root = Path(__file__).resolve().parents[3]
@@ -1051,7 +1053,7 @@ def prefill_process() -> Iterator[tuple[OtherProcess, int]]:
     process.close()
 
 
-def test_a_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_wakes(
+def test_stopped_prefill_is_lost_not_closed_and_gets_its_messages_later(
     cluster: Cluster, prefill_process: tuple[OtherProcess, int]
 ) -> None:
     process, port = prefill_process
@@ -1130,8 +1132,8 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
         process.close()
 
 
-def test_own_absence_is_not_the_silence_of_others(cluster: Cluster) -> None:
-    """A control thread that did not run for longer than the timeout does not declare its peers lost when it does."""
+def test_own_absence_does_not_count_as_silence_of_peers(cluster: Cluster) -> None:
+    """A control thread that did not run for longer than the timeout does not declare its peers lost afterwards."""
     ahead = [0.0]
     server, above = cluster.prefill(clock=lambda: time.monotonic() + ahead[0])
     cluster.decode("d1", server.port)

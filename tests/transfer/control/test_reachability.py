@@ -1,4 +1,4 @@
-"""Why there is no prefill server: what a probe finds out, and when it is said."""
+"""Why there is no prefill server: the reasons that a probe finds, and when they are logged."""
 
 import logging
 import socket
@@ -27,7 +27,7 @@ REFUSED = "connection refused: nothing listens there"
 
 @contextmanager
 def listening(answers: bytes | None) -> Iterator[int]:
-    """The port of somebody who says this to everybody, or nothing."""
+    """The port of a server that sends these bytes to every client, or nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = []
 
@@ -47,11 +47,11 @@ def listening(answers: bytes | None) -> Iterator[int]:
             connection.close()
 
 
-def test_nothing_listens() -> None:
+def test_closed_port_is_the_reason() -> None:
     assert find_reason("127.0.0.1", free_port()) == REFUSED
 
 
-def test_the_http_port_of_a_server() -> None:
+def test_http_port_is_the_reason() -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
@@ -74,13 +74,13 @@ def test_a_control_port_gives_no_reason(curve: bool) -> None:
     ("answers", "reason"),
     [(b"SSH-2.0-OpenSSH_9.6\r\n", "not the control port"), (None, "does not answer"), (b"", None)],
 )
-def test_something_else_listens(answers: bytes | None, reason: str | None) -> None:
+def test_other_protocol_is_the_reason(answers: bytes | None, reason: str | None) -> None:
     with listening(answers) as port:
         found = find_reason("127.0.0.1", port)
     assert (found is None) if reason is None else (reason in str(found))
 
 
-def test_a_machine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_machine_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(_address: object, timeout: float) -> socket.socket:
         raise TimeoutError(timeout)
 
@@ -92,7 +92,7 @@ def peer(state: str = "connecting", detail: str | None = REFUSED, endpoint: str 
     return PeerSnapshot(endpoint, state, detail=detail)  # type: ignore[arg-type]  # one of the states
 
 
-def test_said_at_once_and_every_30_s(caplog: pytest.LogCaptureFixture) -> None:
+def test_absence_is_logged_at_once_and_every_30_s(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     known = Reachability()
     said_at = []
@@ -105,7 +105,7 @@ def test_said_at_once_and_every_30_s(caplog: pytest.LogCaptureFixture) -> None:
     assert said_at == [GRACE_S, *(GRACE_S + LOG_INTERVAL_S * n for n in (1, 2, 3))]
 
 
-def test_not_said_while_one_is_paired_and_at_once_when_it_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_absence_is_not_logged_while_a_peer_is_paired(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     known = Reachability()
     for second in range(100):
@@ -116,7 +116,7 @@ def test_not_said_while_one_is_paired_and_at_once_when_it_is_lost(caplog: pytest
     assert caplog.messages == [f"no prefill server is paired: p:1: no heartbeat; q:1: {REFUSED}"]
 
 
-def test_servers_that_start_together_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_absence_is_not_logged_during_the_grace_period(caplog: pytest.LogCaptureFixture) -> None:
     known = Reachability()
     known.report([], 0.0)
     known.report([peer()], 0.5)
@@ -125,7 +125,7 @@ def test_servers_that_start_together_are_no_warning(caplog: pytest.LogCaptureFix
     assert caplog.messages == []
 
 
-def test_changes_are_told_once() -> None:
+def test_report_returns_changes_once() -> None:
     known = Reachability()
     assert known.report([peer()], 0.0) == {"p:1": REFUSED}
     assert known.report([peer()], 0.1) is None
@@ -133,7 +133,7 @@ def test_changes_are_told_once() -> None:
     assert known.report([peer("paired", None)], 0.3) is None
 
 
-def test_an_endpoint_is_probed_now_and_then() -> None:
+def test_endpoint_is_probed_at_intervals() -> None:
     probed: list[tuple[str, int]] = []
     reasons: list[str | None] = [REFUSED, None]
 
@@ -167,7 +167,7 @@ def test_an_endpoint_that_was_reached_has_no_reason() -> None:
 
 
 def test_probes_are_bounded() -> None:
-    """Requests name endpoints: thousands of them must not mean thousands of probes that wait."""
+    """Requests may name thousands of endpoints: the number of waiting probes is bounded."""
     go = threading.Event()
     probed: list[str] = []
 
@@ -185,7 +185,7 @@ def test_probes_are_bounded() -> None:
     assert len(probed) <= MOST_PROBES + 2
 
 
-def test_many_endpoints_are_one_line() -> None:
+def test_many_endpoints_are_logged_in_one_line() -> None:
     text = describe_absence({f"p{number}:1": "gone" for number in range(100)})
     assert text == "p0:1: gone; p1:1: gone; p2:1: gone; p3:1: gone; and 96 more"
     assert text.count("gone") == MOST_SHOWN

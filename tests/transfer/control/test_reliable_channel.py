@@ -1,4 +1,4 @@
-"""The channel: each message once and in order, whatever the channel does; memory bounded."""
+"""The reliable channel: each message once and in order over a faulty network; memory is bounded."""
 
 import random
 
@@ -12,7 +12,7 @@ from pdserve.transfer.protocol.wire import Buffer, Envelope, split
 
 
 def deliver(channel: ReliableChannel, frames: list[Buffer], now: float) -> bytes | None:
-    """What the control thread does with received frames: the body, if it is to be delivered."""
+    """Process received frames as the control thread does. Returns the body if it is to be delivered."""
     envelope, body = split(frames)
     channel.acknowledge(envelope.ack, now)
     return bytes(body[0]) if envelope.seq and channel.accept(envelope.seq) else None
@@ -23,7 +23,7 @@ def numbers(sent: list[list[Buffer]]) -> list[int]:
 
 
 class LossyPair(RuleBasedStateMachine):
-    """Two ends and a channel that loses, repeats and reorders in both directions."""
+    """Two ends and a network that loses, repeats and reorders in both directions."""
 
     @initialize(window=st.integers(1, 5))
     def start(self, window: int) -> None:
@@ -31,7 +31,7 @@ class LossyPair(RuleBasedStateMachine):
         self.ends = [
             ReliableChannel(resend_after_s=1.0, window=window, limit_messages=20, limit_bytes=1000) for _ in range(2)
         ]
-        self.channels: list[list[list[Buffer]]] = [[], []]  # channels[i] leads to end i
+        self.packets: list[list[list[Buffer]]] = [[], []]  # packets[i] are on the way to end i
         self.sent: list[list[bytes]] = [[], []]  # sent[i] by end i
         self.delivered: list[list[bytes]] = [[], []]  # delivered[i] to end i
 
@@ -48,29 +48,29 @@ class LossyPair(RuleBasedStateMachine):
 
     @rule(end=st.integers(0, 1))
     def transmit(self, end: int) -> None:
-        self.channels[1 - end].extend(self.ends[end].due(self.now))
+        self.packets[1 - end].extend(self.ends[end].due(self.now))
 
     @rule(end=st.integers(0, 1))
     def heartbeat(self, end: int) -> None:
-        self.channels[1 - end].append([self.ends[end].envelope(), b"heartbeat"])
+        self.packets[1 - end].append([self.ends[end].envelope(), b"heartbeat"])
 
     @rule(end=st.integers(0, 1), data=st.data())
     def arrive(self, end: int, data: st.DataObject) -> None:
-        """Any packet under way, not only the oldest: this reorders."""
-        if self.channels[end]:
-            index = data.draw(st.integers(0, len(self.channels[end]) - 1))
-            self.receive(end, self.channels[end].pop(index))
+        """Deliver any packet in flight, not only the oldest: this reorders."""
+        if self.packets[end]:
+            index = data.draw(st.integers(0, len(self.packets[end]) - 1))
+            self.receive(end, self.packets[end].pop(index))
 
     @rule(end=st.integers(0, 1), data=st.data())
     def lose(self, end: int, data: st.DataObject) -> None:
-        if self.channels[end]:
-            del self.channels[end][data.draw(st.integers(0, len(self.channels[end]) - 1))]
+        if self.packets[end]:
+            del self.packets[end][data.draw(st.integers(0, len(self.packets[end]) - 1))]
 
     @rule(end=st.integers(0, 1), data=st.data())
     def repeat(self, end: int, data: st.DataObject) -> None:
-        if self.channels[end]:
-            index = data.draw(st.integers(0, len(self.channels[end]) - 1))
-            self.channels[end].append(self.channels[end][index])
+        if self.packets[end]:
+            index = data.draw(st.integers(0, len(self.packets[end]) - 1))
+            self.packets[end].append(self.packets[end][index])
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.1]))
     def wait(self, seconds: float) -> None:
@@ -88,7 +88,7 @@ class LossyPair(RuleBasedStateMachine):
                 self.ends[end].check_integrity()
 
     def teardown(self) -> None:
-        """The channel heals: everything arrives, once."""
+        """Without further faults everything arrives, once."""
         if not hasattr(self, "ends"):
             return
         for _ in range(60):
@@ -96,9 +96,9 @@ class LossyPair(RuleBasedStateMachine):
                 self.transmit(end)
                 self.heartbeat(end)
             for end in range(2):
-                for frames in self.channels[end]:
+                for frames in self.packets[end]:
                     self.receive(end, frames)
-                self.channels[end].clear()
+                self.packets[end].clear()
             self.now += 0.6
         assert self.delivered[1] == self.sent[0]
         assert self.delivered[0] == self.sent[1]
@@ -115,7 +115,7 @@ LossyPair.TestCase.settings = settings(max_examples=60, stateful_step_count=40, 
 TestLossyPair = LossyPair.TestCase
 
 
-def test_a_long_run_over_a_bad_channel() -> None:
+def test_a_long_run_over_a_bad_network() -> None:
     """Half of everything is lost, in both directions, for 2,000 messages."""
     rng = random.Random(7)
     left, right = ReliableChannel(resend_after_s=1.0), ReliableChannel(resend_after_s=1.0)
@@ -135,7 +135,7 @@ def test_a_long_run_over_a_bad_channel() -> None:
     assert left.resent > 0
 
 
-def test_nothing_is_sent_twice_before_its_time() -> None:
+def test_messages_are_sent_again_only_after_the_timeout() -> None:
     channel = ReliableChannel(resend_after_s=1.0)
     channel.put((b"a",))
     assert numbers(channel.due(0.0)) == [1]
@@ -147,7 +147,7 @@ def test_nothing_is_sent_twice_before_its_time() -> None:
     assert channel.resent == 2
 
 
-def test_progress_restarts_the_clock() -> None:
+def test_progress_restarts_the_timeout() -> None:
     channel = ReliableChannel(resend_after_s=1.0)
     channel.put((b"a",))
     channel.put((b"b",))
@@ -165,7 +165,7 @@ def test_a_new_introduction_sends_everything_again_at_once() -> None:
     assert numbers(channel.due(0.1)) == [1]
 
 
-def test_the_window_bounds_what_is_under_way() -> None:
+def test_window_bounds_the_messages_in_flight() -> None:
     channel = ReliableChannel(resend_after_s=1.0, window=2)
     for _ in range(5):
         channel.put((b"a",))
@@ -175,7 +175,7 @@ def test_the_window_bounds_what_is_under_way() -> None:
     assert numbers(channel.due(0.2)) == [3]
 
 
-def test_limits_name_both_values_and_take_nothing() -> None:
+def test_full_channel_names_the_limits_and_queues_nothing() -> None:
     channel = ReliableChannel(limit_messages=2, limit_bytes=10)
     channel.put((b"12345",))
     with pytest.raises(ChannelFullError, match=r"1 messages with 5 B .* limits are 2 messages and 10 B.* has 6 B"):

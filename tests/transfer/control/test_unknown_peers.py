@@ -1,4 +1,4 @@
-"""What somebody without the cluster key, who reaches the control port, can do to those who use it: nothing."""
+"""A client without the cluster key cannot disturb the users of the control port."""
 
 import logging
 import socket
@@ -31,8 +31,8 @@ def rss_mib() -> int:
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) // 1024
 
 
-def test_messages_of_old_zmq_protocols_cost_no_turn(cluster: Cluster) -> None:
-    """3 KB stopped the control port for 100 s: each message took a turn, 0.1 s and a traceback."""
+def test_messages_of_old_zmq_protocols_are_refused(cluster: Cluster) -> None:
+    """3 KB once blocked the control port for 100 s: each message cost 0.1 s and a traceback."""
     server, above, client, _ = cluster.pair()
     with socket.create_connection(("127.0.0.1", server.port)) as peer:
         before = time.monotonic()
@@ -50,7 +50,7 @@ def test_messages_of_old_zmq_protocols_cost_no_turn(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("secret", [None, "a key that unknown peers lack"], ids=["without a key", "with a key"])
 @pytest.mark.parametrize("attack", ["a frame", "many parts"])
-def test_messages_that_never_end_are_cut(cluster: Cluster, secret: str | None, attack: str) -> None:
+def test_connections_with_endless_messages_are_closed(cluster: Cluster, secret: str | None, attack: str) -> None:
     server, _ = cluster.prefill(secret=secret)
     before = rss_mib()
     sent = []
@@ -66,9 +66,7 @@ def test_messages_that_never_end_are_cut(cluster: Cluster, secret: str | None, a
     client.close()
 
 
-def test_too_many_connections_are_cut_and_a_decode_server_pairs(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_server_pairs_despite_too_many_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
     server, above = cluster.prefill()
     client, below = cluster.decode("d1", server.port)
@@ -84,7 +82,7 @@ def test_too_many_connections_are_cut_and_a_decode_server_pairs(
     assert below.of(PeerLost) == above.of(PeerLost) == []
 
 
-def test_a_known_peer_may_send_more_than_a_stranger(cluster: Cluster) -> None:
+def test_known_peer_may_send_more_than_an_unknown_one(cluster: Cluster) -> None:
     server, above, client, _ = cluster.pair()
     prompt = np.zeros(UNKNOWN_PEER_BYTES // 4 + 1000, dtype=np.int32)
     for number in range(5):
@@ -102,14 +100,14 @@ def test_an_unfinished_message_of_a_known_peer_is_bounded_too(
     monkeypatch.setattr("pdserve.transfer.control.prefill.MAX_MESSAGE_BYTES", MIB)
     server, above, client, _ = cluster.pair()
     message = KvDestination(key(1), "rid", SamplingParams(), timeout_s=1.0)
-    # as if decode stopped in the middle of it: the bytes arrive, the message does not
-    monkeypatch.setattr(server._connections, "heard", lambda _: None)
+    # as if decode stopped in the middle of the message
+    monkeypatch.setattr(server._connections, "message_read", lambda _: None)
     client.send(InstanceId("p1"), message, np.zeros(2 * MIB, dtype=np.int32), np.zeros(1, dtype=np.int32))
     above.wait(PeerLost)
     assert server.stats()["connections_cut"] == 1
 
 
-def test_noise_is_one_line_a_second(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_once_per_second(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     server, _ = cluster.prefill()
     before = time.monotonic()
     with caplog.at_level(logging.INFO):

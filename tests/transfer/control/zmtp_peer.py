@@ -1,6 +1,4 @@
-"""Whoever reaches a ZMQ port: the beginning of its protocol (ZMTP 3.0) by hand, and then whatever a library would not
-send.
-"""
+"""A client that implements the start of ZMTP 3.0 by hand and then sends what no library would send."""
 
 import socket
 import struct
@@ -13,7 +11,7 @@ FRAME_MORE, FRAME_LONG, COMMAND = b"\x01", b"\x02", b"\x04"
 
 
 class ZmtpPeer:
-    """A connection that has introduced itself to libzmq, and to nobody else. Ends with its `with` block."""
+    """A connection with a completed ZMTP greeting and nothing else. Ends with its `with` block."""
 
     def __init__(self, port: int, *, mechanism: str = "NULL") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -33,7 +31,7 @@ class ZmtpPeer:
         self._socket.close()
 
     def cut(self) -> bool:
-        """Whether the other side has hung up."""
+        """Whether the other side has closed the connection."""
         self._socket.settimeout(0.2)
         try:
             while self._socket.recv(4096):
@@ -45,11 +43,11 @@ class ZmtpPeer:
         return True
 
     def send_frame_until_cut(self, most_bytes: int) -> int:
-        """`most_bytes` of a frame that says it has more; how many went out before the other side hung up."""
+        """Send up to `most_bytes` of a longer frame. Returns the bytes sent before the other side closed."""
         return self._send(FRAME_LONG + struct.pack(">Q", most_bytes + 1), bytes(1 << 16), most_bytes)
 
     def send_parts_until_cut(self, most_bytes: int) -> int:
-        """The same with a message of many small parts that never ends."""
+        """The same with a message of an endless number of small parts."""
         return self._send(b"", (FRAME_MORE + b"\x01x") * 20_000, most_bytes)
 
     def _send(self, head: bytes, piece: bytes, most_bytes: int) -> int:
@@ -58,8 +56,12 @@ class ZmtpPeer:
             self._socket.sendall(head)
             while sent < most_bytes:
                 sent += self._socket.send(piece[: most_bytes - sent])
-                time.sleep(0.001)  # slow enough for the other side to look a few times
-        except (ConnectionResetError, BrokenPipeError, TimeoutError):  # the last: nobody reads, nor resets, any more
+                time.sleep(0.001)  # slow enough for several checks by the other side
+        except (
+            ConnectionResetError,
+            BrokenPipeError,
+            TimeoutError,
+        ):  # TimeoutError: the other side neither reads nor resets
             pass
         return sent
 

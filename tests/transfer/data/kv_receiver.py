@@ -1,6 +1,6 @@
 """A real decode-like process for tests: it owns a receive engine and one registered pool, and can be stopped or killed.
 
-The pool is a shared mapping, so the test sees every byte that lands in it, whatever state the process is in.
+The pool is a shared mapping, so the test sees every byte that lands in it, also while the process is stopped or dead.
 """
 
 import os
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 class Receiver:
-    """Starts the process; `pool` is its memory, `session` and `base_address` what it would publish."""
+    """Starts the process; `pool` is its memory, `session` and `base_address` are its published addresses."""
 
     def __init__(self, size_bytes: int) -> None:
         self._file = tempfile.NamedTemporaryFile(dir="/dev/shm")  # noqa: SIM115 (closed in close())
@@ -55,7 +55,7 @@ class Receiver:
         self.close()
 
     def stop(self) -> None:
-        """Freeze the process, and return once it is frozen."""
+        """Stop the process (SIGSTOP), and return once it is stopped."""
         stop_process(self._process.pid)
 
     def resume(self) -> None:

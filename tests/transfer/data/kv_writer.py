@@ -1,4 +1,4 @@
-"""A prefill rank in its own process, for tests: holds its part of the KV, writes the chunks it is told, reports each.
+"""A prefill rank in its own process, for tests: holds its part of the KV, writes chunks on command, reports each.
 
 In and out are lines of hexadecimal msgpack: first a Setup, then a ChunkWrite per line; a ChunkWritten for each.
 """
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """Which rank this is, who the others are, and what KV there is: `kv_of(*shape, seed=seed)` in these pages."""
+    """The rank, its peers, and its KV: `kv_of(*shape, seed=seed)` in these pages."""
 
     rank: int
     hello: Hello
@@ -34,7 +34,7 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class WriterProcess:
-    """Starts the process; write() hands it a chunk and gives its report."""
+    """Starts the process; write() sends it a chunk and returns its report."""
 
     def __init__(self, setup: Setup) -> None:
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class WriterProcess:
         return msgspec.msgpack.decode(bytes.fromhex(self._process.stdout.readline()), type=ChunkWritten)
 
     def stop(self) -> None:
-        """Freeze the process."""
+        """Stop the process (SIGSTOP)."""
         stop_process(self._process.pid)
 
     def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunks from prefill ranks to decode ranks over real engines between real processes; one report for each, always."""
+"""Chunks from prefill ranks to decode ranks over real engines between real processes; each has exactly one report."""
 
 import queue
 import threading
@@ -133,8 +133,8 @@ def test_two_prefill_ranks_fill_one_decode_rank(start_receiver: Callable[[int], 
     )
 
 
-def test_a_prefill_rank_that_was_stopped_goes_on_with_its_chunk(start_receiver: Callable[[int], Receiver]) -> None:
-    """The time in which it did not run itself is no stall of the decode rank."""
+def test_prefill_rank_continues_its_chunk_after_a_stop(start_receiver: Callable[[int], Receiver]) -> None:
+    """The time in which the prefill rank did not run does not count as a stall of the decode rank."""
     tokens, pages, to_pages = 64, [5, 2, 3, 0], [1, 2, 6, 4]
     whole = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=8)
     receiver = start_receiver(whole.size_bytes)
@@ -151,7 +151,7 @@ def test_a_prefill_rank_that_was_stopped_goes_on_with_its_chunk(start_receiver: 
     time.sleep(STALL_BASE_S + 0.5)
     assert (receiver.pool == POISON).all(), "nothing has arrived yet"
     writer.resume()
-    time.sleep(0.1)  # it looks, and nothing has moved
+    time.sleep(0.1)  # it checks, and nothing has moved
     receiver.resume()
     report = writer.report()
     assert (report.ok, report.reason, report.late_writes) == (True, "", False)
@@ -174,7 +174,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     harness = start_writer(
         0, [filled_pool(whole, cells, pages)], hello_of(*zip(receivers, shards, strict=True)), welcome_of(whole)
     )
-    to_pages = [9, 4, 11, 0, 3, 7, 2]  # from token 12 on: the prefix is somebody else's
+    to_pages = [9, 4, 11, 0, 3, 7, 2]  # from token 12 on: the prefix has another owner
     chunks = [(prefix, 16), (16, 48), (48, 50)]
     for start, end in chunks:
         indices = to_pages[(start - prefix) // 6 :]
@@ -183,7 +183,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     assert all(report.ok for report in reports)
     assert [(report.token_start, report.token_end) for report in reports] == chunks
     assert [report.bytes_written for report in reports] == [(end - start) * whole.token_bytes for start, end in chunks]
-    absolute = [8, 8, *to_pages]  # pages of the prefix are not looked at
+    absolute = [8, 8, *to_pages]  # pages of the prefix are not checked
     for number, (receiver, kv) in enumerate(zip(receivers, shards, strict=True)):
         expected = empty_pool(kv)
         expected.data.view(torch.uint8).fill_(POISON)
@@ -231,7 +231,7 @@ def test_pools_in_host_and_in_device_memory_share_their_pages_and_a_sender(
     )
 
 
-def test_of_replicas_one_writes_and_the_others_report_at_once(
+def test_one_replica_writes_and_the_others_report_at_once(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     kv = layout((0, LAYERS), (0, 1), page_size=16, num_pages=4, planes=("latent",))
@@ -271,7 +271,7 @@ def arrived_bytes(receiver: Receiver) -> int:
     return int(np.count_nonzero(receiver.pool.view(np.float32) == 1.0)) * 4
 
 
-def test_cancelling_stops_all_links_and_reports_once(
+def test_cancelling_stops_all_regions_and_reports_once(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     harness, receivers, chunk = large_pair(start_receiver, start_writer)
@@ -309,7 +309,7 @@ def test_a_decode_rank_killed_in_the_middle_stops_the_chunk_on_the_others(
     assert "refuses connections" in report.reason
 
 
-def test_closing_does_not_wait_for_a_hung_peer_and_reports_what_was_under_way(
+def test_closing_does_not_wait_for_a_hung_peer_and_reports_running_chunks(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     harness, receivers, chunk = large_pair(start_receiver, start_writer)
@@ -318,7 +318,7 @@ def test_closing_does_not_wait_for_a_hung_peer_and_reports_what_was_under_way(
     receivers[1].stop()
     started = time.monotonic()
     harness.writer.close(DECODE)
-    assert time.monotonic() - started < 0.5  # the peer would be waited for for a second
+    assert time.monotonic() - started < 0.5  # waiting for the peer would take a second
     harness.writer.write(chunk)
     gone, report = harness.report(), harness.report()
     assert (gone.ok, gone.reason, gone.writes) == (False, "the decode server is gone", 0)
@@ -328,7 +328,7 @@ def test_closing_does_not_wait_for_a_hung_peer_and_reports_what_was_under_way(
     assert threads("send-") == threads("close-") == []
 
 
-def test_a_hello_that_comes_again_changes_nothing_and_a_closed_peer_can_come_back(
+def test_repeated_hello_changes_nothing_and_a_closed_peer_can_return(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     kv = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=4)
@@ -372,7 +372,7 @@ def test_a_chunk_that_cannot_be_planned_fails_before_anything_is_written(
     assert all((receiver.pool == POISON).all() for receiver in receivers)
 
 
-def test_kv_that_never_becomes_ready_fails_its_chunk_and_slow_kv_is_a_problem_to_report(
+def test_unready_kv_fails_its_chunk_and_slow_kv_is_reported(
     start_receiver: Callable[[int], Receiver],
     start_writer: Callable[..., Harness],
     monkeypatch: pytest.MonkeyPatch,

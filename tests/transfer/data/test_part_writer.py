@@ -14,11 +14,12 @@ import torch
 from pdserve.configs.schema import PrefillConfig
 from pdserve.kernels.staging.kv_stage import kv_gather
 from pdserve.memory.kv_pool import KvPool
+from pdserve.memory.pages import pages_holding
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.part_writer import PartWriter
-from pdserve.transfer.plan.staged_regions import StagedRegion, pages_holding, staged_regions
+from pdserve.transfer.plan.staged_regions import StagedRegion, staged_regions
 from pdserve.transfer.protocol.layout import KvLayout
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
@@ -143,10 +144,10 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[...,
     assert target.data.equal(expected)
 
 
-def test_the_next_part_is_gathered_while_one_is_on_the_wire(
+def test_next_part_is_gathered_while_another_is_sent(
     start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two parts are in buffers, whatever becomes of their pages; the third has to wait for one."""
+    """Two parts are in buffers, so their pages may change; the third waits for a buffer."""
     prefill = start_rank()
     gathered: list[int] = []
 
@@ -177,8 +178,8 @@ def test_the_next_part_is_gathered_while_one_is_on_the_wire(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Callable[..., StagedRank]) -> None:
-    """Gathering and scattering have streams of their own: a busy model holds neither up."""
+def test_gpu_parts_do_not_wait_for_queued_steps(start_rank: Callable[..., StagedRank]) -> None:
+    """Gathering and scattering have their own streams: a busy model does not delay them."""
     prefill = start_rank("cuda")
     target = on_device(empty_pool(WHOLE), torch.device("cuda"))
     ring = torch.zeros(RING_BYTES, dtype=torch.uint8, device="cuda")
@@ -207,8 +208,8 @@ def test_on_a_gpu_parts_do_not_wait_for_the_steps_that_are_queued(start_rank: Ca
     assert slot.view(torch.float32).cpu().equal(prefill.cells[:, :, 2:4, 3:14].flatten())
 
 
-def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Callable[..., StagedRank]) -> None:
-    """Its writes are those of its parts, which are ordered one by one."""
+def test_chunk_of_staged_regions_ends_at_once_with_its_checksum(start_rank: Callable[..., StagedRank]) -> None:
+    """Its writes are those of its parts, which have their own commands."""
     prefill = start_rank()
     chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES)
     prefill.writer.write(chunk)
@@ -222,7 +223,7 @@ def test_a_chunk_of_staged_links_ends_at_once_with_its_checksum(start_rank: Call
 
 
 def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable[..., StagedRank]) -> None:
-    """Two are in buffers, the others wait for one: those end at once, and another transfer's parts go on."""
+    """Two are in buffers, the others wait for one: those end at once; parts of another transfer are not affected."""
     prefill = start_rank()
     prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     assert prefill.parts.get(timeout=10).ok
@@ -252,7 +253,7 @@ def test_closing_reports_every_part(start_rank: Callable[..., StagedRank]) -> No
     assert "gone" in prefill.parts.get(timeout=10).reason
 
 
-def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[..., StagedRank]) -> None:
+def test_part_outside_the_ring_is_not_written(start_rank: Callable[..., StagedRank]) -> None:
     prefill = start_rank()
     prefill.writer.write_part(prefill.command(prefill.part(0, 8), RING_BYTES - 1024))
     ended = prefill.parts.get(timeout=10)
@@ -261,7 +262,7 @@ def test_a_part_that_would_leave_the_ring_is_not_written(start_rank: Callable[..
     assert bool((prefill.receiver.pool == POISON).all())
 
 
-def test_a_scatter_that_fails_says_so_and_nothing_more_is_scattered() -> None:
+def test_failed_scatter_is_reported_and_stops_scattering() -> None:
     target = empty_pool(WHOLE)
     scattered: list[StagePart] = []
     failures: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -275,7 +276,7 @@ def test_a_scatter_that_fails_says_so_and_nothing_more_is_scattered() -> None:
     assert not scattered
 
 
-def test_a_peer_that_cannot_be_opened_leaves_no_thread_and_gives_its_reason(
+def test_failed_open_leaves_no_thread_and_fails_writes_with_its_reason(
     start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = start_rank()
@@ -299,10 +300,10 @@ def test_a_peer_that_cannot_be_opened_leaves_no_thread_and_gives_its_reason(
     assert prefill.parts.get(timeout=10).ok
 
 
-def test_a_part_that_fails_after_it_was_cancelled_does_not_take_its_thread_along(
+def test_failure_of_a_cancelled_part_does_not_end_the_thread(
     start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU, where a gather has failed when it is waited for."""
+    """As on a GPU, where a failed gather raises when it is waited for."""
     prefill = start_rank()
     gathering, cancelled = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Transports are tried before they are used: the first that works takes the KV, and one that fails makes way."""
+"""Transports are probed before use: the first that works is used, and one that fails is replaced by the next."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def job(number: int = 1) -> SendJob:
 class TestProbe:
     """With real engines between two processes."""
 
-    def test_a_word_goes_there_and_back_behind_the_pages(self, receiver: Receiver) -> None:
+    def test_probe_writes_and_reads_back_behind_the_pages(self, receiver: Receiver) -> None:
         receiver.pool[:] = 7
         local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         engine = SendEngine(receiver.session, [receiver.region])
@@ -51,14 +51,16 @@ class TestProbe:
         assert (receiver.pool[:POOL_BYTES] == 7).all()
         assert np.count_nonzero(receiver.pool[POOL_BYTES:] != 7) > PATTERN_BYTES // 2
 
-    def test_memory_that_is_not_registered(self, receiver: Receiver) -> None:
+    def test_probe_of_unregistered_memory_fails(self, receiver: Receiver) -> None:
         pool = Pool(ROW, 4096, POOL_BYTES, "host", probe_address=4096, probe_bytes=PROBE_BYTES)
         engine = SendEngine(receiver.session, [])
         assert probe(engine, torch.zeros(PROBE_BYTES, dtype=torch.uint8), pool) == "a write of 16 bytes failed"
         engine.destroy()
 
-    def test_words_that_do_not_come_back(self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A transport that says that all is well, and moves nothing."""
+    def test_probe_fails_if_other_bytes_are_read_back(
+        self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A transport that reports success, but moves nothing."""
         engine = SendEngine(receiver.session, [receiver.region])
         monkeypatch.setattr(engine, "submit", lambda *_: WriteId(1))
         monkeypatch.setattr(engine, "poll", lambda _: WriteState.DONE)
@@ -67,8 +69,8 @@ class TestProbe:
         assert probe(engine, local, pool_of(receiver)) == "what was read back is not what was written"
         engine.destroy()
 
-    def test_a_peer_without_memory_for_it_is_not_tried(self, receiver: Receiver) -> None:
-        """An older version of this program, say."""
+    def test_peer_without_probe_memory_is_not_probed(self, receiver: Receiver) -> None:
+        """For example, an older version of the server."""
         engine = SendEngine(receiver.session, [receiver.region])
         local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         assert probe(engine, local, Pool(ROW, receiver.base_address, POOL_BYTES)) is None
@@ -78,7 +80,7 @@ class TestProbe:
 
 @dataclass
 class Routed:
-    """A sender from random bytes, what it reports, and the routes it has taken."""
+    """A sender from random bytes, with its results and routes."""
 
     sender: PeerSender
     source: torch.Tensor
@@ -113,10 +115,10 @@ def start() -> Iterator[Callable[..., Routed]]:
         sender.close()
 
 
-def test_a_transport_that_cannot_be_had_makes_way_for_the_next(
+def test_unavailable_transport_is_replaced_by_the_next(
     receiver: Receiver, start: Callable[..., Routed], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The real Mooncake: there is no HCA. The route is settled before there is anything to send."""
+    """The real Mooncake: there is no HCA. The route is chosen before the first job."""
     routed = start(pool_of(receiver), KvRoute("rdma", receiver.session), KvRoute("tcp", receiver.session))
     transport, dropped = routed.routes.get(timeout=10)
     assert (transport, list(dropped)) == ("tcp", ["rdma"])
@@ -128,7 +130,7 @@ def test_a_transport_that_cannot_be_had_makes_way_for_the_next(
     assert routed.routes.empty()
 
 
-def test_a_peer_that_is_gone_costs_no_transport(receiver: Receiver, start: Callable[..., Routed]) -> None:
+def test_dead_peer_drops_no_transport(receiver: Receiver, start: Callable[..., Routed]) -> None:
     receiver.kill()
     routed = start(pool_of(receiver), KvRoute("rdma", receiver.session), KvRoute("tcp", receiver.session))
     result = routed.send()
@@ -140,7 +142,7 @@ def test_a_peer_that_is_gone_costs_no_transport(receiver: Receiver, start: Calla
 
 @dataclass
 class Engines:
-    """Stand-ins for engines of two transports, both of which can be opened."""
+    """Fake engines of two transports, both of which can be opened."""
 
     refuse: set[Transport] = field(default_factory=set)
     fail: set[Transport] = field(default_factory=set)
@@ -188,9 +190,7 @@ POOL = Pool(ROW, 1 << 20, POOL_BYTES)
 
 
 @pytest.mark.parametrize("how", ["refuse", "fail"])
-def test_a_transport_that_fails_later_is_not_used_again(
-    engines: Engines, start: Callable[..., Routed], how: str
-) -> None:
+def test_failed_transport_is_not_used_again(engines: Engines, start: Callable[..., Routed], how: str) -> None:
     routed = start(POOL, *ROUTES)
     assert routed.send().ok
     assert routed.routes.get(timeout=5) == ("nvlink", {})
@@ -202,7 +202,7 @@ def test_a_transport_that_fails_later_is_not_used_again(
     assert routed.routes.get(timeout=5) == ("tcp", {"nvlink": failed.reason})
 
 
-def test_a_write_to_a_peer_that_is_gone_costs_no_transport(engines: Engines, start: Callable[..., Routed]) -> None:
+def test_failed_write_to_a_dead_peer_drops_no_transport(engines: Engines, start: Callable[..., Routed]) -> None:
     engines.refuse, engines.gone = {"nvlink"}, True
     routed = start(POOL, *ROUTES)
     assert not routed.send().ok
@@ -211,7 +211,9 @@ def test_a_write_to_a_peer_that_is_gone_costs_no_transport(engines: Engines, sta
     assert engines.written == ["nvlink", "nvlink"]
 
 
-def test_a_probe_that_fails_makes_way_and_nothing_is_written(engines: Engines, start: Callable[..., Routed]) -> None:
+def test_failed_probe_selects_the_next_transport_before_any_write(
+    engines: Engines, start: Callable[..., Routed]
+) -> None:
     engines.probe_fails = {"nvlink"}
     routed = start(POOL, *ROUTES)
     transport, dropped = routed.routes.get(timeout=5)
@@ -220,7 +222,7 @@ def test_a_probe_that_fails_makes_way_and_nothing_is_written(engines: Engines, s
     assert engines.written == ["tcp"]
 
 
-def test_the_only_transport_is_kept_and_says_what_is_wrong(engines: Engines, start: Callable[..., Routed]) -> None:
+def test_only_transport_is_kept_and_reports_the_problem(engines: Engines, start: Callable[..., Routed]) -> None:
     engines.probe_fails = {"nvlink"}
     routed = start(POOL, ROUTES[0])
     result = routed.send()

@@ -1,4 +1,4 @@
-"""A sender and a real receiving process: every job ends exactly once, in bounded time, whatever the peer does."""
+"""A sender and a real receiving process: every job ends exactly once, in bounded time, for any fault of the peer."""
 
 import os
 import queue
@@ -26,7 +26,7 @@ POOL_BYTES = 256 * MIB
 
 @pytest.fixture(autouse=True)
 def nothing_on_stderr() -> Iterator[None]:
-    """File descriptor 2 stays empty: Mooncake's C++ log goes around Python's sys.stderr."""
+    """File descriptor 2 stays empty: Mooncake's C++ log bypasses Python's sys.stderr."""
     with tempfile.TemporaryFile() as captured:
         original = os.dup(2)
         os.dup2(captured.fileno(), 2)
@@ -181,7 +181,7 @@ def test_copies_outside_a_pool_are_refused_before_anything_is_written(harness: H
     assert not harness.receiver.pool[:-4096].any()
 
 
-def test_a_peer_killed_in_the_middle_fails_the_job_and_all_that_wait(harness: Harness) -> None:
+def test_peer_killed_in_the_middle_fails_running_and_queued_jobs(harness: Harness) -> None:
     pool = harness.receiver.pool
     harness.sender.submit(SendJob(key(1), fill(4 * MIB, POOL_BYTES)))
     for number in range(2, 12):
@@ -209,7 +209,7 @@ def test_a_peer_stopped_at_first_contact_costs_a_second_and_works_when_it_is_bac
     for number in range(5):
         harness.sender.submit(SendJob(key(number), fill(4096, 8192)))
     results = [harness.result() for _ in range(5)]
-    assert time.monotonic() - started < 3.0  # a pre-flight of 1 s when it was made, and one for all five
+    assert time.monotonic() - started < 3.0  # a pre-flight of 1 s at start, and one for all five jobs
     assert not any(result.ok or result.late_writes or result.writes for result in results)
     assert all(result.reason and "does not answer" in result.reason for result in results)
     receiver.resume()
@@ -233,7 +233,7 @@ def test_a_peer_stopped_in_the_middle_never_sees_reused_source_memory(harness: H
     assert "stopped taking data" in result.reason
     original = harness.source[: 4 * MIB].copy()
     harness.source[:] = 0  # a value the source never had
-    pool[:] = 255 - np.resize(original, POOL_BYTES)  # neither old nor new source: what arrives late shows
+    pool[:] = 255 - np.resize(original, POOL_BYTES)  # neither old nor new source: late bytes are visible
     late = pool.copy()
     harness.receiver.resume()
     time.sleep(0.5)
@@ -332,7 +332,7 @@ def test_an_exception_in_the_callback_does_not_end_the_thread(
 
 
 @pytest.mark.parametrize("window", [0, 513])
-def test_windows_that_would_break_the_queue_are_refused(window: int) -> None:
+def test_window_beyond_the_queue_limit_is_refused(window: int) -> None:
     row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, 1, "uint8")
     with pytest.raises(ValueError, match=f"window must be 1 to 512, got {window}"):
         PeerSender(
@@ -356,7 +356,7 @@ def slow(receiver: Receiver) -> Iterator[tuple[Harness, MooncakeProxy]]:
         made.close()
 
 
-def test_a_slow_network_is_not_a_dead_peer(slow: tuple[Harness, MooncakeProxy]) -> None:
+def test_slow_network_does_not_fail_the_job(slow: tuple[Harness, MooncakeProxy]) -> None:
     harness, _ = slow
     before = time.monotonic()
     harness.sender.submit(SendJob(key(1), copies([0, 0], [0, 8 * MIB], [8 * MIB, 8 * MIB])))
@@ -373,7 +373,7 @@ def test_a_slow_network_is_not_a_dead_peer(slow: tuple[Harness, MooncakeProxy]) 
     assert (harness.receiver.pool[8 * MIB : 16 * MIB] == harness.source).all()
 
 
-def test_a_network_that_stops_is_noticed_however_slow_it_was(slow: tuple[Harness, MooncakeProxy]) -> None:
+def test_stalled_network_is_detected_after_slow_progress(slow: tuple[Harness, MooncakeProxy]) -> None:
     harness, proxy = slow
     harness.sender.submit(SendJob(key(1), copies([0], [0], [8 * MIB])))
     wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())
@@ -389,9 +389,7 @@ def test_a_network_that_stops_is_noticed_however_slow_it_was(slow: tuple[Harness
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_what_is_cancelled_on_a_slow_network_ends_in_bounded_time(
-    slow: tuple[Harness, MooncakeProxy], how: str
-) -> None:
+def test_cancelled_job_on_a_slow_network_ends_in_bounded_time(slow: tuple[Harness, MooncakeProxy], how: str) -> None:
     harness, _ = slow
     harness.sender.submit(SendJob(key(1), fill(8 * MIB, 64 * MIB)))
     wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())

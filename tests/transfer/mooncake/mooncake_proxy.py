@@ -1,4 +1,4 @@
-"""A network between a sender and a receive engine, on one machine: as slow as a test wants it, or cut off."""
+"""A proxy between a sender and a receive engine that limits the bandwidth or cuts the connection."""
 
 import json
 import socket
@@ -13,10 +13,10 @@ _PIECE_BYTES = 16 << 10
 
 
 class MooncakeProxy:
-    """Stands in for the engine at `session`: the peer's handshakes are answered with the real engine's description, in
-    which the data port is ours. `bytes_per_s` is shared by all data connections, in each direction.
+    """Replaces the engine at `session`: handshakes are answered with the real engine's description, but with our data
+    port. `bytes_per_s` is shared by all data connections, in each direction.
 
-    Buffers are small, so that what a sender's kernel has got rid of is on the other side soon.
+    Buffers are small, so that bytes that the sender's kernel has sent reach the other side soon.
     """
 
     def __init__(self, session: str, bytes_per_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Real engines between real processes over TCP loopback, healthy, hung, dead and wrong."""
+"""Real engines between real processes over TCP loopback; peers are healthy, hung, dead or wrong."""
 
 import os
 import socket
@@ -54,7 +54,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_writes_land_exactly_and_ids_end_once(receiver: Receiver) -> None:
+def test_writes_land_exactly_and_write_ids_end_once(receiver: Receiver) -> None:
     source = np.random.default_rng(0).integers(1, 256, 1 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     write = engine.submit(source.ctypes.data + 5, receiver.base_address + 1001, 700_001)
@@ -83,7 +83,6 @@ def test_a_write_outside_the_registered_region_fails(receiver: Receiver) -> None
 def test_listeners_on_a_loopback_host_are_confined_to_this_machine() -> None:
     engine = ReceiveEngine("127.0.0.1")
     try:
-        assert engine.confined
         ports = {int(engine.session.rpartition(":")[2]), describe_engine(engine.session, 1).tcp_data_port or 0}
         assert listening_devices(ports) == dict.fromkeys(ports, "lo")
     finally:
@@ -103,19 +102,19 @@ def test_registering_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::1", ""])
-def test_hosts_that_peers_cannot_dial_are_refused(host: str) -> None:
+def test_hosts_that_peers_cannot_reach_are_refused(host: str) -> None:
     with pytest.raises(StartupError, match="advertise_host"):
         ReceiveEngine(host)
 
 
-def test_opening_notices_a_port_nobody_listens_on() -> None:
+def test_opening_detects_a_closed_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(PeerUnreachableError, match=f"decode 127.0.0.1:{port} refuses connections"):
         SendEngine(f"127.0.0.1:{port}", [Region(0, 1)])
 
 
-def test_opening_notices_a_stopped_process_within_its_timeout(receiver: Receiver) -> None:
+def test_opening_detects_a_stopped_process_within_its_timeout(receiver: Receiver) -> None:
     receiver.stop()
     started = time.monotonic()
     with pytest.raises(PeerUnreachableError, match=f"decode {receiver.session} does not answer"):
@@ -123,13 +122,13 @@ def test_opening_notices_a_stopped_process_within_its_timeout(receiver: Receiver
     assert PREFLIGHT_TIMEOUT_S <= time.monotonic() - started < PREFLIGHT_TIMEOUT_S + 0.5
 
 
-def test_connections_that_say_nothing_hold_up_nobody(receiver: Receiver) -> None:
+def test_idle_connections_do_not_delay_handshakes(receiver: Receiver) -> None:
     """Mooncake answers one connection at a time, and waits 5 s for each."""
     host, _, port = receiver.session.rpartition(":")
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection((host, int(port))))
-        time.sleep(0.2)  # they come first
+        time.sleep(0.2)  # these connect first
         started = time.monotonic()
         engine = SendEngine(receiver.session, [receiver.region])
         source = np.ones(1000, dtype=np.uint8)
@@ -139,7 +138,7 @@ def test_connections_that_say_nothing_hold_up_nobody(receiver: Receiver) -> None
         engine.destroy()
 
 
-def test_opening_notices_another_service_and_another_process(receiver: Receiver) -> None:
+def test_opening_detects_another_service_and_another_process(receiver: Receiver) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -158,7 +157,7 @@ def test_opening_notices_another_service_and_another_process(receiver: Receiver)
         SendEngine(receiver.session, [receiver.region, Region(receiver.base_address, receiver.size_bytes + 1)])
 
 
-def test_a_peer_that_hangs_after_the_preflight_is_given_up(receiver: Receiver) -> None:
+def test_first_write_ends_if_the_peer_hangs_after_the_preflight(receiver: Receiver) -> None:
     source = np.ones(4096, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     receiver.stop()
@@ -168,10 +167,8 @@ def test_a_peer_that_hangs_after_the_preflight_is_given_up(receiver: Receiver) -
     engine.destroy()
 
 
-def test_a_first_write_that_connects_after_its_time_is_given_up_too(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its process was stopped just before: when it runs again the time is up, and there is no connection to cut yet."""
+def test_first_write_ends_if_it_connects_after_its_timeout(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process was stopped just before: at the timeout there is no connection to cut yet."""
     found: list[int] = []
 
     def cut(session: str) -> int:
@@ -186,13 +183,13 @@ def test_a_first_write_that_connects_after_its_time_is_given_up_too(
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
     assert time.monotonic() - started < 3.0  # 60 s with a single attempt
     while not any(found) and time.monotonic() - started < 5.0:
-        time.sleep(0.01)  # the guard may not have come back from its cut yet
+        time.sleep(0.01)  # the guard may still be in its cut
     assert found[0] == 0
     assert any(found)
     engine.destroy()
 
 
-def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver: Receiver) -> None:
+def test_destroy_with_a_hung_peer_is_quick_and_releases_the_gil(receiver: Receiver) -> None:
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
@@ -207,13 +204,13 @@ def test_destroying_with_a_hung_peer_is_quick_and_does_not_hold_the_gil(receiver
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections may take their time, as they do on a busy machine."""
+    """Connections may take long on a busy machine."""
     monkeypatch.setattr("pdserve.transfer.mooncake.engine.CONNECTING_S", 20.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) -> None:
-    """What waits for a network that is down, or for room at a hung peer, would arrive when its pages are another's."""
+def test_destroy_drops_bytes_that_the_kernel_has_not_sent(receiver: Receiver) -> None:
+    """Bytes that wait for the network or for a hung peer would arrive when their pages have a new owner."""
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     data_port = describe_engine(receiver.session, 1).tcp_data_port
@@ -234,9 +231,7 @@ def test_destroying_leaves_nothing_for_the_kernel_to_send(receiver: Receiver) ->
 
 
 @pytest.mark.usefixtures("patient")
-def test_destroying_does_not_miss_connections_that_are_being_opened(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_destroy_covers_connections_that_are_being_opened(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 
     def drop(data_port: int) -> int:
@@ -255,8 +250,8 @@ def test_destroying_does_not_miss_connections_that_are_being_opened(
 
 
 @pytest.mark.usefixtures("patient")
-def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiver: Receiver) -> None:
-    """Its other ranks hear of it only afterwards."""
+def test_destroy_does_not_wait_for_connections_to_a_dead_peer(receiver: Receiver) -> None:
+    """Its other ranks are notified only afterwards."""
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     writes = [engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) for _ in range(16)]
@@ -267,7 +262,7 @@ def test_destroying_does_not_wait_for_connections_to_a_peer_that_has_gone(receiv
     assert time.monotonic() - started < 5
 
 
-def test_mooncake_is_silent_even_when_everything_fails() -> None:
+def test_mooncake_logs_nothing_when_everything_fails() -> None:
     session = """
 import sys, time, ctypes
 from pdserve.transfer.mooncake.engine import ReceiveEngine, SendEngine, WriteState
@@ -308,7 +303,7 @@ def test_dangerous_settings_are_removed() -> None:
     assert "MC_LOG_DIR is set in the environment" in result.stderr
 
 
-def test_a_missing_wheel_names_what_to_install() -> None:
+def test_error_for_a_missing_wheel_names_the_extras() -> None:
     result = run_python(
         "import sys; sys.modules['mooncake'] = None\n"
         "from pdserve.configs.errors import StartupError\n"
@@ -337,7 +332,7 @@ def listening_devices(ports: set[int]) -> dict[int, str]:
 
 
 def unsent_bytes(port: int) -> list[int]:
-    """For each connection of this machine to `port`, also of a process that is gone: what it has yet to deliver."""
+    """Undelivered bytes of each connection of this machine to `port`, also of a process that has ended."""
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""Which HCA a rank uses, on machines made of files."""
+"""Which HCA a rank uses, with fake sysfs trees."""
 
 from pathlib import Path
 
@@ -51,11 +51,11 @@ def test_without_a_setting_all_active_devices_are_used(sysfs: Path, tmp_path: Pa
         ('{"0": "mlx5_3", "1": "mlx5_0", "2": "mlx5_1"}', ["mlx5_3", "mlx5_0", "mlx5_1"]),
     ],
 )
-def test_a_setting_names_a_device_for_each_rank(setting: str, by_rank: list[str], sysfs: Path) -> None:
+def test_setting_names_a_device_for_each_rank(setting: str, by_rank: list[str], sysfs: Path) -> None:
     assert [devices_for_rank(setting, rank, sysfs=sysfs) for rank in range(3)] == [(name,) for name in by_rank]
 
 
-def test_a_json_map_may_give_a_rank_several(sysfs: Path) -> None:
+def test_json_map_can_give_a_rank_several_devices(sysfs: Path) -> None:
     assert devices_for_rank('{"0": "mlx5_0, mlx5_3"}', 0, sysfs=sysfs) == ("mlx5_0", "mlx5_3")
 
 
@@ -74,11 +74,11 @@ def test_a_json_map_may_give_a_rank_several(sysfs: Path) -> None:
         ("{0: mlx5_0}", "not a map from GPU index to device"),
     ],
 )
-def test_what_cannot_be_is_refused(setting: str, message: str, sysfs: Path) -> None:
+def test_invalid_setting_is_refused(setting: str, message: str, sysfs: Path) -> None:
     with pytest.raises(StartupError, match=message):
         devices_for_rank(setting, 0, sysfs=sysfs)
 
 
-def test_a_machine_without_devices_says_so(tmp_path: Path) -> None:
+def test_setting_is_refused_on_a_machine_without_devices(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="mlx5_0 does not exist; devices of this machine: none"):
         devices_for_rank("mlx5_0", 0, sysfs=tmp_path)

@@ -1,7 +1,7 @@
-"""The choice of a transport, by what the two sides say of themselves and what the machine has.
+"""The choice of a transport, from the announcements of both sides and the devices of the machine.
 
-There is no HCA here: a recording stand-in takes the place of Mooncake's engine where RDMA is told what to do. That an
-RDMA engine is refused without an HCA, and `auto` goes on without it, is seen on the real one.
+The test machine has no HCA: a recording engine replaces Mooncake's to check the RDMA settings. The real Mooncake is
+used to test that an RDMA engine is refused without an HCA, and that `auto` continues without it.
 """
 
 import logging
@@ -49,7 +49,7 @@ HOST = Pool(LAYOUT, 0, LAYOUT.size_bytes, memory="host")
 
 
 class Memory:
-    """A pool of bytes, said to be on a GPU or not."""
+    """A pool of bytes, declared to be on a GPU or not."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self.data = np.zeros(LAYOUT.size_bytes + PROBE_BYTES, dtype=np.uint8)
@@ -73,7 +73,7 @@ class Memory:
 
 
 class RecordingEngine:
-    """Stands in for `mooncake.engine.TransferEngine` and notes what it is told."""
+    """Replaces `mooncake.engine.TransferEngine` and records its calls."""
 
     made: list["RecordingEngine"]
     registers = 0
@@ -109,7 +109,7 @@ class RecordingEngine:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
-    """Recording engines instead of Mooncake's, and peers that have registered whatever they say."""
+    """Recording engines instead of Mooncake's, and peers that have registered all that they announce."""
 
     class Module:
         TransferEngine = RecordingEngine
@@ -152,7 +152,7 @@ def test_rdma_goes_first_where_both_sides_have_an_hca(setting: TransportSetting)
         assert possible_routes(local(setting, "mlx5_0"), near, pool, on_gpu=on_gpu)[0] == ("rdma", "127.0.0.1:3")
 
 
-def test_auto_has_something_to_fall_back_to_and_a_setting_has_not() -> None:
+def test_auto_has_fallback_routes_and_a_set_transport_has_none() -> None:
     near = msgspec.structs.replace(HERE, rdma_session="127.0.0.1:3")
     assert [
         [route.transport for route in possible_routes(local(setting, "mlx5_0"), near, DEVICE, on_gpu=True)]
@@ -174,11 +174,11 @@ def test_auto_has_something_to_fall_back_to_and_a_setting_has_not() -> None:
         (local("auto"), TCP_ONLY, DEVICE, True),
     ],
 )
-def test_everything_else_goes_over_tcp(transport: LocalTransport, rank: Rank, pool: Pool, on_gpu: bool) -> None:
+def test_other_pairs_use_tcp(transport: LocalTransport, rank: Rank, pool: Pool, on_gpu: bool) -> None:
     assert possible_routes(transport, rank, pool, on_gpu=on_gpu) == (KvRoute("tcp", str(rank.session)),)
 
 
-def test_what_cannot_be_is_refused_at_pairing() -> None:
+def test_impossible_transport_is_refused_at_pairing() -> None:
     assert describe_transport_mismatch("nvlink", HERE, HERE) is None
     assert describe_transport_mismatch("auto", HERE, ELSEWHERE) is None
     assert describe_transport_mismatch("rdma", HERE, WITH_HCA) is None
@@ -206,10 +206,8 @@ def test_settings_are_resolved_against_the_machine(hca: Path, tmp_path: Path) ->
         resolve(ib_device="mlx5_9")
 
 
-def test_auto_goes_on_without_an_hca_that_does_not_work_and_rdma_does_not(
-    hca: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The real Mooncake: the machine says it has an HCA, and none can be opened."""
+def test_auto_ignores_a_broken_hca_and_rdma_raises(hca: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The real Mooncake: the machine lists an HCA, but it cannot be opened."""
     pools = [LocalPool(Memory(), LAYOUT)]
     with caplog.at_level(logging.WARNING):
         receivers = Receivers(DecodeConfig(), pools, local_rank=0, sysfs=hca)
@@ -231,7 +229,7 @@ def test_auto_goes_on_without_an_hca_that_does_not_work_and_rdma_does_not(
         )
 
 
-def test_receivers_open_what_their_pools_can_take(engines: list[RecordingEngine], hca: Path) -> None:
+def test_receivers_open_the_transports_that_their_pools_support(engines: list[RecordingEngine], hca: Path) -> None:
     device, host = Memory(on_gpu=True), Memory()
     pools = [LocalPool(device, LAYOUT), LocalPool(host, LAYOUT)]
     receivers = Receivers(DecodeConfig(advertise_host="10.0.0.9", ib_gid_index=5), pools, local_rank=0, sysfs=hca)
@@ -253,7 +251,7 @@ def test_receivers_open_what_their_pools_can_take(engines: list[RecordingEngine]
 @pytest.mark.parametrize(
     ("transport", "opened"), [("tcp", ["tcp"]), ("nvlink", ["tcp", "nvlink"]), ("rdma", ["tcp", "rdma"])]
 )
-def test_a_setting_leaves_the_others_out(
+def test_set_transport_disables_the_others(
     transport: TransportSetting, opened: list[str], engines: list[RecordingEngine], hca: Path
 ) -> None:
     config = DecodeConfig(transport=transport)
@@ -267,7 +265,7 @@ def test_nvlink_needs_a_pool_on_a_gpu(tmp_path: Path) -> None:
         Receivers(DecodeConfig(transport="nvlink"), [LocalPool(Memory(), LAYOUT)], local_rank=0, sysfs=tmp_path)
 
 
-def test_memory_that_an_hca_cannot_register_turns_rdma_off(engines: list[RecordingEngine]) -> None:
+def test_rdma_is_disabled_if_memory_cannot_be_registered(engines: list[RecordingEngine]) -> None:
     regions = [Region(4096, 100)]
     usable = local("auto", "mlx5_0")
     assert drop_unusable_rdma(usable, regions) is usable
@@ -280,7 +278,7 @@ def test_memory_that_an_hca_cannot_register_turns_rdma_off(engines: list[Recordi
     assert len(engines) == 3, "without an HCA nothing is tried"
 
 
-def test_an_rdma_sender_registers_its_sources_and_can_be_called_back(engines: list[RecordingEngine]) -> None:
+def test_rdma_sender_registers_its_sources_and_is_reachable(engines: list[RecordingEngine]) -> None:
     sources = [Region(4096, 100), Region(8192, 50)]
     send = SendEngine(
         "10.0.0.9:3", [], transport="rdma", host="10.0.0.1", devices=("mlx5_1",), gid_index=2, sources=sources

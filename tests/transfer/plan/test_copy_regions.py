@@ -1,4 +1,4 @@
-"""Links between random topologies: every cell is written once, and the bytes are those of a brute-force gather."""
+"""Copy regions between random topologies: every cell is written once, with the bytes of a brute-force gather."""
 
 import itertools
 from collections.abc import Sequence
@@ -127,7 +127,7 @@ def rows_of(pages: Ints, page_size: int, positions: Ints) -> Ints:
 
 
 def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], destination: Bytes) -> Ints:
-    """Carry out copies from several pools; how often each byte of the destination was written."""
+    """Run copies from several pools. Returns how often each byte of the destination was written."""
     writes = np.zeros(destination.size, dtype=np.int64)
     for (source, target, length), pool in zip(runs_of, sources, strict=True):
         steps = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
@@ -139,7 +139,7 @@ def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], d
 
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), by_token=st.booleans())
-def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
+def test_regions_move_exactly_the_right_bytes_between_any_topologies(
     case: tuple[Sides, Tokens, int], by_token: bool
 ) -> None:
     (prefill, decode), tokens, seed = case
@@ -185,7 +185,7 @@ def test_any_topology_to_any_other_moves_exactly_the_right_bytes(
         writes = copy(runs_of, pools, actual)
         assert writes.max() == 1
         if not by_token and kv.page_size == prefill[0].page_size and tokens.end % kv.page_size:
-            # The last page travels whole: what lies behind the last token may be anything, and nobody reads it.
+            # The last page is copied whole: the bytes behind the last token are arbitrary and never read.
             page = tokens.destination_pages[tokens.end // kv.page_size]
             for pool in (expected, actual):
                 for view in planes_of(pool, kv).values():
@@ -203,7 +203,7 @@ def sides(draw: st.DrawFn) -> Sides:
 
 @settings(max_examples=1000, deadline=None)
 @given(case=sides(), first=st.integers(0, 31))
-def test_every_cell_has_one_writer_that_holds_it_and_rectangles_are_maximal(case: Sides, first: int) -> None:
+def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first: int) -> None:
     regions = plan_regions(*case, first=first % len(case.prefill))
     for destination, kv in enumerate(case.decode):
         here = [region for region in regions if region.destination == destination]
@@ -234,7 +234,7 @@ def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies
     assert max(load) - min(load) <= max(kv.num_layers for kv in decode)
 
 
-def test_another_first_rank_takes_its_turn() -> None:
+def test_first_selects_the_replica() -> None:
     prefill, decode = [layout((0, 4), (0, 1))] * 3, [layout((0, 4), (0, 1))]
     assert [plan_regions(prefill, decode, first=first)[0].source for first in range(3)] == [0, 1, 2]
 
@@ -271,7 +271,7 @@ def test_three_stages_to_two() -> None:
     }
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_missing_cell_is_named_in_the_error() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((0, 3), (2, 4))]
     with pytest.raises(CoverageError, match=r"decode rank 1 needs layer 3, head 2 of p0\+p1, which no prefill rank"):
         plan_regions(prefill, [layout((0, 3), (0, 4)), layout((2, 4), (0, 4))])

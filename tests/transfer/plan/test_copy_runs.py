@@ -50,7 +50,7 @@ def random_pool(kv: KvLayout, seed: int) -> Pool:
 
 
 def token_range(kv: KvLayout, page: int, slot: int, layer: int, plane: int, head: int) -> slice:
-    """Where one token's row lies, straight from the definition `[page][layer][plane][head][token][bytes]`."""
+    """The offset of one token's row, from the definition `[page][layer][plane][head][token][bytes]`."""
     offset = page * kv.page_bytes
     for before in range(kv.layer_start, layer + 1):
         for index, row in enumerate(kv.planes):
@@ -247,7 +247,7 @@ def test_a_head_slice_is_one_copy_per_layer_and_plane() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000), layers=intervals(3), heads=intervals(3))
-def test_a_link_restricts_layers_and_heads(
+def test_region_restricts_layers_and_heads(
     case: Case, seed: int, layers: tuple[int, int], heads: tuple[int, int]
 ) -> None:
     region = CopyRegion(0, 0, range(*layers), range(*heads))
@@ -271,7 +271,7 @@ def test_some_heads_of_equal_layouts_are_one_copy_per_layer_and_plane() -> None:
     assert runs.destination[0] == 4 * kv.page_bytes + kv.layer_bytes + 2 * 16 * 8
 
 
-def test_rows_that_are_whole_pages_travel_as_pages() -> None:
+def test_rows_that_are_whole_pages_are_copied_as_pages() -> None:
     kv = layout()
     rows = list(range(5 * 16, 8 * 16))
     runs = expand_token_runs(kv, kv, [2, 3, 4], rows, 0, 48)

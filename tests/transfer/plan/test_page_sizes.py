@@ -1,4 +1,4 @@
-"""The warning about page sizes that differ: when it comes, and that its numbers are those of the plan."""
+"""The warning about different page sizes: when it is given, and that its numbers are those of the plan."""
 
 import msgspec
 import pytest
@@ -10,17 +10,17 @@ from tests.transfer.plan.test_pairing import INDEXER, LATENT, LAYOUT, part, rank
 
 
 def pair(page_size: int, *layouts: KvLayout) -> tuple[Hello, Welcome]:
-    """Prefill has these, and decode the same in pages of another size."""
+    """Prefill has these layouts, decode the same with another page size."""
     decode = [msgspec.structs.replace(layout, page_size=page_size) for layout in layouts]
     return sides((rank(0, *layouts, session=None),), (rank(0, *decode),))
 
 
-def test_equal_pages_cost_nothing() -> None:
+def test_equal_page_sizes_give_no_warning() -> None:
     assert describe_page_sizes(*pair(16, LAYOUT), 512) is None
 
 
 @pytest.mark.parametrize(("page_size", "stretch"), [(64, 16), (8, 8)])
-def test_unequal_pages_are_a_write_for_each_head_of_each_page(page_size: int, stretch: int) -> None:
+def test_different_page_sizes_take_a_write_per_head_and_page(page_size: int, stretch: int) -> None:
     writes = 512 // stretch * 8 * 2 * 4  # of layers, planes and heads
     assert describe_page_sizes(*pair(page_size, LAYOUT), 512) == (
         f"page sizes differ: 16 on prefill, {page_size} on decode. A chunk of 512 tokens takes {writes} writes instead "
@@ -29,7 +29,7 @@ def test_unequal_pages_are_a_write_for_each_head_of_each_page(page_size: int, st
 
 
 def test_all_ranks_and_pools_count() -> None:
-    """Two latent planes, one head each; and decode's ranks each have all of it."""
+    """Two latent planes, one head each; every decode rank holds all of them."""
     latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
     indexer = msgspec.structs.replace(latent, planes=(INDEXER,))
     decode = [msgspec.structs.replace(layout, page_size=32) for layout in (latent, indexer)]
@@ -39,8 +39,8 @@ def test_all_ranks_and_pools_count() -> None:
     assert f"takes {256 // 32 * 8 * 2 * 2} writes instead of at most {4 * 2 * 2}" in reason
 
 
-def test_what_is_staged_costs_no_more() -> None:
-    """Decode has half of the heads, so staging is at work, and gathers whatever the pages are."""
+def test_staged_regions_are_not_counted() -> None:
+    """Decode has half of the heads, so they are staged, which gathers pages of any size."""
     ring = StageRing(0, 1 << 24, 1)
     halves = [msgspec.structs.replace(part((0, 8), heads), page_size=64) for heads in ((0, 2), (2, 4))]
     ranks: list[Rank] = [

@@ -1,4 +1,4 @@
-"""What two servers must have in common to pair, and that everything else may differ."""
+"""Which properties two servers must share to pair; all others may differ."""
 
 import msgspec
 import pytest
@@ -52,7 +52,7 @@ def test_equal_servers_pair() -> None:
         pytest.param((msgspec.structs.replace(LAYOUT, page_size=64, num_pages=7),), id="pages"),
     ],
 )
-def test_how_a_side_splits_its_kv_is_its_own_business(decode: tuple[KvLayout, ...]) -> None:
+def test_different_shardings_of_the_same_kv_pair(decode: tuple[KvLayout, ...]) -> None:
     ranks = tuple(rank(number, kv) for number, kv in enumerate(decode))
     assert check_pair(*sides(decode=ranks)) is None
     assert check_pair(*sides(prefill=ranks)) is None
@@ -78,7 +78,7 @@ def test_all_pools_of_a_server_share_their_pages() -> None:
     assert "rank 0 has 100 of 64: all pools of a server share their pages" in reason
 
 
-def test_another_protocol_or_model_is_named() -> None:
+def test_different_protocol_or_model_is_refused_with_both_values() -> None:
     hello, welcome = sides()
     assert check_pair(msgspec.structs.replace(hello, protocol_version=1), welcome) == (
         "protocol version differs: prefill speaks 2, decode speaks 1"
@@ -97,7 +97,7 @@ def test_another_protocol_or_model_is_named() -> None:
         ({"head_end": 8}, ("KV heads of k+v differ", "prefill holds [0, 4)", "decode holds [0, 8)")),
     ],
 )
-def test_other_kv_is_refused_with_both_values(decode: dict[str, object], both_values: tuple[str, ...]) -> None:
+def test_different_kv_is_refused_with_both_values(decode: dict[str, object], both_values: tuple[str, ...]) -> None:
     reason = refusal(decode=(rank(0, msgspec.structs.replace(LAYOUT, **decode)),))
     for value in both_values:
         assert value in reason
@@ -114,7 +114,7 @@ def test_a_pool_that_only_one_side_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_holes_are_refused(side: str) -> None:
+def test_missing_layers_or_heads_are_refused(side: str) -> None:
     holed = (rank(0, part((0, 8), (0, 2))), rank(1, part((0, 5), (2, 4))))
     reason = refusal(prefill=holed) if side == "prefill" else refusal(decode=holed)
     assert reason.startswith(
@@ -146,7 +146,7 @@ def test_a_decode_rank_without_a_session_is_refused() -> None:
         ),
     ],
 )
-def test_a_side_that_contradicts_itself_is_refused(ranks: tuple[Rank, ...], reason: str) -> None:
+def test_inconsistent_server_is_refused(ranks: tuple[Rank, ...], reason: str) -> None:
     assert reason in refusal(decode=ranks)
 
 

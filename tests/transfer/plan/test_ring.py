@@ -1,4 +1,4 @@
-"""The ring against a map of its bytes: what is granted is free, what is free is found, and order is kept."""
+"""The ring against a map of its bytes: only free bytes are granted, free bytes are found, and order is kept."""
 
 import pytest
 from hypothesis import settings
@@ -15,7 +15,7 @@ class ByteMap(RuleBasedStateMachine):
     def start(self, units: int) -> None:
         self.ring: StagingRing[int] = StagingRing(units * ALIGNMENT, epoch=1)
         self.map: list[int | None] = [None] * units
-        self.sizes: dict[int, int] = {}  # of those that wait
+        self.sizes: dict[int, int] = {}  # of the queued requests
         self.regions: dict[int, Region] = {}
         self.freed: list[Position] = []
         self.requests = 0
@@ -49,7 +49,7 @@ class ByteMap(RuleBasedStateMachine):
     @precondition(lambda self: self.freed)
     @rule(data=st.data())
     def free_again(self, data: st.DataObject) -> None:
-        """Also after the same bytes were granted to others."""
+        """Also after the same bytes were granted to another owner."""
         before = self.ring.granted_bytes
         assert not self.ring.free(data.draw(st.sampled_from(self.freed)))
         assert not self.ring.free(Position(self.end + ALIGNMENT))
@@ -82,7 +82,7 @@ class ByteMap(RuleBasedStateMachine):
         if not hasattr(self, "ring"):
             return
         self.ring.check_integrity()
-        assert (self.ring.waiting, self.ring.idle) == (len(self.sizes), not self.sizes and not self.regions)
+        assert (self.ring.waiting, self.ring.granted_bytes == 0) == (len(self.sizes), not self.regions)
         if self.sizes:
             longest = run = 0
             for entry in self.map:
@@ -91,7 +91,7 @@ class ByteMap(RuleBasedStateMachine):
             assert longest * ALIGNMENT < self.sizes[min(self.sizes)], "there is room for the first in the queue"
 
     def teardown(self) -> None:
-        """All is freed and everybody gets a turn; then the whole buffer is there for one."""
+        """Everything is freed and every request is granted; then one request can have the whole buffer."""
         if not hasattr(self, "ring"):
             return
         while self.regions:
@@ -100,7 +100,7 @@ class ByteMap(RuleBasedStateMachine):
                 assert self.ring.free(region.position)
             self.map = [None] * len(self.map)
             self.grant()
-        assert self.ring.idle
+        assert (self.ring.waiting, self.ring.granted_bytes) == (0, 0)
         self.ring.request(-1, self.ring.capacity_bytes)
         ((_, region),) = self.ring.grant()
         assert (region.offset, region.size_bytes) == (0, self.ring.capacity_bytes)
@@ -116,7 +116,7 @@ def grant(ring: StagingRing[str], owner: str, units: int) -> Region | None:
 
 
 def test_an_idle_ring_grants_a_large_request_after_a_small_one() -> None:
-    """SGLang's ring of 2026-08 waited for ever here (its issue 37166): 4 of 32, freed, then 29."""
+    """SGLang's ring of 2026-08 deadlocked here (its issue 37166): 4 of 32, freed, then 29."""
     ring: StagingRing[str] = StagingRing(32 * ALIGNMENT, epoch=1)
     small = grant(ring, "small", 4)
     assert small is not None
@@ -137,10 +137,10 @@ def test_a_region_that_is_held_for_long_costs_its_own_bytes_only() -> None:
         assert region is not None, "the ring is stuck behind the region that is held"
         ring.free(region.position)
     ring.free(held.position)
-    assert ring.idle
+    assert (ring.waiting, ring.granted_bytes) == (0, 0)
 
 
-def test_small_requests_do_not_pass_a_large_one() -> None:
+def test_small_requests_do_not_overtake_a_large_one() -> None:
     ring: StagingRing[str] = StagingRing(8 * ALIGNMENT, epoch=1)
     first = grant(ring, "first", 2)
     assert first is not None
@@ -151,12 +151,12 @@ def test_small_requests_do_not_pass_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -ALIGNMENT, ALIGNMENT + 1])
-def test_a_capacity_that_is_none_is_refused(capacity: int) -> None:
+def test_invalid_capacity_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match="multiple of 256"):
         StagingRing(capacity, epoch=1)
 
 
-def test_an_owner_waits_once() -> None:
+def test_owner_cannot_be_queued_twice() -> None:
     ring: StagingRing[str] = StagingRing(ALIGNMENT, epoch=1)
     ring.request("a", 1)
     with pytest.raises(ValueError, match="already waiting"):

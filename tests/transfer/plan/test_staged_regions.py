@@ -1,4 +1,4 @@
-"""Which regions are staged: a pure answer that both sides of a pair come to, and parts that the ring can hold."""
+"""Which regions are staged, and that their parts fit into the ring."""
 
 import itertools
 from typing import get_args
@@ -10,7 +10,6 @@ from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.staged_regions import (
     MAX_PART_BYTES,
     StagedRegion,
-    pages_holding,
     pair_regions,
     staged_regions,
 )
@@ -35,7 +34,7 @@ SETTINGS: tuple[StagingSetting, ...] = get_args(StagingSetting)
 
 
 def shards(tp: int, pp: int = 1) -> list[KvLayout]:
-    """As the model shards them: stages cut layers, ranks of a stage cut heads or, with more of them, share some."""
+    """As the model shards them: stages divide layers, ranks of a stage divide heads, surplus ranks are replicas."""
     found = []
     for stage, rank in itertools.product(range(pp), range(tp)):
         first = rank * HEADS // tp
@@ -70,7 +69,7 @@ def pair(
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [*itertools.product((1, 2, 4, 8), repeat=2)])
-def test_auto_stages_what_is_a_head_slice_and_nothing_else(prefill: int, decode: int) -> None:
+def test_auto_stages_head_slices_only(prefill: int, decode: int) -> None:
     hello, welcome = pair(shards(prefill), shards(decode))
     found = staged_regions(hello, welcome)
     same_heads = min(prefill, HEADS) == min(decode, HEADS)  # eight ranks have one head each, as four do
@@ -79,13 +78,13 @@ def test_auto_stages_what_is_a_head_slice_and_nothing_else(prefill: int, decode:
     assert bool(expected) != same_heads
 
 
-def test_stages_that_share_heads_out_alike_need_no_staging() -> None:
+def test_auto_stages_nothing_if_both_sides_hold_the_same_heads() -> None:
     assert staged_regions(*pair(shards(2, pp=2), shards(2, pp=1))) == ()
     assert len(staged_regions(*pair(shards(1, pp=2), shards(2, pp=1)))) == 4
 
 
 @pytest.mark.parametrize("settings", [*itertools.product(SETTINGS, repeat=2)])
-def test_off_on_either_side_is_off_and_on_stages_all(settings: tuple[StagingSetting, StagingSetting]) -> None:
+def test_off_on_either_side_disables_staging_and_on_stages_all(settings: tuple[StagingSetting, StagingSetting]) -> None:
     equal, unequal = (staged_regions(*pair(shards(2), shards(decode), settings=settings)) for decode in (2, 1))
     assert len(unequal) == (0 if "off" in settings else 2)
     assert len(equal) == (2 if "on" in settings and "off" not in settings else 0)
@@ -96,7 +95,7 @@ def test_latent_rows_are_never_staged() -> None:
     assert staged_regions(*pair(rows * 2, rows, settings=("on", "on"))) == ()
 
 
-def test_a_decode_server_without_rings_gets_slices() -> None:
+def test_nothing_is_staged_to_a_decode_server_without_rings() -> None:
     assert staged_regions(*pair(shards(2), shards(1), ring_bytes=None)) == ()
 
 
@@ -119,10 +118,3 @@ def test_parts_cover_the_tokens_within_the_limit(start: int, end: int, limit: in
     assert len(parts) == -(-(end - start) // limit)
     assert all(0 < part.tokens <= limit for part in parts)
     assert {(part.epoch, part.writer, part.destination, part.block) for part in parts} <= {(5, 3, 2, staged.block)}
-
-
-def test_pages_that_hold_some_tokens() -> None:
-    pages = [7, 3, 9, 4]
-    assert pages_holding(pages, 16, 0, 16) == ([7], 0)
-    assert pages_holding(pages, 16, 15, 33) == ([7, 3, 9], 15)
-    assert pages_holding(pages, 16, 48, 50) == ([4], 0)

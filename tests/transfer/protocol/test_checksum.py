@@ -1,4 +1,4 @@
-"""Checksums of equal tokens are equal however they are paged and sharded, and any changed byte shows."""
+"""Checksums of equal tokens are equal for any paging and sharding, and detect any changed byte."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def tokens() -> torch.Tensor:
     return torch.randn(LAYERS, 2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
-def test_it_is_the_sum_of_seeded_hashes_of_each_layer_plane_and_head(tokens: torch.Tensor) -> None:
+def test_checksum_is_the_sum_of_seeded_hashes_of_each_layer_plane_and_head(tokens: torch.Tensor) -> None:
     expected = 0
     for layer in range(LAYERS):
         for plane, name in enumerate("kv"):
@@ -43,13 +43,13 @@ def test_shares_of_ranks_add_up(tokens: torch.Tensor, stages: int, shards: int) 
     assert add_sums(sums) == block_sum(tokens, layout())
 
 
-def test_a_link_is_the_part_of_a_rank_that_it_writes(tokens: torch.Tensor) -> None:
+def test_checksum_of_a_region_covers_its_layers_and_heads(tokens: torch.Tensor) -> None:
     held = tokens[1:3, :, 2:5].contiguous()
     part = block_sum(held, layout((1, 3), (2, 5)), range(2, 3), range(3, 5))
     assert part == block_sum(tokens[2:3, :, 3:5].contiguous(), layout((2, 3), (3, 5)))
 
 
-def test_it_does_not_depend_on_the_page_size_and_sees_one_bit(tokens: torch.Tensor) -> None:
+def test_checksum_is_independent_of_the_page_size_and_detects_one_bit(tokens: torch.Tensor) -> None:
     pools = {}
     for page_size, pages in ((4, [6, 1, 3, 2]), (8, [5, 0])):
         pool = KvPool(
@@ -72,13 +72,13 @@ def test_it_does_not_depend_on_the_page_size_and_sees_one_bit(tokens: torch.Tens
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_two_blocks_that_changed_places_show(tokens: torch.Tensor, dim: int) -> None:
+def test_checksum_detects_swapped_blocks(tokens: torch.Tensor, dim: int) -> None:
     order = list(range(tokens.shape[dim]))
     order[0], order[1] = order[1], order[0]
     assert block_sum(tokens.index_select(dim, torch.tensor(order)), layout()) != block_sum(tokens, layout())
 
 
-def test_no_tokens_are_a_sum_too(tokens: torch.Tensor) -> None:
+def test_checksum_of_no_tokens_is_defined(tokens: torch.Tensor) -> None:
     nothing = tokens[:, :, :, :0].contiguous()
     parts = (block_sum(nothing, layout(), range(2)), block_sum(nothing, layout(), range(2, LAYERS)))
     assert add_sums(parts) == block_sum(nothing, layout())

@@ -1,4 +1,4 @@
-"""Frames: round trips, compatibility with older and newer peers, and readable refusals of everything else."""
+"""Frames: round trips, compatibility with older and newer peers, and readable errors for invalid input."""
 
 import contextlib
 from typing import Any
@@ -124,9 +124,9 @@ def test_strided_arrays_are_made_contiguous() -> None:
     ("message", "arrays"), [(HELLO, 0), (WELCOME, 0), (DESTINATION, 2)], ids=["Hello", "Welcome", "KvDestination"]
 )
 class TestEnableHisparseTrails:
-    """`enable_hisparse` is the last field: peers from before it and from after it understand each other."""
+    """`enable_hisparse` is the last field: peers with and without it are compatible."""
 
-    def test_an_older_peer_leaves_it_out(self, message: AnyMessage, arrays: int) -> None:
+    def test_missing_trailing_field_gets_its_default(self, message: AnyMessage, arrays: int) -> None:
         fields = fields_on_the_wire(message)
         assert fields[-1] is True
         older = msgspec.msgpack.encode(fields[:-1])
@@ -139,12 +139,12 @@ class TestEnableHisparseTrails:
         assert decoded == message
         assert len(received) == arrays + 1
 
-    def test_we_send_it_last(self, message: AnyMessage, arrays: int) -> None:  # noqa: ARG002
+    def test_appended_fields_are_encoded_last(self, message: AnyMessage, arrays: int) -> None:  # noqa: ARG002
         without = fields_on_the_wire(msgspec.structs.replace(message, enable_hisparse=False))
         assert fields_on_the_wire(message) == [*without[:-1], True]
 
 
-def test_nested_values_follow_the_same_rule() -> None:
+def test_nested_structs_can_be_appended_to() -> None:
     fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
@@ -211,7 +211,7 @@ def test_bad_envelopes(frames: list[bytes], reason: str) -> None:
         split(frames)
 
 
-def test_encode_refuses_what_decode_would() -> None:
+def test_encode_refuses_invalid_arrays() -> None:
     with pytest.raises(WireError, match="2 arrays, 1 given"):
         encode(DESTINATION, NO_INTS)
     with pytest.raises(WireError, match="int64"):

@@ -147,7 +147,7 @@ class StagedPair:
                 raise AssertionError(other)
 
 
-def test_two_ranks_to_one_through_a_ring_smaller_than_the_prompt() -> None:
+def test_two_ranks_stage_to_one_through_a_ring_smaller_than_the_prompt() -> None:
     start = 7  # decode's prefix is whole pages
     with Receiver(RING_BYTES) as process:
         pair = StagedPair(process)

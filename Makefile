@@ -32,7 +32,7 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 
 # Tests that start no server, less simulations of more than a few seconds.
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
-    transfer/protocol transfer/staging test_docs.py test_layers.py \
+    transfer/protocol test_docs.py test_layers.py \
     $(addprefix scheduler/,decode messages prefill test_rates.py))
 SLOW := $(addprefix tests/,memory/hisparse/test_hisparse_simulation.py transfer/plan/test_copy_regions.py \
     $(addprefix scheduler/,prefill/test_staged_traces.py \

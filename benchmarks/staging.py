@@ -5,7 +5,7 @@
 
 token slices  rows of a token-major pool, one write per token, layer and plane: what SGLang does without staging
 page slices   page-major pools, one write per page, layer and plane: what pdserve does without staging
-staged        gather, one write per part into the ring, scatter; with the protocol of transfer/staging/
+staged        gather, one write per part into the ring, scatter; with the protocol of scheduler/prefill/staging.py
 equal TP      the same bytes to four decode ranks sharded alike, one write per page: needs no staging, the bound
 
 The time runs from the KV in the source pages to decode's confirmation that it is in its pages. Grants are requested

@@ -52,7 +52,7 @@ LAYERS = {
     ],
     "models": ["", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
     "memory": ["hisparse", ""],
-    "transfer": ["control", "staging", "data", "mooncake", "plan", "protocol", ""],
+    "transfer": ["control", "data", "mooncake", "plan", "protocol", ""],
     "kernels": ["mla", "hisparse", "staging", "sampling", "numba", "attention", "linear", "backends"],
     "configs": [""],
 }

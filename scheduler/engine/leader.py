@@ -1,8 +1,8 @@
 """The leader process of a server: `python -m pdserve.scheduler.engine.leader`, started by the frontend.
 
-The first line on stdin is `{"config": {...}, "front": "ipc://..."}`. End of file on stdin means that the frontend has
-exited; the leader exits too. Threads: the engine loop (main thread), rank 0, the control plane, the frontend link, with
-several ranks the hub to their processes, and on prefill a sender for each decode rank.
+The first line on stdin is `{"config": {...}, "frontend": "ipc://..."}`. End of file on stdin means that the frontend
+has exited; the leader exits too. Threads: the engine loop (main thread), rank 0, the control plane, the frontend link,
+with several ranks the hub to their processes, and on prefill a sender for each decode rank.
 """
 
 import json
@@ -71,7 +71,7 @@ def main() -> int:
     configure_logging(config.log_level, config.role)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_frontend, args=(inbox,), name="frontend-watch", daemon=True).start()
-    frontend = FrontendLink(introduction["front"], inbox.put)
+    frontend = FrontendLink(introduction["frontend"], inbox.put)
     status, all_ended = 0, False
     try:
         all_ended = Leader(config, frontend, inbox).serve()

@@ -32,13 +32,13 @@ from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
 from ...transfer.data.chunks import ChunkWrite, PartScatter, PartWrite
 from ...transfer.data.local_pool import LocalPool
+from ...transfer.data.part_scatterer import PartScatterer
 from ...transfer.data.receivers import Receivers
 from ...transfer.mooncake.transports import machine_id
 from ...transfer.plan.staged_regions import STAGED_KIND
 from ...transfer.protocol.checksum import add_sums, block_sum
 from ...transfer.protocol.layout import KvLayout, Plane
 from ...transfer.protocol.messages import Pool, Rank, StageRing
-from ...transfer.staging.part_scatterer import PartScatterer
 from ..messages.ranks import (
     CacheChecked,
     CancelChunks,

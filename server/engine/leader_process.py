@@ -49,7 +49,7 @@ class LeaderProcess:
         self._exited = asyncio.Event()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="leader-watch", daemon=True).start()
-        introduction = json.dumps({"config": revealed_dict(config), "front": frontend_address})
+        introduction = json.dumps({"config": revealed_dict(config), "frontend": frontend_address})
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has exited already; the watcher reports the exit
             self._process.stdin.write(introduction.encode() + b"\n")

@@ -130,7 +130,7 @@ def main(behaviour: str) -> None:
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.connect(introduction["front"])
+        socket.connect(introduction["frontend"])
 
         def send(message: ToFrontend) -> None:
             socket.send(msgspec.msgpack.encode([message]))

@@ -18,6 +18,7 @@ from pdserve.memory.pages import pages_holding
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from pdserve.transfer.data.local_pool import LocalPool
+from pdserve.transfer.data.part_scatterer import PartScatterer
 from pdserve.transfer.data.part_writer import PartWriter
 from pdserve.transfer.plan.staged_regions import StagedRegion, staged_regions
 from pdserve.transfer.protocol.layout import KvLayout
@@ -33,7 +34,6 @@ from pdserve.transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
-from pdserve.transfer.staging.part_scatterer import PartScatterer
 from tests.transfer.data.kv_cells import empty_pool, kv_of, layout, put
 from tests.transfer.data.kv_receiver import Receiver
 

@@ -14,9 +14,9 @@ import torch
 
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...kernels.staging.kv_stage import kv_scatter, warm_up_kv_stage
-from ..data.chunks import PartScatter
 from ..protocol.layout import KvLayout
 from ..protocol.messages import StagePart
+from .chunks import PartScatter
 
 log = logging.getLogger(__name__)
 

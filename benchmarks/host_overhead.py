@@ -149,7 +149,7 @@ class Bench:
             stream.transport.close()
         await self._wait_idle()
         spent = {name: after.threads_s[name] - before.threads_s.get(name, 0.0) for name in after.threads_s}
-        named = {name: spent.get(name, 0.0) for name in ("MainThread", "front-link", "rank-0")}
+        named = {name: spent.get(name, 0.0) for name in ("MainThread", "frontend-link", "rank-0")}
         others_s = after.process_s - before.process_s - sum(named.values())
         return Window(
             call=call,
@@ -159,7 +159,7 @@ class Bench:
             events=events / tokens,
             front_us=1e6 * front_s / tokens,
             engine_us=1e6 * named["MainThread"] / steps,
-            link_us=1e6 * named["front-link"] / steps,
+            link_us=1e6 * named["frontend-link"] / steps,
             others_us=1e6 * others_s / steps,
             rank_us=1e6 * named["rank-0"] / steps,
         )

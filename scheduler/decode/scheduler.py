@@ -377,7 +377,7 @@ class DecodeScheduler:
             **self.memory.gauges(),
             **self.dispatcher.staging.gauges(),
             "running_requests": len(self.run_queue.running),
-            "fenced_pages": self.dispatcher.quarantine.pages,
+            "quarantined_pages": self.dispatcher.quarantine.pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
         }

@@ -150,7 +150,7 @@ def test_pages_stay_in_quarantine_while_prefill_is_stopped(pair: tuple[Server, S
     assert client.wait().status_code == 503
     assert client.ended_at - stopped_at <= NOTICED_S + ANSWERED_S + SLACK_S
     time.sleep(2.5)  # longer than the quarantine
-    assert decode.info()["gauges"]["fenced_pages"] > 0, "pages that a stopped writer may write were freed"
+    assert decode.info()["gauges"]["quarantined_pages"] > 0, "pages that a stopped writer may write were freed"
     prefill.signal_all(signal.SIGCONT)
     decode.wait_ready(peers=1)
     decode.check_clean()

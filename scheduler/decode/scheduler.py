@@ -311,17 +311,14 @@ class DecodeScheduler:
             return None
         for request in self.run_queue.fill_batch():
             request.lifecycle.advance(State.RUNNING, now)
-        batch = self.run_queue.next_batch()
-        # a request without a page for its next row is left out of this step
-        able = {
-            request for request in batch if request.state is State.RUNNING and self.retracted.make_room(request, now)
-        }
-        self._starving = any(request.state is State.RUNNING and request not in able for request in batch)
-        batch = [
-            request
-            for request in batch
-            if request in able and request.state is State.RUNNING and request is not self.run_queue.paused
-        ]
+        able: list[Request] = []
+        lacking: list[Request] = []
+        for request in self.run_queue.next_batch():
+            if request.state is State.RUNNING:  # room for another one may have retracted it
+                (able if self.retracted.make_room(request, now) else lacking).append(request)
+        self._starving = any(request.state is State.RUNNING for request in lacking)
+        paused = self.run_queue.paused
+        batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot) if batch else None
 
     def step_done(self, command_id: int, tokens: list[TokenLogprob], now: float) -> None:

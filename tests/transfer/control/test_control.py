@@ -228,6 +228,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def only_peer(side: Control) -> PeerSnapshot:
+    """Waits for the first snapshot, which the control thread takes after it has started."""
+    eventually(lambda: bool(side.peers()))
     (peer,) = side.peers()
     return peer
 

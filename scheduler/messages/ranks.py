@@ -151,7 +151,7 @@ InlineCommand = PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
-"""For one rank: the one that writes the part, or the one that receives it."""
+"""Commands for a single rank: the writer of a part, or its receiver."""
 TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand
 """About KV that is complete: run at once, in order among themselves, without waiting for steps. A ChunkWrite is for all
 ranks, each of which writes its part and reports a ChunkReport.

@@ -310,7 +310,7 @@ class PrefillScheduler:
             pass
 
     def _start_next(self, now: float) -> bool:
-        """Start the first request that finds enough pages. Smaller requests may overtake one that does not, until it is
+        """Start the first request that fits into the free pages. Smaller requests may overtake a larger one until it is
         the oldest and due; then free pages are kept for it.
         """
         for request in itertools.islice(self._waiting, MAX_MISFITS):

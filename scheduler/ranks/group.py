@@ -96,7 +96,7 @@ class Ranks:
         self._thread.start()
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Send a command to every rank, or to the one that it is for."""
+        """Send a command to every rank, or to its target rank."""
         only = _only_for(command)
         match command:
             case _ if only not in (None, 0):

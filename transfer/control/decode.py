@@ -336,7 +336,7 @@ class DecodeControl(Control):
                 self._note_failed_handshake(endpoint, kind, value)
 
     def _note_failed_handshake(self, endpoint: _Endpoint, kind: int, value: int) -> None:
-        """A prefill server with another key closes the connection without an error, as does one that crashes: only the
+        """A prefill server with another key closes the connection without an error, and so does a crash. Only the
         second failure in a row is reported as an authentication failure. Without a key of our own it may also be
         another kind of server, which the text then mentions.
         """

@@ -49,7 +49,7 @@ def _reason_from_answer(connection: socket.socket) -> str | None:
     except TimeoutError:
         first = None
     if first is not None:
-        # any server may close the connection at once, for example one that shuts down
+        # any server may close the connection at once, for example during shutdown
         return None if first in (ZMQ_GREETING, b"") else "that is not the control port of a prefill server"
     try:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -18,7 +18,7 @@ from ..protocol.messages import Pool
 
 PATTERN_BYTES: Final = 16
 ATTEMPTS: Final = 3
-"""Two ranks may probe the same bytes at the same time: the one that reads the other's pattern tries again."""
+"""Two ranks may probe the same bytes at the same time. A rank that reads a foreign pattern tries again."""
 TIMEOUT_S: Final = 2.0
 _NAP_S: Final = 0.0002
 

@@ -1,7 +1,7 @@
 """Prevents starvation by higher priorities: a request that was overtaken often enough gets their priority."""
 
 MAX_OVERTAKES = 16
-"""After so many requests of higher priorities, the one that has waited longest is raised to the highest of them."""
+"""After this many overtakes the longest-waiting request gets the highest of the overtaking priorities."""
 
 
 class Ageing:

@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 8192
 SHORT_PART = 4
 """A short prompt has at most 1 / SHORT_PART of the window."""
 MIN_LONG_PROMPTS = 2
-"""Long prompts that a window always admits: one that computes, and the next."""
+"""Long prompts that a window always admits: the computing prompt and the next one."""
 
 
 class PromptKind(NamedTuple):

@@ -5,6 +5,7 @@
 """
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -121,9 +122,9 @@ class SamplingFields(DistributionFields):
     def samples(self) -> int:
         return self.n or 1
 
+    @abstractmethod
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
-        """The names and values of the most and of the fewest tokens to generate."""
-        raise NotImplementedError
+        """Names and values of the maximum and the minimum number of new tokens."""
 
     def sampling(self, limits: Limits, prompt_tokens: int, path: str = "") -> SamplingParams:
         """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ...configs.arithmetic import ceil_div
 from ...memory.index_spaces import KvPage, RequestSlot
 from ..messages.lifecycle import State
 from .requests.request import Request
@@ -89,7 +90,7 @@ class RunQueue:
         if self._stages == 1:
             return [request for request in able if request.may_step]
         waiting = sorted((request for request in able if not request.in_flight), key=lambda request: request.last_step)
-        return waiting[: -(-len(self.running) // self._stages)]
+        return waiting[: ceil_div(len(self.running), self._stages)]
 
     def start_step(
         self, batch: list[Request], command_id: int, hot_slot: Callable[[Request], RequestSlot | None]

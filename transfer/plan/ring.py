@@ -15,6 +15,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, NewType, TypeVar
 
+from ...configs.arithmetic import round_up
+
 ALIGNMENT: Final = 256
 """Regions start at and fill multiples of this: 16-byte accesses and whole cache lines on the GPU."""
 
@@ -26,7 +28,7 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 def aligned(size_bytes: int) -> int:
     """The size, rounded up to a multiple of ALIGNMENT."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    return round_up(size_bytes, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

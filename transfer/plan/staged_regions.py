@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from ...configs.arithmetic import ceil_div
 from ..protocol.layout import KvLayout
 from ..protocol.messages import HeadSlice, Hello, StagePart, StageRing, TransferKey, Welcome
 from .copy_regions import CopyRegion, plan_regions
@@ -41,7 +42,7 @@ class StagedRegion:
     def parts(self, key: TransferKey, token_start: int, token_end: int) -> list[StagePart]:
         """Cut these tokens into the fewest parts of at most `part_bytes`, of equal length but for one token."""
         tokens = token_end - token_start
-        count = -(-tokens // (self.part_bytes // self.token_bytes))
+        count = ceil_div(tokens, self.part_bytes // self.token_bytes)
         cuts = [token_start + tokens * index // count for index in range(count + 1)] if count else []
         source, destination = self.region.source, self.region.destination
         return [

@@ -8,6 +8,8 @@ layers have an indexer, the "layers" of its pool count only those, over the whol
 
 import msgspec
 
+from ...configs.arithmetic import ceil_div
+
 
 class Plane(msgspec.Struct, array_like=True, frozen=True):
     """One kind of row: its name and the bytes one token takes in one head."""
@@ -73,4 +75,4 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
 
     def pages_for(self, tokens: int) -> int:
         """The number of pages for this many tokens."""
-        return -(-tokens // self.page_size)
+        return ceil_div(tokens, self.page_size)

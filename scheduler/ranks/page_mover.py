@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...kernels.backends.streams import use_own_stream, wait_for_stream
+from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ...memory.page_store import PageStore
@@ -51,6 +51,7 @@ class PageMover:
         """Queue a copy that begins after the work that this thread has enqueued so far. Returns at once."""
         enqueued: torch.cuda.Event | None = None
         if self._cache.device.type == "cuda":
+            wait_for_arrivals(self._cache.device)  # a page may be saved right after it was received
             enqueued = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             enqueued.record(torch.cuda.current_stream(self._cache.device))
         self._commands.put((command, enqueued))

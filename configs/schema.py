@@ -61,6 +61,9 @@ class ServerConfig(BaseModel):
         "config.json and a tokenizer are then enough",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+    cuda_graphs: bool = Field(
+        True, description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens"
+    )
     cpu_kernels: CpuKernelsSetting = Field(
         "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
     )
@@ -245,7 +248,6 @@ class DecodeConfig(ServerConfig):
         description="temperature, top_p, top_k, min_p and repetition_penalty that a request leaves out: from "
         "the model's generation_config.json, or OpenAI's defaults",
     )
-    cuda_graphs: bool = Field(True, description="run decode steps as CUDA graphs")
     enable_hisparse: bool = Field(
         False,
         description="keep KV of sparse-attention models in host memory, and a small hot buffer per request on the GPU",

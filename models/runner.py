@@ -16,7 +16,7 @@ from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
 from .decoders.dsa_parameters import DsaParameters
-from .graphs.capture import DecodeGraphs
+from .graphs.capture import ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
@@ -77,7 +77,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.parallel = parallel
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[StepGraphs] = []
 
     @classmethod
     def load(
@@ -145,12 +145,30 @@ class ModelRunner:
             return None
         if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
             return None
-        self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
-        return self._graphs
+        graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        self._graphs.append(graphs)
+        return graphs
+
+    def capture_chunk_graphs(
+        self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
+    ) -> ChunkGraphs | None:
+        """The same for steps of prompt chunks; only for dense models."""
+        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+            return None
+        graphs = ChunkGraphs(
+            self._decoder,
+            cache,
+            max_tokens=max_tokens,
+            max_slices=max_slices,
+            max_context=max_context,
+            decode_rows=decode_rows,
+        )
+        self._graphs.append(graphs)
+        return graphs
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""
-        self._graphs = None
+        self._graphs.clear()
 
     @torch.inference_mode()
     def forward(
@@ -160,11 +178,12 @@ class ModelRunner:
         the last token of each slice on the sampling rank, None on all others. Slices of one call do not see each
         other's KV unless they share pages.
 
-        `token_ids` (on the device, one per slice of a single token) replace those of the slices: the step can start
-        before the host knows the tokens. Only the first stage reads them.
+        `token_ids` (on the device, one per slice) replace those of slices of a single token: the step can start before
+        the host knows the tokens. Only the first stage reads them.
         """
-        if self._graphs is not None and self._graphs.fits(slices):
-            return self._graphs.run(slices, token_ids)
+        for graphs in self._graphs:
+            if graphs.fits(slices):
+                return graphs.run(slices, token_ids)
         batch = self._batch(cache, slices, token_ids)
         hidden = self._run(cache, batch)
         if hidden is None:

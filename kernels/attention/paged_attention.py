@@ -10,8 +10,8 @@ any strides (a layer of a page-major pool), token j of a sequence is in its page
 out as query. Rows of a page beyond a sequence's end may hold anything, including NaN, from an earlier sequence.
 Pages have the dtype of query, or float8_e4m3fn: then keys and values are converted to that of query when read.
 
-The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels, else `GatherPlan`, for
-torch or, for sequences of one query, the Numba kernel.
+The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels and the CUDA kernel of
+paged_prefill_cuda.py, else `GatherPlan`, for torch or, for sequences of one query, the Numba kernel.
 """
 
 from collections.abc import Sequence
@@ -161,7 +161,15 @@ def plan_attention(
                 f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
             )
     if impl != "numba" and use_triton(impl, device):
-        return make_work_plan(query_lens, kv_lens, used, page_size=page_size, num_kv_heads=num_kv_heads, device=device)
+        return make_work_plan(
+            query_lens,
+            kv_lens,
+            used,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            device=device,
+            allow_cuda=impl == "auto",
+        )
     row_starts = [0, *accumulate(query_lens)]
     batch = list(zip(row_starts, query_lens, kv_lens, used, strict=False))
     return GatherPlan(

@@ -49,7 +49,9 @@ class AnyDecoder(Protocol):
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
 
-    def hidden(self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None) -> torch.Tensor: ...
+    def hidden(
+        self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None, last_only: bool = False
+    ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -185,10 +187,8 @@ class ModelRunner:
             if graphs.fits(slices):
                 return graphs.run(slices, token_ids)
         batch = self._batch(cache, slices, token_ids)
-        hidden = self._run(cache, batch)
-        if hidden is None:
-            return None
-        return self._decoder.logits(hidden if batch.last_rows is None else hidden[batch.last_rows])
+        hidden = self._run(cache, batch, last_only=batch.last_rows is not None)
+        return None if hidden is None else self._decoder.logits(hidden)
 
     @torch.inference_mode()
     def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
@@ -204,12 +204,14 @@ class ModelRunner:
         """
         return self._decoder.logits(hidden)
 
-    def _run(self, cache: KvCache, batch: ForwardBatch) -> torch.Tensor | None:
-        """This stage's layers, with transfers from the previous and to the next stage; None if there is a next one."""
+    def _run(self, cache: KvCache, batch: ForwardBatch, *, last_only: bool = False) -> torch.Tensor | None:
+        """This stage's layers, with transfers from the previous and to the next stage; None if there is a next one.
+        With `last_only`, returns only the last row of each slice.
+        """
         shard, received = self.parallel.shard, None
         if not shard.first:
             received = self.parallel.receive_hidden(len(batch.token_ids), self.config.hidden_size, self.dtype)
-        hidden = self._decoder.hidden(batch, cache, hidden=received)
+        hidden = self._decoder.hidden(batch, cache, hidden=received, last_only=last_only and shard.last)
         if shard.last:
             return hidden
         self.parallel.send_hidden(hidden)

@@ -49,10 +49,11 @@ class WorkPlan:
     pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, index of its partial result
     piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
     tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
+    last_tiles: torch.Tensor  # [2, L]: the tiles with the last query of a sequence
     copied_tokens: int  # room for the sequences in tiles, whose keys and values are copied out of their pages
     copies: torch.Tensor  # [2, K]: sequence, and the first of its tokens in a block of COPY_TOKENS
     copy_starts: torch.Tensor  # [B], each sequence's first row in the copy
-    counts: torch.Tensor  # [2]: tiles and copies in use; in a CUDA graph the arrays are longer
+    counts: torch.Tensor  # [3]: tiles, last tiles and copies in use; in a CUDA graph the arrays are longer
     copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
     allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
 
@@ -98,6 +99,12 @@ def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> tuple[IntArray, IntA
     return tiles[:, np.argsort(-seen, kind="stable")], _blocks(copied, COPY_TOKENS), copy_starts
 
 
+def last_tiles(query_lens: IntArray) -> IntArray:
+    """The tile [2, n] of each sequence's last query; sequences without queries have none."""
+    (sequence,) = query_lens.nonzero()
+    return np.stack((sequence, (query_lens[sequence] - 1) // TILE_QUERIES * TILE_QUERIES)).astype(np.int32)
+
+
 def copied_room(kv_lens: IntArray) -> IntArray:
     """Tokens that sequences of these lengths take in the copy."""
     return -(-kv_lens // COPY_TOKENS) * COPY_TOKENS
@@ -129,6 +136,7 @@ def make_work_plan(
     pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), num_pieces(batch, num_kv_heads, device))
     tiled = np.where(queries > 1, queries, 0)
     tiles, copies, copy_starts = cut_prefill(tiled, keys)
+    last = last_tiles(tiled)
     arrays: list[IntArray] = [
         np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=sum(page_counts)),
         np.cumsum([0, *page_counts[:-1]], dtype=np.int32),
@@ -138,9 +146,10 @@ def make_work_plan(
         pieces.reshape(-1),
         piece_starts,
         tiles.reshape(-1),
+        last.reshape(-1),
         copies.reshape(-1),
         copy_starts,
-        np.array([tiles.shape[1], copies.shape[1]], dtype=np.int32),
+        np.array([tiles.shape[1], last.shape[1], copies.shape[1]], dtype=np.int32),
     ]
     (
         flat_pages,
@@ -151,6 +160,7 @@ def make_work_plan(
         flat_pieces,
         starts,
         flat_tiles,
+        flat_last,
         flat_copies,
         first_copies,
         counts,
@@ -167,6 +177,7 @@ def make_work_plan(
         pieces=flat_pieces.view(4, -1),
         piece_starts=starts,
         tiles=flat_tiles.view(2, -1),
+        last_tiles=flat_last.view(2, -1),
         copied_tokens=int(copied_room(np.where(tiled > 0, keys, 0)).sum()),
         copies=flat_copies.view(2, -1),
         copy_starts=first_copies,

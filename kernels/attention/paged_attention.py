@@ -334,9 +334,17 @@ def _gather(
 
 
 def paged_attention(
-    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, *, scale: float
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    last_only: bool = False,
 ) -> torch.Tensor:
-    """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring."""
+    """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring. With
+    `last_only`, only the last row of each sequence is defined.
+    """
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
         raise ValueError(
@@ -369,6 +377,6 @@ def paged_attention(
         )
     if plan.tiles.shape[1]:
         launcher("attention.paged_prefill_triton", "launch_prefill")(
-            query, key_pages, value_pages, plan, out, scale=scale
+            query, key_pages, value_pages, plan, out, scale=scale, last_only=last_only
         )
     return out

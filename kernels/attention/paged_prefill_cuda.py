@@ -7,7 +7,6 @@ Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations. The k
 """
 
 import math
-import os
 import struct
 
 import torch
@@ -33,12 +32,22 @@ def supports(query: torch.Tensor) -> bool:
 
 
 def launch_tiles(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: WorkPlan, out: torch.Tensor, *, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: WorkPlan,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    last_only: bool,
 ) -> None:
-    """Fill the rows of `out` whose sequences are in the plan's tiles, for queries that the kernel `supports`."""
+    """Fill the rows of `out` whose sequences are in the plan's tiles, for queries that the kernel `supports`. With
+    `last_only`, only the tiles with their last rows.
+    """
+    tiles, counts = (plan.last_tiles, plan.counts[1:]) if last_only else (plan.tiles, plan.counts)
     device, heads = query.device, query.shape[1]
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)), ("PINGPONG", int(os.environ.get("PINGPONG", "1"))))
+    constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)))
     (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
     kernel = load_kernel("prefill_attention.cu", "prefill_attention", device, constants, _SHARED_BYTES, only_here=True)
     kernel.launch(
@@ -49,15 +58,15 @@ def launch_tiles(
         plan.kv_lens.data_ptr(),
         plan.query_lens.data_ptr(),
         plan.row_starts.data_ptr(),
-        plan.tiles.data_ptr(),
-        plan.tiles.stride(0),
+        tiles.data_ptr(),
+        tiles.stride(0),
         plan.copy_starts.data_ptr(),
         plan.copied_tokens,
-        plan.counts.data_ptr(),
+        counts.data_ptr(),
         scale_bits,
         out.data_ptr(),
         heads,
-        blocks=min(plan.tiles.shape[1] * heads, sms),
+        blocks=min(tiles.shape[1] * heads, sms),
         threads=_THREADS,
         shared_bytes=_SHARED_BYTES,
         overlap_previous=True,

@@ -58,7 +58,7 @@ def _copy_out(
     column = tl.arange(0, BLOCK_D)
     row = tl.arange(0, BLOCK)
     keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
-    for number in range(tl.program_id(1), tl.load(counts_ptr + 1), tl.num_programs(1)):
+    for number in range(tl.program_id(1), tl.load(counts_ptr + 2), tl.num_programs(1)):
         sequence = tl.load(copies_ptr + number)
         first = tl.load(copies_ptr + copies_stride + number)
         kv_len = tl.load(kv_lens_ptr + sequence)
@@ -186,8 +186,9 @@ def launch_prefill(
     out: torch.Tensor,
     *,
     scale: float,
+    last_only: bool,
 ) -> None:
-    """Fill the rows of `out` whose sequences are in the plan's tiles."""
+    """Fill the rows of `out` whose sequences are in the plan's tiles; with `last_only`, at least their last rows."""
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     block_d = max(triton.next_power_of_2(head_dim), 16)
@@ -222,19 +223,20 @@ def launch_prefill(
         **overlap_options(query.device),
     )
     if use_cuda:
-        launch_tiles(query, keys, values, plan, out, scale=scale)
+        launch_tiles(query, keys, values, plan, out, scale=scale, last_only=last_only)
         return
-    _prefill_tiles[(heads, plan.tiles.shape[1], TILE_QUERIES // rows)](
+    tiles = plan.last_tiles if last_only else plan.tiles
+    _prefill_tiles[(heads, tiles.shape[1], TILE_QUERIES // rows)](
         query,
         TensorDescriptor.from_tensor(keys, [block, block_d]),
         TensorDescriptor.from_tensor(values, [block, block_d]),
         plan.kv_lens,
         plan.query_lens,
         plan.row_starts,
-        plan.tiles,
+        tiles,
         plan.copy_starts,
         out,
-        plan.tiles.stride(0),
+        tiles.stride(0),
         plan.copied_tokens,
         query.stride(0),
         scale / math.log(2),

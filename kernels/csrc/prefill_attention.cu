@@ -52,6 +52,22 @@ struct Turn {
     }
 };
 
+// The items of this block. They are sorted by their work, most first: every other round is dealt backwards, so that all
+// blocks get about the same.
+struct Items {
+    const long long count;
+    long long first = 0;
+    bool backwards = false;
+
+    __device__ explicit Items(long long count) : count(count) {}
+    __device__ long long item() const { return first + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+    __device__ bool valid() const { return first < count; }  // of this round; item() may still be too large
+    __device__ void next() {
+        first += gridDim.x;
+        backwards = !backwards;
+    }
+};
+
 struct Plan {  // see attention_plan.WorkPlan
     const int *kv_lens, *query_lens, *row_starts, *tiles, *copy_starts;
     long long tiles_stride, copied_tokens;
@@ -66,7 +82,9 @@ struct Tile {
     long long row;       // of first_query
     long long first_block;
 
-    __device__ __forceinline__ Tile(const Plan& plan, long long item, int heads) {
+    __device__ __forceinline__ Tile(const Plan& plan, long long item, long long items, int heads) {
+        blocks = 0;
+        if (item >= items) return;
         head = static_cast<int>(item % heads);
         const int* const tile = plan.tiles + item / heads;
         const int sequence = tile[0];
@@ -76,7 +94,6 @@ struct Tile {
         first_position = kv_len - query_len + first_query;
         row = static_cast<long long>(plan.row_starts[sequence]) + first_query;
         first_block = (static_cast<long long>(head / GROUP) * plan.copied_tokens + plan.copy_starts[sequence]) / kBlockTokens;
-        blocks = 0;
         if (first_query < query_len) {
             blocks = (min(first_position + kTileQueries, kv_len) + kBlockTokens - 1) / kBlockTokens;
         }
@@ -99,8 +116,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Plan& plan, const 
         copy_bulk_async(shared_address(to[turn.stage]), from, kBlockBytes, barrier);
         turn.next();
     };
-    for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-        const Tile tile(plan, item, heads);
+    for (Items at(items); at.valid(); at.next()) {
+        const Tile tile(plan, at.item(), items, heads);
         for (int block = tile.blocks - 1; block >= 0; --block) {
             const long long from = (tile.first_block + block) * kBlockBytes;
             copy(shared.keys, shared.keys_full, shared.keys_empty, key_turn, keys + from);
@@ -356,9 +373,9 @@ prefill_attention(const char* query, long long query_pitch, const char* keys, co
     }
     take_registers<kConsumerRegisters>();
     Consumer consumer = {shared, static_cast<int>(threadIdx.x) / 128 - 1, __int_as_float(static_cast<int>(scale_bits))};
-    if (PINGPONG && consumer.number == 1) consumer.end_turn();
-    for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-        const Tile tile(plan, item, num_heads);
+    if (consumer.number == 1) consumer.end_turn();  // the first turn is that of consumer 0
+    for (Items at(items); at.valid(); at.next()) {
+        const Tile tile(plan, at.item(), items, num_heads);
         if (tile.blocks == 0) continue;
         const int count = min(tile.query_len - tile.first_query - consumer.number * kQueries, kQueries);
         if (count <= 0) {
@@ -371,7 +388,7 @@ prefill_attention(const char* query, long long query_pitch, const char* keys, co
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
         Softmax softmax;
-        consumer.attend(tile, sums, softmax, PINGPONG && tile.query_len - tile.first_query > kQueries);
+        consumer.attend(tile, sums, softmax, tile.query_len - tile.first_query > kQueries);
         consumer.store(sums, softmax, out + (row * heads + tile.head) * kDim * 2, heads * kDim * 2, count);
     }
 }

@@ -14,6 +14,7 @@ from ...kernels.attention.attention_plan import (
     copied_room,
     cut_decode,
     cut_prefill,
+    last_tiles,
     num_pieces,
 )
 from ...memory.kv_pool import KvCache
@@ -49,7 +50,6 @@ class ChunkStep:
         self._max_pages = max_pages
         self._decode_rows = decode_rows
         device, heads = cache.device, self._pool.num_heads
-        self._num_copies = COPIED_TOKENS // COPY_TOKENS
         self._inputs = InputBuffer(
             {
                 "live_rows": 1,
@@ -58,8 +58,9 @@ class ChunkStep:
                 "piece_starts": max_slices + 1,
                 "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
                 "tiles": 2 * _num_tiles(max_tokens, max_slices),
-                "copies": 2 * self._num_copies,
-                "counts": 2,
+                "last_tiles": 2 * max_slices,
+                "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
+                "counts": 3,
                 "pages": max_slices * max_pages,
             },
             device,
@@ -102,12 +103,13 @@ class ChunkStep:
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:-1]
         host["copy_starts"][:live] = copy_starts
         host["last_rows"][:live] = [start - 1 for start in starts[1:]]
-        tile_table = host["tiles"].reshape(2, -1)
-        tile_table[0] = 0
-        tile_table[1] = _NO_TILE
-        tile_table[:, : tiles.shape[1]] = tiles
+        last = last_tiles(tiled)
+        for name, found in (("tiles", tiles), ("last_tiles", last)):
+            table = host[name].reshape(2, -1)
+            table[:, : found.shape[1]] = found
+            table[:, found.shape[1] :] = [[0], [_NO_TILE]]
         host["copies"].reshape(2, -1)[:, : copies.shape[1]] = copies
-        host["counts"][:] = tiles.shape[1], copies.shape[1]
+        host["counts"][:] = tiles.shape[1], last.shape[1], copies.shape[1]
         if self._decode_rows:
             self._fill_pieces(np.where(tiled, 0, kv_lens).astype(np.int32), size)
         pages = [np.fromiter(piece.pages[:count], np.int32, count) for piece, count in zip(slices, used, strict=True)]
@@ -125,8 +127,7 @@ class ChunkStep:
 
     def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
         parts = self._inputs.device
-        hidden = self._decoder.hidden(self._batch(size), self._cache, live_rows=parts["live_rows"])
-        return hidden.index_select(0, parts["last_rows"][: self._slices(size)])
+        return self._decoder.hidden(self._batch(size), self._cache, live_rows=parts["live_rows"], last_only=True)
 
     def _tiled(self, piece: SequenceSlice) -> bool:
         """Whether the prefill kernel attends this slice."""
@@ -163,6 +164,7 @@ class ChunkStep:
             pieces=pieces,
             piece_starts=parts["piece_starts"][: slices + 1],
             tiles=parts["tiles"].view(2, -1)[:, : _num_tiles(size, slices)],
+            last_tiles=parts["last_tiles"].view(2, -1)[:, :slices],
             copied_tokens=COPIED_TOKENS,
             copies=parts["copies"].view(2, -1),
             copy_starts=parts["copy_starts"][:slices],
@@ -175,7 +177,7 @@ class ChunkStep:
             positions=parts["positions"][:size],
             page_ids=parts["page_ids"][:size],
             offsets=parts["offsets"][:size],
-            last_rows=None,
+            last_rows=parts["last_rows"][:slices],
             attention=plan,
         )
 

@@ -92,6 +92,7 @@ class DenseStep:
             pieces=pieces,
             piece_starts=parts["piece_starts"][: size + 1],
             tiles=self._none,
+            last_tiles=self._none,
             copied_tokens=0,
             copies=self._none,
             copy_starts=self._rows[:size],

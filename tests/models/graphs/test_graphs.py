@@ -161,7 +161,13 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, decode_rows: bool
     """
     device, page_size, max_tokens, max_slices = torch.device("cuda"), 16, 700, 6
     directory = make_checkpoint(
-        tmp_path, "qwen3", hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2
+        tmp_path,
+        "qwen3",
+        hidden_size=256,
+        head_dim=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
     )
     source = locate_model(str(directory))
     parameters = DecoderParameters.allocate(source.config, device=device, dtype=dtype)

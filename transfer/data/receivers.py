@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ...configs.errors import StartupError
 from ...configs.schema import ServerConfig
@@ -11,17 +10,7 @@ from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import open_receiver, resolve_transport
-from .local_pool import LocalPool
-
-
-class RingBytes(Protocol):
-    """The interface of a staging ring (`memory/ring_memory.py`)."""
-
-    @property
-    def base_address(self) -> int: ...
-
-    registered_bytes: int
-    on_gpu: bool
+from .local_pool import LocalPool, RegisteredMemory
 
 
 class Receivers:
@@ -37,7 +26,7 @@ class Receivers:
         pools: Sequence[LocalPool],
         *,
         local_rank: int,
-        ring: RingBytes | None = None,
+        ring: RegisteredMemory | None = None,
         sysfs: Path = SYSFS,
     ) -> None:
         local = resolve_transport(config, local_rank, sysfs=sysfs)

@@ -101,26 +101,21 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     staging: StagingSetting = "off"
 
 
-class Hello(Message, frozen=True):
+class _Introduction(Message, frozen=True):
+    protocol_version: int
+    instance: InstanceId
+    model_fingerprint: str
+    model_name: str
+    ranks: tuple[Rank, ...]
+    enable_hisparse: bool = False
+
+
+class Hello(_Introduction, frozen=True):
     """Decode introduces itself. Sent on every connection, and again after Refused(unknown_peer)."""
 
-    protocol_version: int
-    instance: InstanceId
-    model_fingerprint: str
-    model_name: str
-    ranks: tuple[Rank, ...]
-    enable_hisparse: bool = False
 
-
-class Welcome(Message, frozen=True):
+class Welcome(_Introduction, frozen=True):
     """Prefill accepts the pair."""
-
-    protocol_version: int
-    instance: InstanceId
-    model_fingerprint: str
-    model_name: str
-    ranks: tuple[Rank, ...]
-    enable_hisparse: bool = False
 
 
 class Refused(Message, frozen=True):

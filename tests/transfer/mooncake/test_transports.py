@@ -21,7 +21,8 @@ from pdserve.memory.kv_pool import PROBE_BYTES
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.receivers import Receivers
-from pdserve.transfer.data.sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake import engine as engine_module
 from pdserve.transfer.mooncake import library as mooncake_library
 from pdserve.transfer.mooncake.engine import SendEngine
@@ -301,7 +302,7 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         [first, second],
         window=4,
         on_result=results.put,
-        rdma=RdmaSender("10.0.0.1", ("mlx5_0",)),
+        local=LocalTransport("auto", "10.0.0.1", ("mlx5_0",)),
     )
     runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
     sender.submit(SendJob(TransferKey(1, 0), runs))

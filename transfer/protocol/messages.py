@@ -306,18 +306,18 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     window_tokens: int = 0
 
 
-class Heartbeat(Message, frozen=True):
+class _Beat(Message, frozen=True):
+    instance: InstanceId
+    sent_at: float
+    load: Load = Load()
+
+
+class Heartbeat(_Beat, frozen=True):
     """`sent_at` is the sender's monotonic clock, echoed in the ack to measure the round trip."""
 
-    instance: InstanceId
-    sent_at: float
-    load: Load = Load()
 
-
-class HeartbeatAck(Message, frozen=True):
-    instance: InstanceId
-    sent_at: float
-    load: Load = Load()
+class HeartbeatAck(_Beat, frozen=True):
+    """The answer, with `sent_at` of the heartbeat."""
 
 
 AnyMessage = (

@@ -88,8 +88,8 @@ class _Pending:
     job: SendJob
     cancelled: bool = False
     started_at: float = 0.0
-    complete: bool = False
-    total_bytes: int = 0
+    total_bytes: int | None = None
+    """None until the job is planned."""
     bytes_written: int = 0
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
@@ -271,16 +271,18 @@ class PeerSender:
             self._finish(pending, reason, late_writes)
             if unreachable:
                 # All queued jobs are for the same peer: another attempt would take a second per job.
-                for waiting in self._take_all():
-                    self._finish(waiting, reason, False)
+                with self._changed:
+                    waiting = list(self._queue)
+                    self._queue.clear()
+                for other in waiting:
+                    self._finish(other, reason, False)
         self._routed.close()
 
     def _take(self) -> _Pending | None:
         """The next job to send; None when closed and empty. Reports cancelled jobs."""
         while True:
             with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._queue or self._closing)
                 cancelled = [pending for pending in self._queue if pending.cancelled]
                 for pending in cancelled:
                     self._queue.remove(pending)
@@ -288,12 +290,6 @@ class PeerSender:
                     return self._queue.popleft() if self._queue else None
             for pending in cancelled:
                 self._finish(pending, None, False)
-
-    def _take_all(self) -> list[_Pending]:
-        with self._changed:
-            waiting = list(self._queue)
-            self._queue.clear()
-            return waiting
 
     def _send(self, pending: _Pending) -> None:
         """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""
@@ -307,13 +303,10 @@ class PeerSender:
             return
         runs = self._planned(job)
         pending.total_bytes = runs.total_bytes
-        if not len(runs):
-            pending.complete = True
-            return
-        engine = self._routed.open()
-        pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
-        self._write(pending, pieces, engine)
-        pending.complete = pending.bytes_written == pending.total_bytes
+        if len(runs):
+            engine = self._routed.open()
+            pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+            self._write(pending, pieces, engine)
 
     def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
         """Keep a window of writes in flight until all have ended; after a cancellation, until those in flight have."""
@@ -399,7 +392,7 @@ class PeerSender:
     def _finish(self, pending: _Pending, reason: str | None, late_writes: bool) -> None:
         """Report a job. A job that was cancelled and is not complete counts as cancelled, not as failed."""
         job = pending.job
-        complete = reason is None and pending.complete
+        complete = reason is None and pending.bytes_written == pending.total_bytes
         cancelled = pending.cancelled and not complete
         result = SendResult(
             key=job.key,

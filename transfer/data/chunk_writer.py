@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
 from ...configs.schema import PrefillConfig
-from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import KvRoute, drop_unusable_rdma, possible_routes, resolve_transport
@@ -175,12 +173,11 @@ class ChunkWriter:
         on_written: Callable[[ChunkWritten], None],
         on_part_written: Callable[[PartWritten], None] = lambda _: None,
         on_routed: Callable[[InstanceId, dict[str, str], dict[str, str]], None] = lambda *_: None,
-        sysfs: Path = SYSFS,
     ) -> None:
         self._rank = rank
         self._pools = {pool.layout.kind: pool for pool in pools}
         self._transport = drop_unusable_rdma(
-            resolve_transport(config, local_rank, sysfs=sysfs),
+            resolve_transport(config, local_rank),
             [Region(pool.memory.base_address, pool.memory.registered_bytes) for pool in pools],
         )
         self._send_window = config.send_window

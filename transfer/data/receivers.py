@@ -1,12 +1,10 @@
 """The receive engines of one decode rank: one per transport."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...configs.errors import StartupError
 from ...configs.schema import ServerConfig
 from ..mooncake.engine import ReceiveEngine
-from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import open_receiver, resolve_transport
@@ -27,9 +25,8 @@ class Receivers:
         *,
         local_rank: int,
         ring: RegisteredMemory | None = None,
-        sysfs: Path = SYSFS,
     ) -> None:
-        local = resolve_transport(config, local_rank, sysfs=sysfs)
+        local = resolve_transport(config, local_rank)
         held = [pool.memory for pool in pools] + ([ring] if ring is not None else [])
         memory = [Region(part.base_address, part.registered_bytes) for part in held]
         on_gpu = [region for part, region in zip(held, memory, strict=True) if part.on_gpu]

@@ -6,21 +6,20 @@ keep pages after their last release, and drops them, least recently used first, 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from .index_spaces import KvPage
 from .pages import PageAllocator
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """One cached page and its tokens."""
 
-    __slots__ = ("children", "page", "parent", "tokens")
-
-    def __init__(self, tokens: tuple[int, ...], page: KvPage, parent: "_Node | None") -> None:
-        self.tokens = tokens
-        self.page = page
-        self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+    tokens: tuple[int, ...]
+    page: KvPage
+    parent: "_Node | None"
+    children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
 
 
 class PrefixCache:

@@ -94,7 +94,7 @@ def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> tuple[IntArray, IntA
     sequence, first = tiles
     seen = kv_lens[sequence] - query_lens[sequence] + first
     copied = np.where(query_lens > 0, kv_lens, 0)
-    padded = copied_room(copied)
+    padded = -(-copied // COPY_TOKENS) * COPY_TOKENS
     copy_starts = (np.cumsum(padded) - padded).astype(np.int32)
     return tiles[:, np.argsort(-seen, kind="stable")], _blocks(copied, COPY_TOKENS), copy_starts
 
@@ -103,11 +103,6 @@ def last_tiles(query_lens: IntArray) -> IntArray:
     """The tile [2, n] of each sequence's last query; sequences without queries have none."""
     (sequence,) = query_lens.nonzero()
     return np.stack((sequence, (query_lens[sequence] - 1) // TILE_QUERIES * TILE_QUERIES)).astype(np.int32)
-
-
-def copied_room(kv_lens: IntArray) -> IntArray:
-    """Tokens that sequences of these lengths take in the copy."""
-    return -(-kv_lens // COPY_TOKENS) * COPY_TOKENS
 
 
 def _blocks(lengths: IntArray, size: int) -> IntArray:
@@ -178,7 +173,7 @@ def make_work_plan(
         piece_starts=starts,
         tiles=flat_tiles.view(2, -1),
         last_tiles=flat_last.view(2, -1),
-        copied_tokens=int(copied_room(np.where(tiled > 0, keys, 0)).sum()),
+        copied_tokens=copies.shape[1] * COPY_TOKENS,
         copies=flat_copies.view(2, -1),
         copy_starts=first_copies,
         counts=counts,

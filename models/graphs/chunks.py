@@ -6,12 +6,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...configs.arithmetic import ceil_div, round_up
 from ...kernels.attention.attention_plan import (
     COPY_TOKENS,
     TILE_QUERIES,
     WorkPlan,
-    copied_room,
     cut_decode,
     cut_prefill,
     last_tiles,
@@ -70,11 +69,10 @@ class ChunkStep:
         )
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        if len(slices) > self._max_slices:
-            return None
-        kv_lens = np.array([piece.end for piece in slices if self._tiled(piece)], dtype=np.int32)
+        copied = sum(round_up(piece.end, COPY_TOKENS) for piece in slices if self._tiled(piece))
         longest = max((piece.end for piece in slices), default=0)
-        if longest > self._max_pages * self._pool.page_size or copied_room(kv_lens).sum() > COPIED_TOKENS:
+        too_long = longest > self._max_pages * self._pool.page_size or copied > COPIED_TOKENS
+        if too_long or len(slices) > self._max_slices:
             return None
         return sum(len(piece.token_ids) for piece in slices)
 

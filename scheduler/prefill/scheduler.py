@@ -195,9 +195,10 @@ class PrefillScheduler:
             request.computed = row.end
             request.input_logprobs += logprobs
             self._send(request, row.start, row.end, now)
+            # with every chunk: all at once, a long prompt would delay its first token by milliseconds
+            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
             if row.last:
                 request.first_tokens = tokens
-                self.cache.insert(request.prompt, row.pages)
                 self._computing.remove(request)
                 request.lifecycle.advance(PrefillState.SENDING, now)
                 self._finish_if_sent(request, now)

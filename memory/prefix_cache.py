@@ -24,7 +24,7 @@ class _Node:
 
 
 class InsertedPrefix:
-    """How many of a sequence's pages are in the tree, so that `insert` continues there. The sequence holds its pages."""
+    """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
 
     def __init__(self) -> None:
         self.pages = 0

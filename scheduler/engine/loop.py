@@ -34,8 +34,8 @@ EVENTS_S = 0.01
 """
 SNAPSHOT_INTERVAL_S = 0.2
 QUIET_S = 0.005
-"""An idle loop publishes its state after this time without events. At once, it would delay the threads that send what the
-last event caused: they need the GIL.
+"""An idle loop publishes its state after this time without events. At once, it would delay the threads that send what
+the last event caused: they need the GIL.
 """
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -241,6 +241,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         except (PdserveError, AssertionError) as error:
             self._found_leak(str(error))
         self._ranks.tell(CheckCache())
+        self._publish(force=True)
 
     def _found_leak(self, problem: str) -> None:
         log.error("integrity check: %s", problem)

@@ -46,7 +46,7 @@ rate: the peer may be busy copying them. After a cancellation they must end with
 """
 DELIVERY_LOOK_S: Final = 0.1
 """How often a sender checks for delivered bytes while no write ends."""
-NAP_MIN_S: Final = 0.0002
+NAP_MIN_S: Final = 0.00005
 NAP_MAX_S: Final = 0.002
 ABSENCE_S: Final = 0.25
 """If two checks of the writes in flight are further apart, this process was stopped or starved, not the peer."""

@@ -86,7 +86,7 @@ class Engine:
         assert self.ranks.tell.call_args.args == (OpenPeer(HELLO, WELCOME),)
 
     def turn(self) -> None:
-        self.loop._handle_events(1.0)
+        self.loop._handle_events()
 
     def answer(self) -> object:
         while not isinstance(event := self.heard.get(timeout=10), MessageReceived):

@@ -129,9 +129,9 @@ def read_config_file(file: Path) -> dict[str, object]:
     return data
 
 
-def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
+def secrets_in(environ: Mapping[str, str]) -> dict[str, str]:
     """Secrets from the environment. An empty variable counts as unset: compose files set empty ones."""
-    found: dict[str, object] = {}
+    found: dict[str, str] = {}
     for field, variable in SECRET_VARIABLES.items():
         file = environ.get(f"{variable}_FILE")
         if value := environ.get(variable):

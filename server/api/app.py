@@ -33,8 +33,8 @@ from .common.fields import Body, Boolean, Characters, FieldError, Text, optional
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
-from .documentation import Documentation, Handler, Operation
-from .error_responses import ErrorHandlers
+from .documentation import Handler, Operation, add_documentation
+from .error_responses import add_error_handlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
@@ -81,8 +81,8 @@ def create_app(
     routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
-    Documentation(routes.operations).install(app)
-    ErrorHandlers(metrics, log_requests=config.log_requests).install(app)
+    add_documentation(app, routes.operations)
+    add_error_handlers(app, metrics, log_requests=config.log_requests)
     return KeepsRequestIds(app)
 
 
@@ -149,33 +149,29 @@ class Routes:
 
     async def health(self) -> Response:
         """Whether this server is healthy: 200, or 503 with `reasons`."""
-        healthy, report = self._info.health()
-        return json_response(report, status=200 if healthy else 503, retry=not healthy)
+        return health_response(self._info.health())
 
     async def health_generate(self) -> Response:
         """Generate one token through prefill, transfer and decode. On a prefill server the same as `/health`."""
-        healthy, report = self._info.health()
-        if not healthy or self._config.role == "prefill":
-            return json_response(report | {"generated": False}, status=200 if healthy else 503, retry=not healthy)
-        ready = self._leader.ready
-        assert ready is not None, "a healthy server is ready"
+        report = self._info.health()
+        report["generated"] = False
+        if report["status"] == "ok" and self._config.role == "decode":
+            problem = await self._generate_one_token()
+            report = self._info.health()  # again: the probe may have waited for a peer
+            report["generated"] = problem is None
+            if problem is not None:
+                report["status"], report["reasons"] = "unavailable", [problem]
+        return health_response(report)
+
+    async def _generate_one_token(self) -> str | None:
+        """None, or the reason why no token was generated in time."""
         probe = Submit(
             rid=f"health-{new_rid()}",
-            prompt_ids=(min(ready.model.eos_token_ids, default=0),),
+            prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
             priority=MAX_PRIORITY,  # the probe tests the path, not the length of the queue
         )
-        problem = await self._probe(probe)
-        healthy, report = self._info.health()  # again: the probe may have waited for a peer
-        if problem is None and healthy:
-            return json_response(report | {"generated": True})
-        reasons = self._leader.problems() if problem is None else [problem]
-        failed = report | {"status": "unavailable", "reasons": reasons, "generated": problem is None}
-        return json_response(failed, status=503, retry=True)
-
-    async def _probe(self, probe: Submit) -> str | None:
-        """Why a probe failed; None when it generated its token in time."""
         with self._leader.open([probe]) as inbox:
             try:
                 async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
@@ -195,9 +191,7 @@ class Routes:
 
     async def model_info(self) -> Response:
         """The served model."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.model(self._leader.ready))
+        return json_response(self._info.model())
 
     async def server_info(self) -> Response:
         """Configuration without secrets, KV pool, peers and open requests."""
@@ -205,25 +199,18 @@ class Routes:
 
     async def models(self) -> Response:
         """OpenAI's list of models: the served one."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.models(self._leader.ready))
+        return json_response({"object": "list", "data": [self._info.model_card()]})
 
     async def model_card(self, model: str) -> Response:
         """The served model, or 404 for any other name."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        if model != self._info.model_name:
-            raise ModelNotFoundError(
-                "model", f"{shown(model)} is not served here; this server has {shown(self._info.model_name)}"
-            )
-        return json_response(self._info.model_card(self._leader.ready))
+        card = self._info.model_card()
+        if model != card["id"]:
+            raise ModelNotFoundError("model", f"{shown(model)} is not served here; this server has {shown(card['id'])}")
+        return json_response(card)
 
     async def load(self) -> Response:
         """Requests and KV tokens, for routers that balance by load."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.load(self._leader.ready))
+        return json_response(self._info.load())
 
     async def version(self) -> Response:
         """The version of pdserve."""
@@ -305,6 +292,9 @@ class Routes:
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
 
-def json_response(value: object, status: int = 200, retry: bool = False) -> Response:
-    headers = {"Retry-After": "1"} if retry else None
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def health_response(report: Health) -> Response:
+    return json_response(report) if report["status"] == "ok" else json_response(report, 503, {"Retry-After": "1"})

@@ -249,10 +249,12 @@ class LeaderClient:
             case "ready":
                 return None
 
-    def check_available(self) -> None:
-        """Raises UnavailableError unless the leader accepts new requests."""
+    def check_available(self) -> Ready:
+        """The leader's Ready message; raises UnavailableError unless the leader accepts new requests."""
         if (reason := self.unavailable_reason()) is not None:
             raise UnavailableError(reason, retry_after_s=RETRY_AFTER_S)
+        assert self.ready is not None
+        return self.ready
 
     def problems(self) -> list[str]:
         """Why this server is unhealthy; empty when it is healthy."""

@@ -234,13 +234,9 @@ class Routes:
     async def abort_request(self, request: Request) -> Response:
         """Abort a request, or all of them."""
         fields = parse_body(AbortBody, await read_body(request, self._config.max_body_bytes))
-        if fields.abort_all:
-            aborted = self._leader.cancel_everything()
-        elif fields.rid is None:
+        if fields.rid is None and not fields.abort_all:
             raise FieldError("rid", "is required, unless abort_all is true")
-        else:
-            aborted = self._leader.cancel_matching(fields.rid)
-        return json_response({"aborted": aborted})
+        return json_response({"aborted": self._leader.abort(None if fields.abort_all else fields.rid)})
 
     async def flush_cache(self) -> Response:
         """Drop cached prefixes that no request uses."""

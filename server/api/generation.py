@@ -127,7 +127,7 @@ class GenerationResponse(Response):
             was_complete = output.complete
             deltas.append((index, output.advance(progress)))
             if output.complete and not (was_complete or output.ended):
-                inbox.stop_early(output.rid)
+                self._leader.stop_early(output.rid)
             self._remaining -= output.ended
             if output.failed is not None and not self._started:
                 raise EngineError(output.failed)

@@ -40,10 +40,10 @@ from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, Ser
 from .lanes import Lanes
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
-from .native.requests import GenerateCall, parse_generate
+from .native.requests import Call, parse_generate
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
-from .openai.replies import ChatRendering, CompletionRendering, EchoRendering
-from .openai.requests import OpenAiCall, parse_chat, parse_completion
+from .openai.replies import ChatRendering, CompletionRendering
+from .openai.requests import parse_chat, parse_completion
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
 log = logging.getLogger("pdserve.frontend")
@@ -252,8 +252,7 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         """The same in OpenAI's shape."""
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
-        rendering = EchoRendering if call.echoes else CompletionRendering
-        return self._respond(request, call, rendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, CompletionRendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat, rendered with the model's own template."""
@@ -270,7 +269,7 @@ class Routes:
         assert ready is not None, "routes check that the leader is ready before they parse"
         return Limits.of(self._config, ready, self._default_sampling)
 
-    def _respond(self, request: Request, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
+    def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
         outputs = [
             Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
             for prompt in call.prompts

@@ -42,7 +42,7 @@ PAIR_FIELDS: Mapping[str, FieldInfo] = _pair_fields()
 
 def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]) -> PairConfig:
     """Both configurations, from the preset `local`, then `file`, then the environment, then `flags`."""
-    given = read_config_file(file) if file is not None else {}
+    given = read_config_file(file)
     for name in sorted(_DECIDED_HERE & given.keys()):
         raise StartupError(f"{name} in {file}: 'pdserve up' sets it itself; remove it")
     layers = (

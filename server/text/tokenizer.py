@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,8 +90,10 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoder_kinds = _decoder_kinds(backend)
         self.floor = TokenFloor(backend, self._find_bytes)
-        self._lengths_alone: dict[int, int] = {}
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes = cache(self._find_bytes)
+        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
+        self.length_alone = cache(lambda token_id: len(self.decode((token_id,), skip_special_tokens=False)))
+        """Characters of a token that is decoded alone."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,23 +113,6 @@ class Tokenizer:
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` always leaves this id out: it is outside the vocabulary, or skipped."""
         return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
-
-    def length_alone(self, token_id: int) -> int:
-        """Characters of a token that is decoded alone. Cached: it is used after every token."""
-        length = self._lengths_alone.get(token_id)
-        if length is None:
-            length = self._lengths_alone[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
-        return length
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id.
-
-        Cached: log-probabilities use it several times for every token.
-        """
-        data = self._bytes.get(token_id)
-        if data is None:
-            data = self._bytes[token_id] = self._find_bytes(token_id)
-        return data
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; a part of a character shows as a replacement character."""

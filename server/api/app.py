@@ -69,20 +69,13 @@ class AbortReply(TypedDict):
     aborted: Annotated[list[str], Field(description="The requests that were still open.")]
 
 
-def create_app(
-    config: AnyServerConfig,
-    tokenizer: Tokenizer,
-    leader: LeaderClient,
-    metrics: Metrics,
-    default_sampling: SamplingParams,
-) -> ASGIApp:
-    """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
+def create_app(routes: "Routes") -> ASGIApp:
+    """The ASGI application. It owns nothing: the caller runs the leader's client and closes it."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
     add_documentation(app, routes.operations)
-    add_error_handlers(app, metrics, log_requests=config.log_requests)
+    add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
     return KeepsRequestIds(app)
 
 
@@ -97,19 +90,19 @@ class Routes:
         metrics: Metrics,
         default_sampling: SamplingParams,
     ) -> None:
-        self._config = config
+        self.config = config
+        self.metrics = metrics
+        self.operations: list[Operation] = []
         self._tokenizer = tokenizer
         self._leader = leader
-        self._metrics = metrics
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
         self._lanes = Lanes()
-        self.operations: list[Operation] = []
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
         self._add(router, "GET", "/health", self.health, reply=Health)
-        self._add(router, "GET", "/metrics", self.metrics)
+        self._add(router, "GET", "/metrics", self.render_metrics)
         return router
 
     def protected(self) -> APIRouter:
@@ -139,9 +132,9 @@ class Routes:
         self.operations.append(Operation(method, path, handler, *models, **named))
 
     async def check_api_key(self, request: Request) -> None:
-        if self._config.api_key is None:
+        if self.config.api_key is None:
             return
-        expected = self._config.api_key.get_secret_value().encode()
+        expected = self.config.api_key.get_secret_value().encode()
         # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
@@ -155,7 +148,7 @@ class Routes:
         """Generate one token through prefill, transfer and decode. On a prefill server the same as `/health`."""
         report = self._info.health()
         report["generated"] = False
-        if report["status"] == "ok" and self._config.role == "decode":
+        if report["status"] == "ok" and self.config.role == "decode":
             problem = await self._generate_one_token()
             report = self._info.health()  # again: the probe may have waited for a peer
             report["generated"] = problem is None
@@ -184,9 +177,9 @@ class Routes:
             except TimeoutError:
                 return f"no token within {HEALTH_GENERATE_TIMEOUT_S:.0f} s"
 
-    async def metrics(self, request: Request) -> Response:
+    async def render_metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        body, content_type = self.metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
     async def model_info(self) -> Response:
@@ -233,7 +226,7 @@ class Routes:
 
     async def abort_request(self, request: Request) -> Response:
         """Abort a request, or all of them."""
-        fields = parse_body(AbortBody, await read_body(request, self._config.max_body_bytes))
+        fields = parse_body(AbortBody, await read_body(request, self.config.max_body_bytes))
         if fields.rid is None and not fields.abort_all:
             raise FieldError("rid", "is required, unless abort_all is true")
         return json_response({"aborted": self._leader.abort(None if fields.abort_all else fields.rid)})
@@ -261,13 +254,13 @@ class Routes:
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request, self.config.max_body_bytes)
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
         ready = self._leader.ready
         assert ready is not None, "routes check that the leader is ready before they parse"
-        return Limits.of(self._config, ready, self._default_sampling)
+        return Limits.of(self.config, ready, self._default_sampling)
 
     def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
         outputs = [
@@ -275,9 +268,9 @@ class Routes:
             for prompt in call.prompts
             for sample, rid in enumerate(prompt.route.rids)
         ]
-        if self._config.role == "prefill":
+        if self.config.role == "prefill":
             check_rooms(prompt.route for prompt in call.prompts)
-            if self._config.log_requests:
+            if self.config.log_requests:
                 request_id = client_request_id(request.scope)
                 for prompt in call.prompts:
                     log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room, request_id))

@@ -28,7 +28,7 @@ from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...configs.words import counted
 from ...models.loading.catalog import locate_model
 from ...scheduler.shutdown import exit_s
-from ..api.app import create_app
+from ..api.app import Routes, create_app
 from ..api.default_sampling import read_default_sampling
 from ..engine.leader_client import LeaderClient
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
@@ -132,10 +132,10 @@ class Frontend:
                 loop.remove_signal_handler(number)
 
     def _http_server(self, client: LeaderClient, metrics: Metrics) -> HttpServer:
-        app = create_app(self._config, self._tokenizer, client, metrics, self._default_sampling)
+        routes = Routes(self._config, self._tokenizer, client, metrics, self._default_sampling)
         return HttpServer(
             uvicorn.Config(
-                app,
+                create_app(routes),
                 http=PatientHttpProtocol,
                 ws="none",
                 lifespan="off",

@@ -163,7 +163,6 @@ class PatientHttpProtocol(HttpToolsProtocol):
         if self._unread_bytes() < unread_bytes:
             self._wait()
             return
-        self._waiting = None
         log.warning("client %s has read nothing for %g s: connection closed", self.client, self.patience_s)
         self.transport.abort()
 
@@ -176,7 +175,6 @@ class PatientHttpProtocol(HttpToolsProtocol):
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
-            self._waiting = None
 
 
 def without_upgrade(data: bytes) -> bytes:

@@ -25,7 +25,7 @@ from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
 from ...models.loading.catalog import ModelSource
 from .byte_level import BYTE_LEVEL
-from .token_floor import TokenFloor
+from .token_floor import TokenFloor, steps_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
@@ -88,7 +88,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._decoder_kinds = _decoder_kinds(backend)
+        self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
         self.floor = TokenFloor(backend, self._find_bytes)
         self.token_bytes = cache(self._find_bytes)
         """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
@@ -227,14 +227,6 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    """The types of the decoder's steps. Only its pickled state, which is JSON, lists them."""
-    if backend.decoder is None:
-        return frozenset()
-    state = json.loads(backend.decoder.__getstate__())
-    return frozenset(step["type"] for step in (state, *state.get("decoders", ())))
 
 
 def _compile_template(text: str) -> jinja2.Template:

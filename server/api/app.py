@@ -23,7 +23,7 @@ from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig
 from ...configs.words import shown
 from ...scheduler.messages.frontend import Failed, Submit
-from ..engine.leader_client import LeaderClient
+from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
@@ -264,19 +264,19 @@ class Routes:
 
     def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
         outputs = [
-            Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
-            for prompt in call.prompts
-            for sample, rid in enumerate(prompt.route.rids)
+            Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
+            for submit, rules in zip(call.submits, call.text_rules, strict=True)
+            for sample, rid in enumerate(rids_of(submit))
         ]
         if self.config.role == "prefill":
-            check_rooms(prompt.route for prompt in call.prompts)
+            check_rooms(call.submits)
             if self.config.log_requests:
                 request_id = client_request_id(request.scope)
-                for prompt in call.prompts:
-                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room, request_id))
+                for submit in call.submits:
+                    log.info("%s", leg_line(submit.rid, len(submit.prompt_ids), submit.room, request_id))
             return prefill_leg(outputs, rendering, stream=call.stream)
         client = request.client.host if request.client is not None else ""
-        messages = [prompt.submit(client) for prompt in call.prompts]
+        messages = [msgspec.structs.replace(submit, client=client) for submit in call.submits]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
 

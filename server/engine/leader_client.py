@@ -195,7 +195,7 @@ class LeaderClient:
         first, *others = messages
         batch = [first, *(msgspec.structs.replace(message, follows=first.rid) for message in others)]
         seen: set[str] = set()
-        for rid in (rid for message in batch for rid in _rids(message)):
+        for rid in (rid for message in batch for rid in rids_of(message)):
             if rid in self._open or rid in self._overdue or rid in seen:
                 where = "twice in this call" if rid in seen else "by a request that has not ended"
                 raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
@@ -203,11 +203,11 @@ class LeaderClient:
         inbox = Inbox(group, request_id)
         now = time.monotonic()
         for message in batch:
-            for rid in _rids(message):
+            for rid in rids_of(message):
                 self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
                 inbox.open_rids.add(rid)
             if not self._send(message):
-                for rid in _rids(message):
+                for rid in rids_of(message):
                     self._dispatch(_unavailable(rid, "the engine process is not connected"))
         try:
             yield inbox
@@ -397,7 +397,8 @@ class LeaderClient:
         entry.inbox.put(message)
 
 
-def _rids(message: Submit) -> tuple[str, ...]:
+def rids_of(message: Submit) -> tuple[str, ...]:
+    """The requests of a prompt: one for each sample."""
     return (message.rid, *message.more_rids)
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....configs.sampling import LogprobParams, SamplingParams
+import msgspec
+
+from ....configs.sampling import LogprobParams
 from ....configs.words import counted
 from ....scheduler.messages.frontend import Submit
 from ...text.output_text import TextRules
@@ -11,41 +13,19 @@ from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, check_token_ids, check_within, parse_body
 from ..common.limits import ContextLengthError, Limits
-from ..common.routing import CallShape, Route, RoutingFields
+from ..common.routing import CallShape, RoutingFields
 from ..common.sampling_fields import SamplingFields, check_samples
 from .models import GenerateBody, NativeSampling, is_id_batch
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One checked, tokenized prompt and how to continue it."""
-
-    route: Route
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    text_rules: TextRules
-    logprobs: LogprobParams | None = None
-
-    def submit(self, client: str = "") -> Submit:
-        return Submit(
-            rid=self.route.rid,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            endpoint=self.route.endpoint,
-            room=self.route.room,
-            timeout_s=self.route.timeout_s,
-            more_rids=self.route.more_rids,
-            logprobs=self.logprobs,
-            priority=self.route.priority,
-            client=client,
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A checked body of a generation route. `group` is the single rid of a list of prompts; aborting it aborts all."""
 
-    prompts: tuple[Prompt, ...]
+    submits: tuple[Submit, ...]
+    """A message to the leader for each prompt."""
+    text_rules: tuple[TextRules, ...]
+    """Of each prompt's output."""
     stream: bool
     group: str | None
     listed: bool
@@ -84,12 +64,13 @@ def make_call(
 ) -> Call:
     """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body."""
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
-    routes, group = fields.routes(shape, limits)
-    prompts = []
-    for route, ids, (asked, path), wanted in zip(routes, prompt_ids, params, logprobs, strict=True):
-        sampling = asked.sampling(limits, len(ids), path)
-        prompts.append(Prompt(route, ids, sampling, asked.text_rules(sampling, limits), wanted))
-    return Call(tuple(prompts), bool(stream), group, listed=batched or shape.samples > 1)
+    routed, group = fields.submits(shape, limits, prompt_ids)
+    submits, text_rules = [], []
+    for submit, (asked, path), wanted in zip(routed, params, logprobs, strict=True):
+        sampling = asked.sampling(limits, len(submit.prompt_ids), path)
+        submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
+        text_rules.append(asked.text_rules(sampling, limits))
+    return Call(tuple(submits), tuple(text_rules), bool(stream), group, listed=batched or shape.samples > 1)
 
 
 def read_prompts(

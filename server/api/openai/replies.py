@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
+from ...engine.leader_client import rids_of
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
@@ -25,7 +26,7 @@ class OpenAiRendering(ABC):
     chunk_object: str
 
     def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
-        first = call.group or call.prompts[0].route.rid
+        first = call.group or call.submits[0].rid
         self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
         self._include_usage = call.include_usage
         self._tokenizer = tokenizer
@@ -80,9 +81,9 @@ class CompletionRendering(OpenAiRendering):
 
     def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
-        echoes = call.echoes or [Echo("", ())] * len(call.prompts)
+        echoes = call.echoes or [Echo("", ())] * len(call.submits)
         self._echo_of = {
-            rid: echo for prompt, echo in zip(call.prompts, echoes, strict=True) for rid in prompt.route.rids
+            rid: echo for submit, echo in zip(call.submits, echoes, strict=True) for rid in rids_of(submit)
         }
 
     def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:

@@ -137,10 +137,10 @@ def measure_pair(lengths: list[int], *, hops: bool, given: dict[str, Any], layer
     results: dict[str, Any] = {"prompts": []}
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "hops.txt")
+        path = str(Path(__file__).parent / "hop_trace")
+        os.environ["PYTHONPATH"] = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
         if hops:
             os.environ["HOP_TRACE"] = str(trace)
-            path = str(Path(__file__).parent / "hop_trace")
-            os.environ["PYTHONPATH"] = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
         model = {**QWEN3_8B_JSON, **({"num_hidden_layers": layers} if layers is not None else {})}
         write_model(Path(directory), model)
         shared: dict[str, Any] = {"model": directory, "load_format": "dummy", **given}

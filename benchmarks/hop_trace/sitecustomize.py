@@ -87,7 +87,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if (_seconds := os.environ.get("SWITCH_INTERVAL_S")) is not None:  # to compare intervals of the interpreter
-    _set = sys.setswitchinterval
-    sys.setswitchinterval = lambda _interval: _set(float(_seconds))
+    sys.setswitchinterval(float(_seconds))
+    sys.setswitchinterval = lambda _interval: None
 if (_file := os.environ.get("HOP_TRACE")) is not None and "pdserve." in " ".join(sys.orig_argv):
     sys.meta_path.insert(0, _Finder(os.open(_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)))

@@ -51,6 +51,8 @@ class PrefillRequest:
         """Tokens [0, scheduled) are computed or in a step in flight."""
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
+        self.written = 0
+        """Writes of tokens [0, written) were handed to the ranks before they were computed."""
         self.inserted = InsertedPrefix()
         """The part in the prefix cache."""
         self.compute_s = 0.0

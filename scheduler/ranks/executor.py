@@ -41,9 +41,13 @@ class PendingStep:
         except RuntimeError:
             return True
 
-    def finish(self) -> list[StepResult] | None:
+    def wait(self) -> None:
+        """Wait until the KV of the step is complete. May be called from any thread."""
         if self._done is not None:
             self._done.synchronize()
+
+    def finish(self) -> list[StepResult] | None:
+        self.wait()
         return self._collect() if self._collect is not None else None
 
 

@@ -294,6 +294,8 @@ class PeerSender:
     def _send(self, pending: _Pending) -> None:
         """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""
         job = pending.job
+        runs = self._planned(job)
+        pending.total_bytes = runs.total_bytes
         if job.ready is not None:
             try:
                 job.ready()
@@ -301,8 +303,6 @@ class PeerSender:
                 raise _SendError(f"the KV did not become ready: {error!r}", late_writes=False) from error
         if pending.cancelled:
             return
-        runs = self._planned(job)
-        pending.total_bytes = runs.total_bytes
         if len(runs):
             engine = self._routed.open()
             pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)

@@ -39,6 +39,10 @@ from .servers import free_port, write_model
 PRODUCT_RATE = 790e12
 # vLLM 0.22.1 on the same GPU with the same geometry and random weights, one request, one token generated (ms)
 VLLM_MS = {16: 6.8, 64: 7.1, 128: 7.5, 256: 9.1, 512: 13.9, 1024: 25.7, 2048: 51.7, 4096: 102.0, 8192: 216.0}
+PAUSE_S = 0.05
+"""Between two prompts of the model loop. `sustained` is without pauses: the GPU then reaches its power limit and lowers
+its clock.
+"""
 CACHED = ((16, 1024), (64, 8192), (256, 8192), (64, 30720), (64, 100_000))
 """New tokens after cached ones, for the model loop."""
 STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
@@ -72,11 +76,12 @@ def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
     executors = [Executor(runner, engine.cache, ()) for runner in (engine.runner, eager_runner)]
     greedy = (Draw(SamplingParams(temperature=0.0), 0),)
 
-    def milliseconds(executor: Executor, tokens: int, cached: int = 0) -> float:
+    def milliseconds(executor: Executor, tokens: int, cached: int = 0, pause_s: float = PAUSE_S) -> float:
         (pages,) = engine.pages([cached + tokens])
         prompt = engine.tokens(cached + tokens)
         walls = []
         for _ in range(max(5, min(15, 20_000 // tokens))):
+            time.sleep(pause_s)
             begun = time.perf_counter()
             for first in range(cached, len(prompt), chunk):
                 part = prompt[first : first + chunk]
@@ -87,12 +92,16 @@ def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
         return statistics.median(walls[1:])
 
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "chunk_size": chunk, "prompts": []}
-    print("tokens   loop ms  eager ms  floor ms   vLLM ms")
+    print("tokens   loop ms  sustained     eager     floor  vLLM")
     for tokens in lengths:
         graphed, eager = (milliseconds(executor, tokens) for executor in executors)
+        sustained = milliseconds(executors[0], tokens, pause_s=0.0)
         floor = max(engine.weight_bytes / rate, tokens * products / PRODUCT_RATE) * 1e3
-        results["prompts"].append({"tokens": tokens, "loop_ms": graphed, "eager_ms": eager, "floor_ms": floor})
-        print(f"{tokens:6}  {graphed:8.2f}  {eager:8.2f}  {floor:8.2f}  {VLLM_MS.get(tokens, ''):>8}", flush=True)
+        row = {"loop_ms": graphed, "sustained_ms": sustained, "eager_ms": eager, "floor_ms": floor}
+        results["prompts"].append({"tokens": tokens, **row})
+        print(
+            f"{tokens:6}  " + "  ".join(f"{value:8.2f}" for value in row.values()), VLLM_MS.get(tokens, ""), flush=True
+        )
     results["cached"] = []
     print("\nnew tokens after cached ones: loop ms, eager ms")
     for tokens, cached in CACHED:

@@ -174,21 +174,29 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+        self,
+        cache: KvCache,
+        slices: Sequence[SequenceSlice],
+        token_ids: torch.Tensor | None = None,
+        *,
+        logits: bool = True,
     ) -> torch.Tensor | None:
         """Run the slices in one pass, which writes their KV to `cache`. Returns float32 logits [len(slices), vocab] of
         the last token of each slice on the sampling rank, None on all others. Slices of one call do not see each
         other's KV unless they share pages.
 
         `token_ids` (on the device, one per slice) replace those of slices of a single token: the step can start before
-        the host knows the tokens. Only the first stage reads them.
+        the host knows the tokens. Only the first stage reads them. Without `logits` the result is [0, vocab].
         """
         for graphs in self._graphs:
             if graphs.fits(slices):
-                return graphs.run(slices, token_ids)
+                return graphs.run(slices, token_ids, logits=logits)
         batch = self._batch(cache, slices, token_ids)
         hidden = self._run(cache, batch, last_only=batch.last_rows is not None)
-        return None if hidden is None else self._decoder.logits(hidden)
+        if hidden is None or logits:
+            return None if hidden is None else self._decoder.logits(hidden)
+        sampling_rank = self.parallel.shard.tp_rank == 0
+        return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32) if sampling_rank else None
 
     @torch.inference_mode()
     def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:

@@ -81,8 +81,14 @@ class StepGraphs:
         self._step = step
         self._device = device
         self._sizes = sizes
-        self._logits = torch.empty(max_slices, decoder.config.vocab_size, dtype=torch.float32, device=device)
+        config = decoder.config
+        self._hidden = torch.empty(max_slices, config.hidden_size, dtype=decoder.parameters.dtype, device=device)
+        self._logits = torch.empty(max_slices, config.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._rows: dict[int, int] = {}
+        """Rows of logits of a step, by its size."""
+        self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """By rows. Separate, because only the last chunk of a prompt needs logits."""
         self._last_kind = 0
         self._capture()
 
@@ -91,10 +97,12 @@ class StepGraphs:
         size = self._step.size(slices)
         return size is not None and 0 < size <= self._sizes[-1]
 
-    def run(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None, *, logits: bool = True
+    ) -> torch.Tensor:
         """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
         of the last step. Does not wait for the device. `token_ids` on the device replace those of slices of a single
-        token, if given: the step can start before the host knows the tokens.
+        token, if given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab].
         """
         needed = self._step.size(slices)
         assert needed is not None, "the batch fits"
@@ -103,11 +111,15 @@ class StepGraphs:
         if token_ids is not None:
             self._step.replace_tokens(slices, token_ids)
         self._graphs[size, self._last_kind].replay()
+        if not logits:
+            return self._logits[:0]
+        self._logits_graphs[self._rows[size]].replay()
         return self._logits[: len(slices)]
 
     def replay(self, size: int) -> None:
         """Repeat the last step, which had this size, on the same inputs: for benchmarks."""
         self._graphs[size, self._last_kind].replay()
+        self._logits_graphs[self._rows[size]].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -117,19 +129,25 @@ class StepGraphs:
         for size in reversed(self._sizes):
             self._step.fill([], size)
             for kind in range(self._step.kinds):
-                self._run_step(size, kind)
+                self._rows[size] = self._run_step(size, kind)
+                self._run_logits(self._rows[size])
         torch.cuda.synchronize(self._device)
         progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
         for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            with torch.cuda.graph(self._graphs.setdefault((size, kind), torch.cuda.CUDAGraph()), pool=memory):
                 self._run_step(size, kind)
-            self._graphs[size, kind] = graph
             progress.add(1)
+        for rows in sorted(set(self._rows.values()), reverse=True):
+            with torch.cuda.graph(self._logits_graphs.setdefault(rows, torch.cuda.CUDAGraph()), pool=memory):
+                self._run_logits(rows)
 
-    def _run_step(self, size: int, kind: int) -> None:
+    def _run_step(self, size: int, kind: int) -> int:
         hidden = self._step.hidden(size, kind)
-        self._decoder.logits(hidden, out=self._logits[: len(hidden)])
+        self._hidden[: len(hidden)].copy_(hidden)
+        return len(hidden)
+
+    def _run_logits(self, rows: int) -> None:
+        self._decoder.logits(self._hidden[:rows], out=self._logits[:rows])
 
 
 class DecodeGraphs(StepGraphs):

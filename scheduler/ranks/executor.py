@@ -89,7 +89,7 @@ class Executor:
             last = upload([end - 1 for end in ends], torch.long, hidden.device)
             logits = self._runner.logits(hidden.index_select(0, last))
         else:
-            logits = self._runner.forward(self.cache, slices, following)
+            logits = self._runner.forward(self.cache, slices, following, logits=any(row.draws for row in rows))
         choices = [
             Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids)
             for index, row in enumerate(rows)

@@ -8,6 +8,8 @@ leader, each in a process group of its own. The frontend is a child of the fork 
 All of them are forked before the first of them runs any code of pdserve, so that no thread, socket or event loop is
 copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
 after the fork, as it does not survive one.
+
+Forked servers report their state more often than others (INTERVALS), as tests wait for reports.
 """
 
 import atexit
@@ -28,6 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from pdserve.configs.gc_tuning import keep_for_good
+
 LEADER, RANK = "pdserve.scheduler.engine.leader", "pdserve.scheduler.ranks.main"
 PRELOADED = (
     "pdserve.server.cli",
@@ -38,6 +42,13 @@ PRELOADED = (
     "uvicorn.loops.auto",
     "uvicorn.protocols.http.httptools_impl",
 )
+INTERVALS = {
+    ("pdserve.scheduler.engine.loop", "IDLE_WAIT_S"): 0.03,
+    ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.03,
+    ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.03,
+    ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.03,
+}
+"""Constants of modules, with their values in forked servers: between two reports of the state of a server."""
 MAX_REQUEST_BYTES = 1 << 20
 _STATUS = struct.Struct("i")
 
@@ -267,9 +278,13 @@ def _main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in PRELOADED:
         importlib.import_module(module)
+    for (module, constant), interval_s in INTERVALS.items():
+        assert hasattr(sys.modules[module], constant)
+        setattr(sys.modules[module], constant, interval_s)
     torch = importlib.import_module("torch")
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(torch.device("cpu"), torch.float32)
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
+    keep_for_good()  # otherwise every leader and rank would collect garbage among all modules
     requests = socket.socket(fileno=os.dup(0))
     try:
         serve(requests)

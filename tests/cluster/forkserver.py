@@ -41,12 +41,18 @@ PRELOADED = (
     "uvicorn.lifespan.off",
     "uvicorn.loops.auto",
     "uvicorn.protocols.http.httptools_impl",
+    # what those import when they need it
+    "encodings.idna",
+    "numpy.ma",
+    "pydantic.v1",
+    "rich.console",
+    "zxcvbn",
 )
 INTERVALS = {
-    ("pdserve.scheduler.engine.loop", "IDLE_WAIT_S"): 0.03,
-    ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.03,
-    ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.03,
-    ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.03,
+    ("pdserve.scheduler.engine.loop", "IDLE_WAIT_S"): 0.05,
+    ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.05,
+    ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.05,
+    ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.05,
 }
 """Constants of modules, with their values in forked servers: between two reports of the state of a server."""
 MAX_REQUEST_BYTES = 1 << 20

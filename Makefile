@@ -39,7 +39,8 @@ SLOW := $(addprefix tests/,memory/hisparse/test_hisparse_simulation.py transfer/
     $(addprefix decode/,test_overload.py test_scheduler_traces.py requests/test_dispatch_window.py)))
 # A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first.
 IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest
+# Workers, and the servers that tests start, share bytecode: compiling all modules takes each of them seconds.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: check
 check: lint ## lint and the fast tests, in about a minute: before every commit
@@ -59,7 +60,7 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
+	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

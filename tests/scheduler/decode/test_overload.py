@@ -50,21 +50,21 @@ class Flood:
 
 
 def test_full_prefill_server_does_not_count_as_absent() -> None:
-    """600 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
+    """300 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
     to `queue_timeout_s`, not only the three seconds of `prefill_wait_s`.
     """
     limits = decode_limits(max_queued_requests=1000, queue_timeout_s=20.0, prefill_wait_s=3.0)
     simulator = TimedSimulator(
         tokens_per_s=160, limits=limits, chunk_size=16, max_queued=2, prefill_tokens=64, reports=False
     )
-    for number in range(600):
+    for number in range(300):
         simulator.ask(f"r{number}", 16)
     simulator.run(lambda: not simulator.decode.requests)
     assert simulator.decode.counters["redispatches"] > 10, "nothing was refused"
     late = {rid: failed for rid, failed in simulator.failures.items() if simulator.ended_at[rid] < 20.0}
     assert not late, next(iter(late.values()))
     assert max(simulator.ended_at.values()) < 20.5, "a refusal does not restart the clock"
-    assert len(simulator.failures) == pytest.approx(400, abs=10)
+    assert len(simulator.failures) == pytest.approx(100, abs=10)
     (message,) = {failed.message for failed in simulator.failures.values()}
     assert message == "prefill did not get to the prompt within 20 s (queue_timeout_s)"
 
@@ -179,7 +179,7 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     Flood(simulator, 64, 500)
     simulator.run_for(2.0)
     accepted, draw = dict.fromkeys(["single", "batch"], 0), random.Random(1)
-    for attempt in range(200):
+    for attempt in range(100):
         simulator.ask(f"single {attempt}", 500)
         simulator.run_for(draw.uniform(0.1, 0.3))
         first = f"batch {attempt} 0"
@@ -190,7 +190,7 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
         assert len(set(refused)) == 1, "a part of it was accepted"
         accepted["batch"] += not refused[0]
         accepted["single"] += f"single {attempt}" not in simulator.failures
-    assert accepted["batch"] >= 10
+    assert accepted["batch"] >= 5
     assert accepted["batch"] > accepted["single"] / 3
     assert len(simulator.decode.dispatcher.queue) < 16 + 8
 

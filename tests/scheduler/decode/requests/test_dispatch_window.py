@@ -34,7 +34,7 @@ def test_running_requests_are_not_retracted_for_dispatched_prompts(
     assert simulator.most_at_prefill < server.scheduler.load().window_tokens + 1000
 
 
-@pytest.mark.parametrize(("tokens", "prompts"), [(5, 3000), (100, 300), (700, 60), (5000, 12)])
+@pytest.mark.parametrize(("tokens", "prompts"), [(5, 1500), (100, 300), (700, 60), (5000, 12)])
 def test_prefill_is_always_busy_while_prompts_are_queued(tokens: int, prompts: int) -> None:
     """For all lengths: a step takes at least 20 ms, so short prompts have to share steps."""
     simulator = TimedSimulator(tokens_per_s=5000, least_step_s=0.02, limits=decode_limits(max_queued_requests=3000))

@@ -5,6 +5,7 @@ of its sequence is correct, in memory where keys and hot rows overlap.
 import collections
 import random
 
+import pytest
 import torch
 
 from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows
@@ -158,6 +159,7 @@ MODES = (
 BUSY = {**ACTIONS, "submit": 20, "decode_turn": 40, "rank_turn": 60, "prefill_turn": 40, "end_write": 40, "deliver": 90}
 
 
+@pytest.mark.slow
 def test_every_selected_row_is_correct_in_random_workloads() -> None:
     """The workload covers every transition of a hot buffer."""
     seen: collections.Counter[str] = collections.Counter()

@@ -49,6 +49,7 @@ class Flood:
         return self._simulator.now + self._draw.uniform(0.1, 0.5)
 
 
+@pytest.mark.slow
 def test_full_prefill_server_does_not_count_as_absent() -> None:
     """300 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
     to `queue_timeout_s`, not only the three seconds of `prefill_wait_s`.
@@ -97,6 +98,7 @@ def test_prefill_server_that_shuts_down_counts_as_absent() -> None:
     assert "waited 3 s (prefill_wait_s): the prefill server is shutting down" in simulator.failures["r"].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [16, 2000])
 def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens: int) -> None:
     """40 clients, whose prompts take prefill 20 s in total, keep both queues full of higher priorities."""
@@ -172,6 +174,7 @@ def test_retracted_request_of_low_priority_is_resumed() -> None:
     simulator.finish()
 
 
+@pytest.mark.slow
 def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     """64 clients keep a queue of 16 full, so it rarely has room for eight prompts at once."""
     limits = decode_limits(max_queued_requests=16)
@@ -195,6 +198,7 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     assert len(simulator.decode.dispatcher.queue) < 16 + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False])
 def test_retry_after_is_the_expected_wait_in_the_queue(full: bool) -> None:
     """Ten prompts per second: 40 in the queue take four seconds. No prompt waits longer than the timeout."""

@@ -3,12 +3,15 @@
 import collections
 from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
+
+pytestmark = pytest.mark.slow
 
 WHICH = st.integers(0, 7)
 

@@ -2,10 +2,13 @@
 
 import collections
 
+import pytest
+
 from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, run_workload
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 
+@pytest.mark.slow
 def test_random_staged_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()

@@ -192,7 +192,7 @@ class ForkedChild:
 
 
 class _RunInChild(BaseException):
-    """Leaves all frames of the parent, so that the child ends as an interpreter of its own would."""
+    """Leaves all frames of the parent, so that nothing of the parent ends with the child."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
@@ -300,10 +300,19 @@ def _main() -> int:
         main = None
     while main is not None:  # a leader forks its ranks while it runs
         try:
-            return main()
+            _end(main())
         except _RunInChild as forked:
             main = forked.main
     return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End as an interpreter does, but without taking all modules apart: that takes a third of a second of CPU time."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield decode
         prefill.check_clean()
         decode.check_clean()
+        assert (decode.stop(), prefill.stop()) == (0, 0)
 
 
 @pytest.fixture(scope="module")

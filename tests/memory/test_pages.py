@@ -127,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
 
 def test_fresh_pool_gives_adjacent_pages() -> None:

@@ -95,7 +95,7 @@ async def test_request_fails_at_its_deadline_while_the_leader_hangs(tokenizer: T
         body = {"text": "a", "rid": "r", **({"timeout_s": 0.2} if by == "timeout_s" else {})}
         before = time.monotonic()
         response = await server.http.post("/generate", json=body)
-        assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
+        assert time.monotonic() - before < 0.2 + OVERDUE_S + 3.0
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
         words = f"not finished within its deadline of 0.2 s ({by}); the engine does not respond"
         assert response.json()["error"]["message"] == words

@@ -92,11 +92,6 @@ class PrefillRequest:
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 
-    @property
-    def left(self) -> int:
-        """Tokens that are in no step yet."""
-        return self.prompt_tokens - self.scheduled
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillRow:

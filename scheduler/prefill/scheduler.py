@@ -33,6 +33,7 @@ from ...transfer.protocol.messages import (
     StageGrant,
     TransferFailed,
 )
+from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, SendToPeer
 from ..messages.lifecycle import PrefillState
@@ -40,7 +41,6 @@ from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
-from .fair_queue import FairQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
 from .staging import StagedSends
@@ -70,7 +70,7 @@ class PrefillScheduler:
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self.requests: dict[TransferRef, PrefillRequest] = {}
-        self._waiting = FairQueue()
+        self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
         self._expire_at = math.inf

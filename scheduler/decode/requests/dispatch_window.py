@@ -4,7 +4,7 @@ A dispatched prompt holds pages on decode until its KV has arrived. So prompts w
 hold no pages, and not on prefill. The prefill server reports how many tokens keep it busy until the next prompt arrives
 (`Load.window_tokens`). There are two windows of that size:
 
-- One for short prompts. Prefill computes them beside longer ones (compute_queue.py), so longer ones do not count.
+- One for short prompts. Prefill computes them beside longer ones (chunk_queue.py), so longer ones do not count.
 - One for all others. Everything at the prefill server counts, also prompts of other decode servers. It is always open
   to MIN_LONG_PROMPTS, so each of several decode servers gets a share.
 

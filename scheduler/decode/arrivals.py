@@ -14,20 +14,19 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
+from ..chunking.chunk_queue import Chunk
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import Prefilled
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..messages.step import StepResult
 from ..rates import Rates
 from .deadlines import Deadlines
-from .dispatch.dispatcher import PrefillDispatcher
+from .dispatch.dispatcher import MAX_ATTEMPTS, PrefillDispatcher
 from .endings import Endings
 from .memory.request_memory import RequestMemory
-from .requests.request import Prompt, Request
+from .requests.request import LocalPrompt, Prompt, Request
 from .run_queue import RunQueue
-
-MAX_ATTEMPTS = 2
-"""One attempt and one retry, into fresh pages, on another prefill server if there is one."""
 
 
 class Arrivals:
@@ -68,9 +67,36 @@ class Arrivals:
         if problem is not None:
             self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
             return
-        self._count_transfer(prompt, done)
+        self._count_transfer(prompt, done, now)
         dispatcher.pace.served(now)
         dispatcher.leave(prompt)
+        self._arrived(prompt, done, now)
+
+    def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> None:
+        """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens."""
+        local, prompt = chunk.prompt, chunk.prompt.prompt
+        if not self._dispatcher.local.computed(chunk, seconds):
+            return
+        local.input_logprobs += result.prompt_logprobs
+        if not chunk.last:
+            return
+        self._dispatcher.local.remove(prompt)
+        self._dispatcher.pace.served(now)
+        self._counters["prompt_tokens"] += prompt.tokens
+        self._counters["prefix_tokens_reused"] += local.cached
+        done = PrefillDone(
+            key=TransferKey(prompt.prompt_id, prompt.attempts),
+            first_tokens=result.drawn,
+            prompt_tokens=prompt.tokens,
+            chunks=0,
+            writes=0,
+            bytes_written=0,
+            queue_s=max(0.0, now - local.started_at - local.compute_s),
+            compute_s=local.compute_s,
+            transfer_tail_s=0.0,
+            cached_tokens=local.cached,
+            input_logprobs=tuple(local.input_logprobs),
+        )
         self._arrived(prompt, done, now)
 
     def transfer_failed(
@@ -133,13 +159,15 @@ class Arrivals:
             self._endings.accept_token(request, done.first_tokens[request.sample], now)
         self._memory.release_grant(grant)
 
-    def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
+    def _count_transfer(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
         self._counters["transfers"] += 1
         self._counters["transfer_bytes"] += done.bytes_written
         self._counters["transfer_writes"] += done.writes
         self._counters["prompt_tokens"] += prompt.tokens
         self._counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
+        sent_at = prompt.waiting[0].lifecycle.since
+        self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """Copy the last page of the prompt to a sample that has its own."""
@@ -151,11 +179,11 @@ class Arrivals:
     # -- retry -------------------------------------------------------------------------------------------------
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
-        """After a failed attempt: queue the prompt again, once, at the head; otherwise fail with an error that allows
-        the client to retry. The pages are in quarantine already.
+        """After a failed attempt: queue the prompt again, once, at the head. After that, this server computes it, if it
+        may, or the prompt fails with an error that allows the client to retry. The pages are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
-        if begun >= MAX_ATTEMPTS:
+        if begun >= MAX_ATTEMPTS and not self._dispatcher.computes:
             message = f"failed after {begun} attempts: {prompt.last_problem}"
             self._endings.end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return

@@ -67,6 +67,8 @@ class Endings:
         match request.state:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
+            case State.COMPUTING if request.prompt.waiting == [request]:
+                self._drop_local(request.prompt)
             case State.ARRIVED if self._memory.copies.is_in(request, "open"):
                 pass  # it is in no queue
             case State.ARRIVED | State.READY | State.RUNNING:
@@ -88,6 +90,15 @@ class Endings:
             self._counters["requests_finished"] += 1
             self._outbox.append(SendToFrontend(finished(request, outcome, now)))
         self.free_drained(request.prompt, now)
+
+    def _drop_local(self, prompt: Prompt) -> None:
+        """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight
+        have ended.
+        """
+        self._dispatcher.local.remove(prompt)
+        assert prompt.grant is not None, f"prompt {prompt.prompt_id} was computed without pages"
+        self._memory.release_grant(prompt.grant)
+        prompt.grant = None
 
     def free_drained(self, prompt: Prompt, now: float) -> None:
         """Free ended requests when no page of their prompt is in quarantine any more."""

@@ -3,8 +3,10 @@
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
     submit -> QUEUED -> RESERVED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
-                                                   ^  ^-- out of hot buffers --'    |
+                            '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
                                                    '--- RETRACTED <-- out of pages -'
+
+A prompt is PREFILLING on a prefill server, or COMPUTING here, in chunks beside the running requests.
 
 Three invariants:
 - `admit()` is the only transition into READY: after a transfer, after a retraction, after the loss of a hot buffer.
@@ -23,7 +25,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
-from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
@@ -39,11 +40,13 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
+from ..chunking.chunk_queue import Chunk
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..messages.step import StepResult
 from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
@@ -51,10 +54,10 @@ from .dispatch.staging import RankRing
 from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
-from .requests.request import Prompt, Request
+from .requests.request import LocalPrompt, Prompt, Request
 from .responses import failed, overloaded, refusal, too_long
 from .retraction import Retractions
-from .run_queue import DecodeRow, DecodeStep, RunQueue
+from .run_queue import DecodeStep, RunQueue
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
@@ -292,21 +295,40 @@ class DecodeScheduler:
         self._starving = any(request.state is State.RUNNING for request in lacking)
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot) if batch else None
+        chunks = self._next_chunks()
+        if not batch and not chunks:
+            return None
+        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
+        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
 
-    def step_done(self, command_id: int, tokens: list[TokenLogprob], now: float) -> None:
-        """Take the sampled token of each row. Tokens of requests that ended during the step are dropped."""
-        self.counters["decode_steps"] += 1
-        for row, token in zip(self._finish_step(command_id), tokens, strict=True):
+    def _next_chunks(self) -> list[Chunk[LocalPrompt]]:
+        """Chunks of prompts that this server computes, for the next step."""
+        queued = len(self.dispatcher.queue) if self.dispatcher.pace.is_busy(None) else 0
+        return self.dispatcher.local.next_chunks(len(self.run_queue.running), queued)
+
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
+        are dropped.
+        """
+        step, seconds = self._finish_step(command_id, now)
+        self.counters["decode_steps"] += bool(step.rows)
+        for row, result in zip(step.rows, results, strict=False):
             if row.request.state is State.RUNNING:
-                self.endings.accept_token(row.request, token, now)
+                self.endings.accept_token(row.request, result.drawn[0], now)
+        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            self.arrivals.computed(chunk, result, seconds, now)
+        if step.chunks:
+            self._admit_arrived(now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
-        for row in self._finish_step(command_id):
+        step, _ = self._finish_step(command_id, now)
+        for row in step.rows:
             if row.request.state is State.RUNNING:
                 self.endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
+            self.endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""
@@ -346,6 +368,7 @@ class DecodeScheduler:
         return {
             **self.memory.gauges(),
             **self.dispatcher.staging.gauges(),
+            **self.dispatcher.gauges(),
             "running_requests": len(self.run_queue.running),
             "quarantined_pages": self.dispatcher.quarantine.pages,
             "cached_pages": len(self.cache),
@@ -374,6 +397,7 @@ class DecodeScheduler:
             queued_as = {
                 State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
+                State.COMPUTING: prompt in self.dispatcher.local and request in prompt.waiting,
                 State.ARRIVED: request in self.run_queue.arrived or self.memory.copies.is_in(request, "open"),
                 State.READY: request in self.run_queue.ready,
                 State.RUNNING: request in self.run_queue.running,
@@ -390,7 +414,7 @@ class DecodeScheduler:
         """
         if not self._accepting:
             return UnavailableError("the server is shutting down")
-        prefill_tokens = self.dispatcher.peers.largest_prompt(submit.endpoint)
+        prefill_tokens = self.dispatcher.largest_prompt(submit.endpoint)
         error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
         if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
             return error
@@ -404,7 +428,7 @@ class DecodeScheduler:
         """End queued requests whose prompts none of the paired prefill servers can hold."""
         self._peers_changed = False
         for prompt in list(self.dispatcher.queue):
-            most_tokens = self.dispatcher.peers.largest_prompt(prompt.endpoint)
+            most_tokens = self.dispatcher.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
                 self.endings.end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
 
@@ -457,7 +481,8 @@ class DecodeScheduler:
         self.retracted.take_hot_buffer(request, now)
         self._admit_arrived(now)
 
-    def _finish_step(self, command_id: int) -> list[DecodeRow]:
-        rows = self.run_queue.finish_step(command_id)
+    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
+        """The step that has ended, and how long it took."""
+        step = self.run_queue.finish_step(command_id)
         self.memory.command_done(command_id)
-        return rows
+        return step, self.dispatcher.local.times.ended(now)

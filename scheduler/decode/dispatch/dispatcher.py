@@ -1,4 +1,5 @@
-"""Sends prompts to prefill servers: takes them from the queue, reserves memory, and tracks them until their KV arrives.
+"""Sends prompts to prefill servers, or starts them here: takes them from the queue, reserves memory, and tracks them
+until their KV arrives.
 
 It knows prompts, pages and peers. It ends no request: the scheduler decides what to do after a failed attempt.
 """
@@ -6,10 +7,10 @@ It knows prompts, pages and peers. It ends no request: the scheduler decides wha
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
+from ....configs.schema import LocalPrefillSetting
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
@@ -18,10 +19,13 @@ from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDe
 from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
+from ...rates import Rates
 from ..requests.dispatch_window import PromptKind
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
-from .prefill_peers import PrefillPeer, PrefillPeers
+from .local_prefill import LocalLimits, LocalPrefill
+from .placement import Costs, Placement, PlacementInputs, place
+from .prefill_peers import PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
@@ -29,6 +33,13 @@ from .staging import RankRing, StagedArrivals
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
+MAX_ATTEMPTS = 2
+"""One attempt and one retry, into fresh pages, on another prefill server if there is one."""
+PAIRING_S = 1.0
+"""How long a prompt waits for the first prefill server to pair, if this server may compute it."""
+ESTIMATE_S = 0.25
+"""How long the number of cached tokens of a waiting prompt is not counted again."""
+NO_COSTS = Costs(None, None, None)
 MAX_MISFITS = 8
 """A turn stops after this many prompts that do not fit."""
 
@@ -54,6 +65,11 @@ class DecodeLimits:
     """Pipeline stages: the number of batches in flight, each of different requests."""
     overlap: bool = False
     """Overlap scheduling, with one stage: the next step starts before the tokens of the last one are known."""
+    local_prefill: LocalPrefillSetting = "never"
+    max_step_tokens: int = 256
+    """Prompt tokens that a step computes, if this server computes prompts."""
+    itl_target_s: float | None = None
+    """Longest step with prompt tokens; 0 is no limit, None follows the time of a decode step."""
 
 
 class PrefillDispatcher:
@@ -73,6 +89,10 @@ class PrefillDispatcher:
         self.queue = PromptQueue()
         self.pace = QueuePace()
         self.peers = PrefillPeers()
+        self.rates = Rates()
+        local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
+        self.local = LocalPrefill(local_limits, self.rates)
+        self._first_enqueued_at: float | None = None
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
@@ -104,6 +124,8 @@ class PrefillDispatcher:
 
     def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
         """Queue a prompt; `again` if it was dispatched before."""
+        if self._first_enqueued_at is None:
+            self._first_enqueued_at = now
         prompt.busy_s_when_queued = self.pace.busy_s(prompt.endpoint, now)
         self.queue.push(prompt, again=again)
 
@@ -175,9 +197,8 @@ class PrefillDispatcher:
         arrived = _attempt(prompt).tokens_arrived()
         if arrived != prompt.tokens:
             return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
-        samples = 1 + max(request.sample for request in prompt.waiting)
-        if len(done.first_tokens) < samples:
-            return f"prefill sent {len(done.first_tokens)} first tokens for {samples} samples"
+        if len(done.first_tokens) < prompt.samples:
+            return f"prefill sent {len(done.first_tokens)} first tokens for {prompt.samples} samples"
         return None
 
     def expected_wait_s(self, now: float) -> float:
@@ -194,22 +215,21 @@ class PrefillDispatcher:
         blocked: list[Prompt] = []
         sent: list[int] = []
         busy: set[str | None] = set()
+        places: dict[Prompt, Placement] = {}
 
         def may_send(prompt: Prompt) -> bool:
-            """Prefill servers that are paired and take no prompt are busy."""
-            if self.peers.choose(prompt, now) is not None:
-                return True
-            if self.peers.absent_since(prompt.endpoint) is None:
+            """Servers that take no prompt, although they are there, are busy."""
+            places[prompt] = placement = self._place(prompt, now)
+            if placement.where == "wait" and self.can_prefill(prompt.endpoint):
                 busy.add(prompt.endpoint)
-            return False
+            return placement.where != "wait"
 
         for prompt in self.queue.in_order(may_send):
             if len(blocked) >= MAX_MISFITS or any(other.overtaken >= MAX_OVERTAKES for other in blocked):
                 break
             if above is not None and prompt.priority <= above:
                 break
-            peer = self.peers.choose(prompt, now)
-            assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+            placement = places[prompt]
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
             reservation = reserve(
@@ -218,6 +238,7 @@ class PrefillDispatcher:
                 self._cache,
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
+                most_cached=self._most_cached(prompt) if placement.where == "local" else prompt.tokens,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -225,42 +246,147 @@ class PrefillDispatcher:
             self.counters["overtakes"] += bool(blocked)
             for other in blocked:
                 other.overtaken += 1
-            self._send(prompt, reservation, peer, now)
+            self.counters[f"{placement.where}_prefill_{placement.reason}"] += 1
+            if placement.where == "local":
+                self._reserved(prompt, reservation, State.COMPUTING, now)
+                self.local.start(prompt, reservation.prefix_tokens, now)
+            else:
+                self._send(prompt, reservation, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
+
+    @property
+    def computes(self) -> bool:
+        """Whether this server may compute prompts."""
+        return self.limits.local_prefill != "never"
+
+    def can_prefill(self, endpoint: str | None) -> bool:
+        """Whether there is a server that may compute prompts for this endpoint."""
+        return self.computes or self.peers.absent_since(endpoint) is None
+
+    def largest_prompt(self, endpoint: str | None) -> float:
+        """Tokens of the longest prompt that can be computed, as far as it depends on prefill servers."""
+        return math.inf if self.computes else self.peers.largest_prompt(endpoint)
+
+    @property
+    def costs(self) -> Costs:
+        """The measured costs of both places."""
+        transfers = self.rates.transfers.per_s
+        return Costs(
+            local_tokens_per_s=self.local.tokens_per_s,
+            remote_tokens_per_s=self.rates.prefilled_tokens.per_s,
+            overhead_s=1 / transfers if transfers is not None else None,
+            step_s=self.local.times.idle_step_s or 0.0,
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """What the placement of prompts is decided by; without what was not measured."""
+        if not self.computes:
+            return {}
+        costs = self.costs
+        measured = {
+            "local_prefill_tokens_per_second": costs.local_tokens_per_s,
+            "remote_prefill_tokens_per_second": costs.remote_tokens_per_s,
+            "remote_prefill_overhead_seconds": costs.overhead_s,
+            "local_prefill_crossover_tokens": costs.crossover_tokens,
+            "decode_step_seconds": self.local.times.idle_step_s,
+        }
+        known = {name: value for name, value in measured.items() if value is not None}
+        return {**known, "local_prefill_waiting_tokens": self.local.window.own_tokens}
+
+    def _place(self, prompt: Prompt, now: float) -> Placement:
+        """Where to compute a prompt now."""
+        mode = self.limits.local_prefill
+        if mode != "auto":
+            remote_open = mode == "never" and self.peers.choose(prompt, now) is not None
+            local_open = mode == "always" and self.local.is_open(prompt)
+            return place(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open, local_open=local_open))
+        able = self.peers.able(prompt)
+        tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
+        remote_open = self.peers.choose(prompt, now) is not None
+        ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
+        if able and not remote_open:  # it also waits behind the queue
+            ahead += min(self.queue.tokens, len(self.queue) * tokens) // len(able)
+        return place(
+            PlacementInputs(
+                mode,
+                tokens,
+                self.costs,
+                paired=bool(able),
+                expected=self._expects_server(prompt, now),
+                failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
+                refused=prompt.times_refused >= MAX_ATTEMPTS,
+                remote_open=remote_open,
+                remote_ahead=ahead,
+                local_open=self.local.is_open(prompt),
+                local_ahead=self.local.tokens_before(tokens),
+            )
+        )
+
+    def _expects_server(self, prompt: Prompt, now: float) -> bool:
+        """Whether the first prefill server at this endpoint, or anywhere, may still pair."""
+        if self.peers.absent_since(prompt.endpoint) != -math.inf:
+            return False
+        since = prompt.waits_since if prompt.endpoint is not None else self._first_enqueued_at
+        return since is not None and now - since < PAIRING_S
+
+    def _cached_tokens(self, prompt: Prompt, now: float) -> int:
+        """Tokens of a prompt that need not be computed here. Compared with the cache a few times a second only: that
+        takes milliseconds for a long prompt.
+        """
+        if prompt.cached_estimate is None or now - prompt.cached_estimate[0] >= ESTIMATE_S:
+            pages = self._cache.match(prompt.token_ids, self._most_cached(prompt))
+            prompt.cached_estimate = now, len(pages) * self.limits.page_size
+        return prompt.cached_estimate[1]
+
+    @staticmethod
+    def _most_cached(prompt: Prompt) -> int:
+        """Tokens that may come from the cache if this server computes the prompt: the last one has to be computed, and
+        log-probabilities of the prompt need the logits of the token before.
+        """
+        logprobs = prompt.waiting[0].logprobs
+        if logprobs is not None and logprobs.start is not None and not prompt.output_tokens:
+            return min(prompt.tokens - 1, max(0, logprobs.start - 1))
+        return prompt.tokens - 1
 
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
         return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
 
-    def _send(self, prompt: Prompt, reservation: Reservation, peer: PrefillPeer, now: float) -> None:
+    def _reserved(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
+        """A prompt has its pages, and leaves the queue."""
         self.queue.take(prompt)
+        prompt.grant = reservation.prompt
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
+        for request, grant in zip(prompt.waiting, reservation.members, strict=True):
+            request.grant = grant
+            request.prefill_wait_s += busy_s
+            request.lifecycle.advance(State.RESERVED, now)
+            request.lifecycle.advance(state, now)
+
+    def _send(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
+        peer = self.peers.choose(prompt, now)
+        assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+        self._reserved(prompt, reservation, State.PREFILLING, now)
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
         kind, tokens = PromptKind.of(prompt.priority, prompt.tokens), max(1, prompt.tokens - reservation.prefix_tokens)
         prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
-        prompt.grant = reservation.prompt
         self.prefilling[key] = prompt
         peer.window.sent(kind, tokens)
         members = prompt.waiting
-        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
-        for request, grant in zip(members, reservation.members, strict=True):
-            request.grant = grant
-            request.prefill_wait_s += busy_s
-            request.lifecycle.advance(State.RESERVED, now)
-            request.lifecycle.advance(State.PREFILLING, now)
         first = members[0]
         message = KvDestination(
             key=key,
             rid=first.rid,
-            sampling=msgspec.structs.replace(first.sampling, seed=first.sampling.seed - first.sample),
+            sampling=prompt.first_sampling,
             timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
             prefix_tokens=reservation.prefix_tokens,
             room=prompt.room,
             verify=self.limits.verify_kv,
-            samples=1 + max(request.sample for request in members),
+            samples=prompt.samples,
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
             priority=prompt.priority,

@@ -90,13 +90,13 @@ class PrefillPeers:
         to it; the server of the last attempt comes last. None if there is none.
         """
         kind = PromptKind.of(prompt.priority, prompt.tokens)
-        peers = [
-            peer
-            for peer in self._of(prompt.endpoint)
-            if peer.backoff_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
-        ]
+        peers = [peer for peer in self.able(prompt) if peer.backoff_until <= now and peer.window.is_open(kind)]
         last = prompt.attempt.instance if prompt.attempt is not None else None
         return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
+
+    def able(self, prompt: Prompt) -> list[PrefillPeer]:
+        """The servers that can hold the prompt, whether they take it now or not."""
+        return [peer for peer in self._of(prompt.endpoint) if peer.capacity >= prompt.tokens]
 
     def largest_prompt(self, endpoint: str | None) -> float:
         """Tokens that the largest server, or the one at this endpoint, can hold; inf if none is paired."""

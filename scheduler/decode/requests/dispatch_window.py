@@ -62,6 +62,12 @@ class DispatchWindow:
         """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers."""
         return self.own_tokens + self._others
 
+    def tokens_before(self, tokens: int) -> int:
+        """Of these, tokens that are computed before the end of a prompt of `tokens` tokens: prefill computes it beside
+        longer ones.
+        """
+        return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
+
     def report(self, load: Load) -> None:
         """Take a heartbeat of the prefill server. Our own tokens are counted here, because the heartbeat is older."""
         self._tokens = load.window_tokens or DEFAULT_TOKENS

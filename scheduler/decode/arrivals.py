@@ -22,9 +22,10 @@ from ..messages.outbox import Outbox
 from ..messages.step import StepResult
 from ..rates import Rates
 from .deadlines import Deadlines
-from .dispatch.dispatcher import MAX_ATTEMPTS, PrefillDispatcher
+from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .memory.request_memory import RequestMemory
+from .requests.limits import MAX_ATTEMPTS
 from .requests.request import LocalPrompt, Prompt, Request
 from .run_queue import RunQueue
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from ...memory.pages import pages_for
 from ..messages.lifecycle import State
-from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.dispatcher import PrefillDispatcher
 from .memory.request_memory import RequestMemory
+from .requests.limits import DecodeLimits
 from .requests.request import Request
 from .requests.waiting_queue import WaitingQueue
 from .run_queue import RunQueue

@@ -22,9 +22,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
-from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
+from ...configs.errors import AbortedError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
@@ -42,22 +40,23 @@ from ...transfer.protocol.messages import (
 )
 from ..chunking.chunk_queue import Chunk
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import ConnectPeer, Effect, SendToFrontend
+from ..messages.effects import Effect
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
 from ..messages.step import StepResult
 from .arrivals import Arrivals
 from .deadlines import Deadlines
-from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.dispatcher import PrefillDispatcher
 from .dispatch.staging import RankRing
 from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
+from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Prompt, Request
-from .responses import failed, overloaded, refusal, too_long
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
+from .submissions import Submissions
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
@@ -111,9 +110,15 @@ class DecodeScheduler:
         )
         self._starving = False
         """A running request waits for a page: the next free pages are for it."""
-        self._accepting = True
-        self._accepted_call: str | None = None
-        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+        self._submissions = Submissions(
+            limits,
+            pages,
+            dispatcher=self.dispatcher,
+            endings=self.endings,
+            deadlines=self._deadlines,
+            counters=self.counters,
+            outbox=self._outbox,
+        )
         self._peers_changed = False
         """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
 
@@ -121,27 +126,7 @@ class DecodeScheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
-        rids = (submit.rid, *submit.more_rids)
-        error = self._refusal(submit, now)
-        if error is not None:
-            self.counters["requests_refused"] += len(rids)
-            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
-            return
-        deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
-        prompt = self.dispatcher.new_prompt(
-            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
-        )
-        for index, rid in enumerate(rids):
-            sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
-            self.requests[rid] = request = Request(
-                rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
-            )
-            prompt.members.append(request)
-            self._deadlines.watch(request)
-        self.counters["requests"] += len(rids)
-        self.dispatcher.enqueue(prompt, now)
-        if prompt.endpoint is not None:
-            self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+        self._submissions.submit(submit, now)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
@@ -153,7 +138,7 @@ class DecodeScheduler:
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on (shutdown)."""
-        self._accepting = False
+        self._submissions.accepting = False
 
     def fail_all(self, reason: str, now: float) -> None:
         """Fail every open request (shutdown deadline, lost rank)."""
@@ -269,7 +254,8 @@ class DecodeScheduler:
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
         if self._peers_changed:
-            self._end_too_long(now)
+            self._peers_changed = False
+            self._submissions.end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.take_released(now):
@@ -368,7 +354,7 @@ class DecodeScheduler:
         return {
             **self.memory.gauges(),
             **self.dispatcher.staging.gauges(),
-            **self.dispatcher.gauges(),
+            **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
             "quarantined_pages": self.dispatcher.quarantine.pages,
             "cached_pages": len(self.cache),
@@ -405,32 +391,6 @@ class DecodeScheduler:
             }
             found = [state for state, is_queued in queued_as.items() if is_queued]
             assert found == [request.state], (request.rid, request.state)
-
-    # -- refusal -----------------------------------------------------------------------------------------------
-
-    def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
-        room for its first prompt: under load it would rarely have room for all of them.
-        """
-        if not self._accepting:
-            return UnavailableError("the server is shutting down")
-        prefill_tokens = self.dispatcher.largest_prompt(submit.endpoint)
-        error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
-        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
-            return error
-        if len(self.dispatcher.queue) >= self.limits.max_queued_requests:
-            self._accepted_call = None
-            return overloaded(self.limits.max_queued_requests, self.dispatcher.expected_wait_s(now))
-        self._accepted_call = submit.rid
-        return None
-
-    def _end_too_long(self, now: float) -> None:
-        """End queued requests whose prompts none of the paired prefill servers can hold."""
-        self._peers_changed = False
-        for prompt in list(self.dispatcher.queue):
-            most_tokens = self.dispatcher.largest_prompt(prompt.endpoint)
-            if prompt.tokens > most_tokens:
-                self.endings.end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
 from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
-from ..decode.dispatch.dispatcher import DecodeLimits
 from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
+from ..decode.requests.limits import DecodeLimits
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
 from ..messages.ranks import RankFailed, RankReady

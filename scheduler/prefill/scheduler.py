@@ -257,13 +257,14 @@ class PrefillScheduler:
 
     def load(self) -> Load:
         backlog, running, limits = [*self._waiting, *self._computing], self._running, self.limits
-        computed_in_round_trip = ROUND_TRIP_S * (self._computing.rate.per_s or 0.0)
+        tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
             waiting_requests=len(backlog) - running,
             running_requests=running,
             waiting_tokens=sum(request.prompt_tokens - request.computed for request in backlog),
             accepting=self._accepting,
-            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(computed_in_round_trip)),
+            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(ROUND_TRIP_S * tokens_per_s)),
+            tokens_per_s=tokens_per_s,
         )
 
     def check_integrity(self) -> None:

@@ -5,12 +5,10 @@ It knows prompts, pages and peers. It ends no request: the scheduler decides wha
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from ....configs.schema import LocalPrefillSetting
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
@@ -21,10 +19,12 @@ from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...rates import Rates
 from ..requests.dispatch_window import PromptKind
+from ..requests.limits import DecodeLimits
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
 from .local_prefill import LocalLimits, LocalPrefill
-from .placement import Costs, Placement, PlacementInputs, place
+from .placement import Placement
+from .placer import Placer, most_cached
 from .prefill_peers import PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
@@ -33,43 +33,8 @@ from .staging import RankRing, StagedArrivals
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
-MAX_ATTEMPTS = 2
-"""One attempt and one retry, into fresh pages, on another prefill server if there is one."""
-PAIRING_S = 1.0
-"""How long a prompt waits for the first prefill server to pair, if this server may compute it."""
-ESTIMATE_S = 0.25
-"""How long the number of cached tokens of a waiting prompt is not counted again."""
-NO_COSTS = Costs(None, None, None)
 MAX_MISFITS = 8
 """A turn stops after this many prompts that do not fit."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeLimits:
-    """The limits of a decode scheduler."""
-
-    page_size: int
-    max_running_requests: int
-    max_queued_requests: int
-    growth_tokens: int
-    retract_pages: int
-    queue_timeout_s: float
-    prefill_wait_s: float
-    prefill_timeout_s: float
-    request_timeout_s: float
-    quarantine_s: float
-    verify_kv: bool = False
-    prefix_cache: bool = True
-    hisparse: bool = False
-    stages: int = 1
-    """Pipeline stages: the number of batches in flight, each of different requests."""
-    overlap: bool = False
-    """Overlap scheduling, with one stage: the next step starts before the tokens of the last one are known."""
-    local_prefill: LocalPrefillSetting = "never"
-    max_step_tokens: int = 256
-    """Prompt tokens that a step computes, if this server computes prompts."""
-    itl_target_s: float | None = None
-    """Longest step with prompt tokens; 0 is no limit, None follows the time of a decode step."""
 
 
 class PrefillDispatcher:
@@ -92,7 +57,9 @@ class PrefillDispatcher:
         self.rates = Rates()
         local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
         self.local = LocalPrefill(local_limits, self.rates)
-        self._first_enqueued_at: float | None = None
+        self.placer = Placer(
+            limits, queue=self.queue, peers=self.peers, local=self.local, rates=self.rates, cache=cache
+        )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
@@ -124,8 +91,6 @@ class PrefillDispatcher:
 
     def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
         """Queue a prompt; `again` if it was dispatched before."""
-        if self._first_enqueued_at is None:
-            self._first_enqueued_at = now
         prompt.busy_s_when_queued = self.pace.busy_s(prompt.endpoint, now)
         self.queue.push(prompt, again=again)
 
@@ -219,7 +184,7 @@ class PrefillDispatcher:
 
         def may_send(prompt: Prompt) -> bool:
             """Servers that take no prompt, although they are there, are busy."""
-            places[prompt] = placement = self._place(prompt, now)
+            places[prompt] = placement = self.placer.place(prompt, now)
             if placement.where == "wait" and self.can_prefill(prompt.endpoint):
                 busy.add(prompt.endpoint)
             return placement.where != "wait"
@@ -238,7 +203,7 @@ class PrefillDispatcher:
                 self._cache,
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
-                most_cached=self._most_cached(prompt) if placement.where == "local" else prompt.tokens,
+                most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -268,87 +233,6 @@ class PrefillDispatcher:
     def largest_prompt(self, endpoint: str | None) -> float:
         """Tokens of the longest prompt that can be computed, as far as it depends on prefill servers."""
         return math.inf if self.computes else self.peers.largest_prompt(endpoint)
-
-    @property
-    def costs(self) -> Costs:
-        """The measured costs of both places."""
-        transfers = self.rates.transfers.per_s
-        return Costs(
-            local_tokens_per_s=self.local.tokens_per_s,
-            remote_tokens_per_s=self.rates.prefilled_tokens.per_s,
-            overhead_s=1 / transfers if transfers is not None else None,
-            step_s=self.local.times.idle_step_s or 0.0,
-        )
-
-    def gauges(self) -> dict[str, float]:
-        """What the placement of prompts is decided by; without what was not measured."""
-        if not self.computes:
-            return {}
-        costs = self.costs
-        measured = {
-            "local_prefill_tokens_per_second": costs.local_tokens_per_s,
-            "remote_prefill_tokens_per_second": costs.remote_tokens_per_s,
-            "remote_prefill_overhead_seconds": costs.overhead_s,
-            "local_prefill_crossover_tokens": costs.crossover_tokens,
-            "decode_step_seconds": self.local.times.idle_step_s,
-        }
-        known = {name: value for name, value in measured.items() if value is not None}
-        return {**known, "local_prefill_waiting_tokens": self.local.window.own_tokens}
-
-    def _place(self, prompt: Prompt, now: float) -> Placement:
-        """Where to compute a prompt now."""
-        mode = self.limits.local_prefill
-        if mode != "auto":
-            remote_open = mode == "never" and self.peers.choose(prompt, now) is not None
-            local_open = mode == "always" and self.local.is_open(prompt)
-            return place(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open, local_open=local_open))
-        able = self.peers.able(prompt)
-        tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
-        remote_open = self.peers.choose(prompt, now) is not None
-        ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
-        if able and not remote_open:  # it also waits behind the queue
-            ahead += min(self.queue.tokens, len(self.queue) * tokens) // len(able)
-        return place(
-            PlacementInputs(
-                mode,
-                tokens,
-                self.costs,
-                paired=bool(able),
-                expected=self._expects_server(prompt, now),
-                failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
-                refused=prompt.times_refused >= MAX_ATTEMPTS,
-                remote_open=remote_open,
-                remote_ahead=ahead,
-                local_open=self.local.is_open(prompt),
-                local_ahead=self.local.tokens_before(tokens),
-            )
-        )
-
-    def _expects_server(self, prompt: Prompt, now: float) -> bool:
-        """Whether the first prefill server at this endpoint, or anywhere, may still pair."""
-        if self.peers.absent_since(prompt.endpoint) != -math.inf:
-            return False
-        since = prompt.waits_since if prompt.endpoint is not None else self._first_enqueued_at
-        return since is not None and now - since < PAIRING_S
-
-    def _cached_tokens(self, prompt: Prompt, now: float) -> int:
-        """Tokens of a prompt that need not be computed here. Compared with the cache a few times a second only: that
-        takes milliseconds for a long prompt.
-        """
-        if prompt.cached_estimate is None or now - prompt.cached_estimate[0] >= ESTIMATE_S:
-            pages = self._cache.match(prompt.token_ids, self._most_cached(prompt))
-            prompt.cached_estimate = now, len(pages) * self.limits.page_size
-        return prompt.cached_estimate[1]
-
-    @staticmethod
-    def _most_cached(prompt: Prompt) -> int:
-        """Tokens that may come from the cache if this server computes the prompt: the last one has to be computed, and
-        log-probabilities of the prompt need the logits of the token before.
-        """
-        logprobs = prompt.waiting[0].logprobs
-        if logprobs is not None and logprobs.start is not None and not prompt.output_tokens:
-            return min(prompt.tokens - 1, max(0, logprobs.start - 1))
-        return prompt.tokens - 1
 
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""

@@ -8,7 +8,7 @@ from ...chunking.chunk_queue import Chunk, ChunkQueue
 from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.request import LocalPrompt, Prompt
-from .step_budget import StepTimes, prompt_part_s, step_tokens
+from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
@@ -77,19 +77,15 @@ class LocalPrefill:
         )
         return max(self._limits.page_size, tokens)
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate that a prompt can expect beside running requests; None if it was not measured."""
-        rate = self._rates.local_tokens.per_s
-        return rate * self._share if rate is not None else None
-
-    @property
-    def _share(self) -> float:
-        idle_s = self.times.idle_step_s
-        if not idle_s:
-            return MOST_SHARE
-        prompt_s = prompt_part_s(idle_s, self._target_s)
-        return min(MOST_SHARE, max(prompt_s, idle_s / 100) / (idle_s + prompt_s))
+    def tokens_per_s(self, expected: float | None) -> float | None:
+        """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate
+        without them.
+        """
+        rate, idle_s = self._rates.local_tokens.per_s or expected, self.times.idle_step_s
+        if rate is None or not idle_s:
+            return rate and rate * MOST_SHARE
+        prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
+        return rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
         """A step has computed this chunk. Returns whether the prompt is still wanted."""

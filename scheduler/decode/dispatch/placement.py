@@ -17,7 +17,7 @@ class Costs:
     """Measured times of the two ways to compute a prompt; None before the first measurement."""
 
     local_tokens_per_s: float | None
-    """Of this server, while it also runs its decode steps."""
+    """Of this server, while it also runs its decode steps; expected from prefill servers until it is measured."""
     remote_tokens_per_s: float | None
     overhead_s: float | None
     """Of a prefill server: control messages, and the transfer that remains after the last chunk is computed."""
@@ -25,9 +25,8 @@ class Costs:
     """A decode step of this server: a local prompt waits for the end of the one in flight."""
 
     def local_s(self, tokens: int) -> float | None:
-        """Time to compute `tokens` tokens here. Until it is measured, as on a prefill server."""
-        rate = self.local_tokens_per_s or self.remote_tokens_per_s
-        return None if rate is None else self.step_s + tokens / rate
+        """Time to compute `tokens` tokens here."""
+        return None if self.local_tokens_per_s is None else self.step_s + tokens / self.local_tokens_per_s
 
     def remote_s(self, tokens: int) -> float | None:
         """Time to compute `tokens` tokens on an idle prefill server, and to get their KV."""
@@ -38,10 +37,10 @@ class Costs:
     @property
     def crossover_tokens(self) -> float | None:
         """Shorter prompts are faster here if both servers are idle; inf if all prompts are, None if unknown."""
-        local, remote, rate = self.local_s(0), self.remote_s(0), self.remote_tokens_per_s
-        if local is None or remote is None or rate is None:
+        local, remote = self.local_s(0), self.remote_s(0)
+        if not self.local_tokens_per_s or not self.remote_tokens_per_s or local is None or remote is None:
             return None
-        slope = 1 / (self.local_tokens_per_s or rate) - 1 / rate
+        slope = 1 / self.local_tokens_per_s - 1 / self.remote_tokens_per_s
         if slope <= 0:
             return float("inf") if local < remote else 0.0
         return max(0.0, (remote - local) / slope)

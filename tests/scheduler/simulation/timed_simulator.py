@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import pages_for
-from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
+from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit

@@ -93,7 +93,7 @@ class Server:
         arguments = [self.role, "--model", self.model, "--port", str(self.port), "--threads", "1", "--verify-kv"]
         if self.role == "prefill":
             arguments += ["--bootstrap-port", str(self.bootstrap_port)]
-        elif "--local-prefill" not in self.flags:
+        elif self.role == "decode" and "--local-prefill" not in self.flags:
             arguments += ["--local-prefill", "never"]  # most tests are about transfers
         arguments += self.flags
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}

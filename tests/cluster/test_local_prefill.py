@@ -17,7 +17,7 @@ NEW_TOKENS = 10
 PAGE, STEP = 8, 32
 LENGTHS = (1, PAGE, PAGE + 1, STEP, STEP + 1, 3 * STEP + 5, 150)
 DECODE = ("--page-size", str(PAGE), "--kv-tokens", "16384", "--quarantine-s", "1")
-ALWAYS = (*DECODE, "--local-prefill", "always", "--max-step-tokens", str(STEP))
+SERVE = (*DECODE, "--max-step-tokens", str(STEP))
 SLOW_AUTO = (*DECODE, "--local-prefill", "auto", "--max-step-tokens", str(PAGE))
 """In small steps, so that prefill computes long prompts faster."""
 PREFILL = ("--page-size", "16", "--chunk-size", "16", "--kv-tokens", "16384")
@@ -29,7 +29,7 @@ class Model(NamedTuple):
 
 
 class Servers(NamedTuple):
-    """A prefill server and three decode servers; `always` knows no prefill server."""
+    """A prefill server and three decode servers; `always` is a `pdserve serve`, without a prefill server."""
 
     prefill: Server
     never: Server
@@ -50,7 +50,7 @@ def started(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         prefill = servers.add("prefill", llama, *PREFILL)
         never = servers.add("decode", llama, "--prefill", prefill.endpoint, *DECODE)
         auto = servers.add("decode", llama, "--prefill", prefill.endpoint, *SLOW_AUTO)
-        always = servers.add("decode", llama, *ALWAYS)
+        always = servers.add("serve", llama, *SERVE)
         prefill.wait_ready(peers=2)
         never.wait_ready(peers=1)
         auto.wait_ready(peers=1)
@@ -161,7 +161,7 @@ def test_no_request_fails_when_all_prefill_servers_are_killed_and_long_prompts_r
 def test_tokens_equal_transformers_with_several_ranks(
     servers: Cluster, llama: Path, model: Model, ranks: tuple[str, str]
 ) -> None:
-    server = servers.add("decode", llama, *ALWAYS, *ranks).wait_ready()
+    server = servers.add("serve", llama, *SERVE, *ranks).wait_ready()
     with ThreadPoolExecutor(len(model.prompts)) as pool:
         assert list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), model.prompts)) == model.expected
     reply = server.post(model.prompts[-1], NEW_TOKENS, return_logprob=True, logprob_start_len=0).json()

@@ -143,7 +143,7 @@ class ServerInfo:
         return not reasons, report
 
     def _warnings(self) -> list[str]:
-        """A decode server without a prefill server is healthy. Unless it computes prompts itself, it cannot generate."""
+        """A decode server is healthy without a prefill server, but may be unable to generate."""
         peers, config = self._peers(), self._config
         if isinstance(config, PrefillConfig) or self._leader.status is None or any(p.state == "paired" for p in peers):
             return []

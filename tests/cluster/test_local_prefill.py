@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
+from tests.cluster.test_random_mix import REQUESTS, send_all
 
 NEW_TOKENS = 10
 PAGE, STEP = 8, 32
@@ -169,3 +172,38 @@ def test_tokens_equal_transformers_with_several_ranks(
     assert len(reply["meta_info"]["input_token_logprobs"]) == len(model.prompts[-1])
     assert local_prompts(server) == len(model.prompts) + 1
     server.check_clean()
+
+
+def test_tokens_of_a_sparse_attention_model_equal_transformers(servers: Cluster, tmp_path: Path) -> None:
+    directory = make_dsa_checkpoint(tmp_path / "model", "deepseek_v32", index_topk=16)
+    server = servers.add("serve", directory, "--kv-tokens", "4096", "--max-step-tokens", "48").wait_ready()
+    reference, draw = load_reference(directory), random.Random(7)
+    prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (1, 16, 17, 49, 150)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        outputs = list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), prompts))
+    assert outputs == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    server.check_clean()
+
+
+@pytest.fixture(scope="module")
+def small(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A pool that is too small for all requests, so that they queue and are retracted."""
+    flags = ("--kv-tokens", "320", "--growth-tokens", "4", "--max-running-requests", "8", "--max-step-tokens", "16")
+    with cluster(tmp_path_factory.mktemp("small")) as servers:
+        yield servers.add("serve", llama, *flags, "--retract-memory-gib", "0.00002").wait_ready()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(REQUESTS, min_size=10, max_size=16))
+def test_random_requests_leave_the_server_clean(small: Server, requests: list[dict[str, Any]]) -> None:
+    send_all(small, requests)
+    small.check_clean()
+
+
+def test_server_gives_correct_tokens_after_random_requests(small: Server, llama: Path) -> None:
+    reference, draw = load_reference(llama), random.Random(1)
+    prompt = [draw.randrange(256) for _ in range(70)]  # a family of the random requests
+    assert small.generate(prompt, 20) == reference_greedy(reference, prompt, 20)
+    counters = small.settled_info()["counters"]
+    for event in ("retractions", "retractions_recomputed", "requests_aborted", "prefix_tokens_reused"):
+        assert counters[event] > 0, event

@@ -86,8 +86,8 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
     }
     return {
         "prefill": prefill,
-        "device": DecodeConfig(**decode, port=free_port(), kv_memory_gib=sizes.budget / GIB),
-        "hisparse": DecodeConfig(**decode, port=free_port(), **hisparse),
+        "device": DecodeConfig(**decode, local_prefill="never", port=free_port(), kv_memory_gib=sizes.budget / GIB),
+        "hisparse": DecodeConfig(**decode, local_prefill="never", port=free_port(), **hisparse),
     }
 
 

@@ -197,6 +197,7 @@ def server_configs(model: Path, options: argparse.Namespace) -> tuple[PrefillCon
     shared |= {"threads": 1, "max_queued_requests": 1024, "log_level": "warning"}
     prefill = PrefillConfig(**shared, port=free_port(), bootstrap_port=free_port(), kv_tokens=4 * longest)
     decode = DecodeConfig(
+        local_prefill="never",
         **shared,
         port=free_port(),
         prefill=(f"127.0.0.1:{prefill.bootstrap_port}",),

@@ -79,7 +79,10 @@ def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
         for role, fields in (("prefill", PrefillConfig.model_fields), ("decode", DecodeConfig.model_fields))
     }
     prefill = PrefillConfig(**roles["prefill"], bootstrap_port=free_port())
-    return PairConfig(prefill, DecodeConfig(**roles["decode"], prefill=(f"127.0.0.1:{prefill.bootstrap_port}",)))
+    return PairConfig(
+        prefill,
+        DecodeConfig(**roles["decode"], local_prefill="never", prefill=(f"127.0.0.1:{prefill.bootstrap_port}",)),
+    )
 
 
 class Load:

@@ -37,6 +37,7 @@ TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
+LocalPrefillSetting = Literal["auto", "never", "always"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
 
 
@@ -230,6 +231,24 @@ class DecodeConfig(ServerConfig):
     max_running_requests: int | None = Field(
         None, ge=1, le=4096, description="requests in one decode batch; default: 32 on a CPU, 256 on a GPU"
     )
+    local_prefill: LocalPrefillSetting = Field(
+        "auto",
+        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them "
+        "or, by measured rates, the transfer of KV would cost more",
+    )
+    max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="prompt tokens that one step computes beside running requests; default: 256 on a CPU, 2048 on a "
+        "GPU",
+    )
+    itl_target_ms: float | None = Field(
+        None,
+        ge=0,
+        description="longest time between two output tokens while this server computes prompts, by prediction; 0 is no "
+        "limit; default: twice the time of a decode step, more while many prompts wait",
+    )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
@@ -280,6 +299,12 @@ class DecodeConfig(ServerConfig):
                 f"{field} {self.public_host!r} is not where peers can send KV: set advertise_host to the IPv4 address "
                 "or the name of this machine"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _computes_prompts(self) -> "DecodeConfig":
+        if self.local_prefill == "always" and self.enable_hisparse:
+            raise ValueError("local_prefill always does not work with enable_hisparse: use a prefill server")
         return self
 
     @property

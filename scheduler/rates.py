@@ -1,4 +1,6 @@
-"""Measured rates of the two ways to resume a retracted request: copy its KV, or compute it again by prefill."""
+"""Measured rates, to choose between two ways: copy the KV of a retracted request or compute it again, and compute a
+prompt on a prefill server or here.
+"""
 
 import collections
 
@@ -13,8 +15,8 @@ class Rate:
     dominating.
     """
 
-    def __init__(self) -> None:
-        self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=SAMPLES)
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=samples)
         """Units per second, and the number of units."""
 
     def measured(self, units: int, seconds: float) -> None:
@@ -40,10 +42,15 @@ class Rates:
         self.copied_pages = Rate()
         """From the GPU to host memory; the way back takes as long."""
         self.prefilled_tokens = Rate()
+        """Computed by prefill servers."""
+        self.transfers = Rate()
+        """One over the time that a prefill server costs beside its compute time and its queue."""
+        self.local_tokens = Rate()
+        """Computed by this server, not counting its decode steps."""
 
     def copy_is_cheaper(self, pages: int, tokens: int) -> bool:
         """Whether to copy to host memory and back takes less time than prefill. True until both rates are known: a copy
         is rarely slower.
         """
-        pages_per_s, tokens_per_s = self.copied_pages.per_s, self.prefilled_tokens.per_s
+        pages_per_s, tokens_per_s = self.copied_pages.per_s, self.prefilled_tokens.per_s or self.local_tokens.per_s
         return pages_per_s is None or tokens_per_s is None or 2 * pages / pages_per_s <= tokens / tokens_per_s

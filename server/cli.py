@@ -8,7 +8,7 @@ import difflib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import NoReturn
 
@@ -21,11 +21,16 @@ from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
 EPILOG = """examples:
+  pdserve serve --model DIR                               one server that does both, for one GPU
   pdserve up                                              one prefill and one decode server on this machine
   pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
   pdserve decode  --model DIR --port 8200 --prefill HOST:8998
 'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
 """
+
+
+_NOT_OF_SERVE = ("prefill", "bootstrap_allow", "local_prefill")
+"""Settings of decode servers that `pdserve serve` does not have: it uses no prefill server."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_server_flags(command("prefill", "compute prompts and push their KV to decode servers"), "prefill")
     _add_server_flags(command("decode", "generate; clients send their requests to this server"), "decode")
+    serve = command("serve", "compute prompts and generate in one server, without prefill servers")
+    _add_server_flags(serve, "decode", without=_NOT_OF_SERVE)
     _add_pair_flags(command("up", "one prefill and one decode server on this machine, until Ctrl-C"))
     demo = command("demo", "run 'up', ask one question, show the time of each stage")
     demo.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
@@ -112,6 +119,8 @@ def _run(arguments: Sequence[str]) -> int:
     match "version" if options.version else options.command:
         case "prefill" | "decode":
             return _serve(options.command, options)
+        case "serve":
+            return _serve("decode", options, {"local_prefill": "always"})
         case "up":
             from .launch.up import run_up
 
@@ -134,9 +143,9 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _serve(role: Role, options: argparse.Namespace) -> int:
+def _serve(role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {}) -> int:
     file, flags = find_config_file(options.config), given_flags(options, CONFIG_OF_ROLE[role].model_fields)
-    config = load_config(role, file, flags, os.environ)
+    config = load_config(role, file, {**flags, **fixed}, os.environ)
     if options.parent_pid is not None:
         from .launch.children import end_with_parent
 
@@ -154,12 +163,12 @@ def _pair_config(options: argparse.Namespace) -> PairConfig:
     return load_pair_config(find_config_file(options.config), given_flags(options, PAIR_FIELDS), os.environ)
 
 
-def _add_server_flags(parser: argparse.ArgumentParser, role: Role) -> None:
+def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Collection[str] = ()) -> None:
     fields = CONFIG_OF_ROLE[role].model_fields
     shared = ServerConfig.model_fields
     _add_config_flag(parser)
     parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
-    own = [name for name in fields if name not in shared and name != "role"]
+    own = [name for name in fields if name not in shared and name not in ("role", *without)]
     add_flags(parser.add_argument_group(f"{role} settings"), fields, own)
     add_flags(parser.add_argument_group("settings of every server"), fields, shared)
 

@@ -47,6 +47,7 @@ LAYERS = {
         "decode/dispatch",
         "decode/memory",
         "decode/requests",
+        "chunking",
         "messages",
         "",
     ],
@@ -61,7 +62,7 @@ is the folder itself.
 """
 MOST_FILES = 15
 
-PURE = ("scheduler/messages", "scheduler/decode", "scheduler/prefill", "transfer/plan")
+PURE = ("scheduler/messages", "scheduler/chunking", "scheduler/decode", "scheduler/prefill", "transfer/plan")
 """Folders, with all their subfolders, that decide or describe: plain values in, plain values out."""
 IMPURE = {"asyncio", "mooncake", "socket", "subprocess", "threading", "time", "torch", "zmq"}
 

@@ -43,7 +43,7 @@ def test_settings_table_matches_the_schema() -> None:
 
 def test_commands_in_the_readme_parse() -> None:
     commands = pdserve_commands((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [command[0] for command in commands] == ["up", "prefill", "decode", "prefill", "decode", "bench"]
+    assert [command[0] for command in commands] == ["up", "serve", "prefill", "decode", "prefill", "decode", "bench"]
     for command in commands:
         _, unknown = make_parser().parse_known_args(command)
         assert unknown == []

@@ -52,13 +52,16 @@ class Deadlines:
         match request.state:
             case State.PREFILLING:
                 ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
+            case State.QUEUED if self._dispatcher.computes:
+                pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
                 ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
             case State.QUEUED if prompt.refused_since is not None:
                 ends.append((prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"))
         # a retracted request (it has output) waits as long as if its KV had been saved
         if request.waits_for_prefill and not request.output_ids:
-            sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if request.state is State.PREFILLING else since
+            sent = request.state is not State.QUEUED
+            sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if sent else since
             ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))
         return min(ends)
 
@@ -79,7 +82,7 @@ class Deadlines:
                     retry_after_s=1,
                 )
             case "queue_timeout_s":
-                busy = request.state is State.PREFILLING or self._dispatcher.pace.is_busy(prompt.endpoint)
+                busy = request.state is not State.QUEUED or self._dispatcher.pace.is_busy(prompt.endpoint)
                 waited = f"{limits.queue_timeout_s:g} s ({field})"
                 return UnavailableError(
                     f"prefill did not get to the prompt within {waited}"

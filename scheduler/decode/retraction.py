@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 from ...memory.pages import pages_for
 from ..messages.lifecycle import State
-from ..rates import Rates
-from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.dispatcher import PrefillDispatcher
 from .memory.request_memory import RequestMemory
+from .requests.limits import DecodeLimits
 from .requests.request import Request
 from .requests.waiting_queue import WaitingQueue
 from .run_queue import RunQueue
@@ -31,7 +31,7 @@ class Retractions:
         dispatcher: PrefillDispatcher,
         counters: "collections.Counter[str]",
     ) -> None:
-        self.rates = Rates()
+        self.rates = dispatcher.rates
         self._limits = limits
         self._memory = memory
         self._run_queue = runs
@@ -96,7 +96,7 @@ class Retractions:
         self._run_queue.remove(request)
         request.lifecycle.advance(State.RETRACTED, now)
         pages = pages_for(request.kv_tokens, self._limits.page_size)
-        can_compute = request.kv_tokens + 1 <= self._dispatcher.peers.largest_prompt(request.prompt.endpoint)
+        can_compute = request.kv_tokens + 1 <= self._dispatcher.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
             self.queue.push(request)
@@ -111,7 +111,7 @@ class Retractions:
         """Host memory is free for a copy, and a copy is cheaper than prefill, or no prefill server is there."""
         saved = sum(request.saved_pages for request in self.queue)
         cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
-        absent = self._dispatcher.peers.absent_since(request.prompt.endpoint) is not None
+        absent = not self._dispatcher.can_prefill(request.prompt.endpoint)
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
     # -- resume ------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import msgspec
 
 from ...configs.arithmetic import ceil_div
 from ...memory.index_spaces import KvPage, RequestSlot
+from ..chunking.chunk_queue import Chunk
 from ..messages.lifecycle import State
-from .requests.request import Request
+from .requests.request import LocalPrompt, Request
 from .requests.waiting_queue import WaitingQueue
 
 
@@ -35,6 +36,8 @@ class DecodeStep:
 
     command_id: int
     rows: list[DecodeRow]
+    chunks: list[Chunk[LocalPrompt]] = dataclasses.field(default_factory=list)
+    """Chunks of prompts that this server computes. They follow the rows, so that row i samples token i of the step."""
 
 
 class RunQueue:
@@ -93,24 +96,28 @@ class RunQueue:
         return waiting[: ceil_div(len(self.running), self._stages)]
 
     def start_step(
-        self, batch: list[Request], command_id: int, hot_slot: Callable[[Request], RequestSlot | None]
+        self,
+        batch: list[Request],
+        command_id: int,
+        hot_slot: Callable[[Request], RequestSlot | None],
+        chunks: list[Chunk[LocalPrompt]],
     ) -> DecodeStep:
-        """The step of a batch, which is in flight from now on."""
+        """The step of a batch and of chunks, which is in flight from now on."""
         previous = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
-        step = DecodeStep(command_id, [_row(request, previous, hot_slot(request)) for request in batch])
+        step = DecodeStep(command_id, [_row(request, previous, hot_slot(request)) for request in batch], chunks)
         for request in batch:
             request.in_flight += 1
             request.last_step = command_id
         self._steps.append(step)
         return step
 
-    def finish_step(self, command_id: int) -> list[DecodeRow]:
-        """The rows of a step that has ended."""
+    def finish_step(self, command_id: int) -> DecodeStep:
+        """The step that has ended."""
         step = self._steps.popleft()
         assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"
         for row in step.rows:
             row.request.in_flight -= 1
-        return step.rows
+        return step
 
 
 def _row(request: Request, previous: dict[Request, int], hot_slot: RequestSlot | None) -> DecodeRow:

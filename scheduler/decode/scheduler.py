@@ -3,12 +3,14 @@
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
     submit -> QUEUED -> RESERVED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
-                                                   ^  ^-- out of hot buffers --'    |
+                            '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
                                                    '--- RETRACTED <-- out of pages -'
+
+A prompt is PREFILLING on a prefill server, or COMPUTING here, in chunks beside the running requests.
 
 Three invariants:
 - `admit()` is the only transition into READY: after a transfer, after a retraction, after the loss of a hot buffer.
-- `_end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
+- `Endings.end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
   (`quarantine.py`) until the writer has stopped.
 
@@ -20,12 +22,9 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
-from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
-from ...configs.sampling import TokenLogprob
+from ...configs.errors import AbortedError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
-from ...memory.pages import PageAllocator, PageGrant
+from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
@@ -39,28 +38,28 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
+from ..chunking.chunk_queue import Chunk
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import ConnectPeer, Effect, SendToFrontend
-from ..messages.frontend import FinishReason, Prefilled, Submit, Tokens
+from ..messages.effects import Effect
+from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..messages.step import StepResult
+from .arrivals import Arrivals
 from .deadlines import Deadlines
-from .dispatch.dispatcher import DecodeLimits, PrefillDispatcher
+from .dispatch.dispatcher import PrefillDispatcher
 from .dispatch.staging import RankRing
-from .memory.background_copies import CopyKind
+from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
-from .requests.request import Prompt, Request
-from .responses import failed, finished, overloaded, refusal, too_long
+from .requests.limits import DecodeLimits
+from .requests.request import LocalPrompt, Prompt, Request
 from .retraction import Retractions
-from .run_queue import DecodeRow, DecodeStep, RunQueue
+from .run_queue import DecodeStep, RunQueue
+from .submissions import Submissions
 
-MAX_ATTEMPTS = 2
-"""One attempt and one retry, into fresh pages, on another prefill server if there is one."""
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
-_WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
-"""States in which the KV of all tokens but the newest is in the request's pages."""
 
 
 class DecodeScheduler:
@@ -80,9 +79,6 @@ class DecodeScheduler:
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.requests: dict[str, Request] = {}
-        """Requests without a terminal message, by rid."""
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
         self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, self._outbox, rings)
@@ -90,12 +86,39 @@ class DecodeScheduler:
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
+        self.endings = Endings(
+            frozenset(eos_token_ids),
+            cache=self.cache,
+            memory=self.memory,
+            run_queue=self.run_queue,
+            retracted=self.retracted,
+            dispatcher=self.dispatcher,
+            counters=self.counters,
+            outbox=self._outbox,
+        )
+        self.requests = self.endings.requests
+        self.arrivals = Arrivals(
+            dispatcher=self.dispatcher,
+            memory=self.memory,
+            run_queue=self.run_queue,
+            cache=self.cache,
+            endings=self.endings,
+            deadlines=self._deadlines,
+            rates=self.retracted.rates,
+            counters=self.counters,
+            outbox=self._outbox,
+        )
         self._starving = False
         """A running request waits for a page: the next free pages are for it."""
-        self._draining: set[Request] = set()
-        self._accepting = True
-        self._accepted_call: str | None = None
-        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+        self._submissions = Submissions(
+            limits,
+            pages,
+            dispatcher=self.dispatcher,
+            endings=self.endings,
+            deadlines=self._deadlines,
+            counters=self.counters,
+            outbox=self._outbox,
+        )
         self._peers_changed = False
         """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
 
@@ -103,42 +126,24 @@ class DecodeScheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
-        rids = (submit.rid, *submit.more_rids)
-        error = self._refusal(submit, now)
-        if error is not None:
-            self.counters["requests_refused"] += len(rids)
-            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
-            return
-        deadline = now + min(submit.timeout_s or math.inf, self.limits.request_timeout_s)
-        prompt = self.dispatcher.new_prompt(
-            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
-        )
-        for index, rid in enumerate(rids):
-            sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
-            self.requests[rid] = request = Request(
-                rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
-            )
-            prompt.members.append(request)
-            self._deadlines.watch(request)
-        self.counters["requests"] += len(rids)
-        self.dispatcher.enqueue(prompt, now)
-        if prompt.endpoint is not None:
-            self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+        self._submissions.submit(submit, now)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
         request = self.requests.get(rid)
         if request is not None:
-            self._end(request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now)
+            self.endings.end(
+                request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now
+            )
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on (shutdown)."""
-        self._accepting = False
+        self._submissions.accepting = False
 
     def fail_all(self, reason: str, now: float) -> None:
         """Fail every open request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self._end(request, UnavailableError(reason), now)
+            self.endings.end(request, UnavailableError(reason), now)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
@@ -175,9 +180,7 @@ class DecodeScheduler:
         """A prefill server is silent or gone. Retry what it has not finished; it may still be writing."""
         self.dispatcher.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
-        for prompt in self.dispatcher.of_peer(instance):
-            self.dispatcher.give_up(prompt, f"prefill server lost: {reason}", abort=True)
-            self._retry_or_fail(prompt, now)
+        self.arrivals.peer_lost(instance, reason, now)
         self._peers_changed = True
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
@@ -203,31 +206,7 @@ class DecodeScheduler:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
-        self.dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
-        prompt = self.dispatcher.prefilling.get(done.key)
-        if prompt is None:
-            self.counters["stale_messages"] += 1
-            return
-        problem = self.dispatcher.check_complete(prompt, done)
-        if problem is not None:
-            self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
-            return
-        self._count_transfer(prompt, done)
-        self.dispatcher.pace.served(now)
-        self.dispatcher.leave(prompt)
-        grant = prompt.grant
-        assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
-        prompt.grant = None
-        self.cache.insert(prompt.token_ids, grant.pages)
-        for request in prompt.waiting:
-            request.lifecycle.advance(State.ARRIVED, now)
-            request.done = request.done or done
-            self._copy_tail(prompt, request, grant)
-            if not prompt.output_tokens:
-                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
-            self.run_queue.arrived.push(request)
-            self._accept_token(request, done.first_tokens[request.sample], now)
-        self.memory.release_grant(grant)
+        self.arrivals.prefill_done(done, now)
         self._admit_arrived(now)
 
     def transfer_failed(
@@ -241,22 +220,10 @@ class DecodeScheduler:
         refused: bool = False,
         full: bool = False,
     ) -> None:
-        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down. Stale
-        keys are ignored.
-        """
-        prompt = self.dispatcher.prefilling.get(key)
-        self.counters["stale_messages" if prompt is None else "transfers_failed"] += 1
-        if prompt is not None:
-            self.dispatcher.give_up(prompt, reason, abort=False)
-        self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
-        if prompt is None:
-            return
-        if retryable and refused:
-            self._refused(prompt, now, full=full)
-        elif retryable:
-            self._retry_or_fail(prompt, now)
-        else:
-            self._end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
+        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down."""
+        self.arrivals.transfer_failed(
+            key, reason, retryable=retryable, late_writes=late_writes, now=now, refused=refused, full=full
+        )
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
         self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
@@ -264,14 +231,8 @@ class DecodeScheduler:
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
     ) -> None:
-        """Prefill requests a region of a staging ring, has written it, or will not write it. A request that breaks the
-        protocol fails its transfer.
-        """
-        problem = self.dispatcher.staging.receive(instance, message, now)
-        prompt = self.dispatcher.prefilling.get(message.part.key)
-        if problem is not None and prompt is not None and prompt in self.dispatcher.of_peer(instance):
-            self.dispatcher.give_up(prompt, problem, abort=True)
-            self._end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
+        """Prefill requests a region of a staging ring, has written it, or will not write it."""
+        self.arrivals.stage_message(instance, message, now)
 
     def part_scattered(self, part: StagePart) -> PrefillDone | None:
         """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
@@ -293,12 +254,13 @@ class DecodeScheduler:
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
         if self._peers_changed:
-            self._end_too_long(now)
+            self._peers_changed = False
+            self._submissions.end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
-            self._end(request, error, now)
+            self.endings.end(request, error, now)
         for quarantined in self.dispatcher.take_released(now):
             self.pages.release(quarantined.grant)
-            self._free_drained(quarantined.prompt, now)
+            self.endings.free_drained(quarantined.prompt, now)
         self._admit_arrived(now)
         self._allocate_waiting(now)
         while self.memory.reclaim_lent([*self.run_queue.ready, *self.run_queue.running]):
@@ -319,21 +281,40 @@ class DecodeScheduler:
         self._starving = any(request.state is State.RUNNING for request in lacking)
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot) if batch else None
+        chunks = self._next_chunks()
+        if not batch and not chunks:
+            return None
+        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
+        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
 
-    def step_done(self, command_id: int, tokens: list[TokenLogprob], now: float) -> None:
-        """Take the sampled token of each row. Tokens of requests that ended during the step are dropped."""
-        self.counters["decode_steps"] += 1
-        for row, token in zip(self._finish_step(command_id), tokens, strict=True):
+    def _next_chunks(self) -> list[Chunk[LocalPrompt]]:
+        """Chunks of prompts that this server computes, for the next step."""
+        queued = len(self.dispatcher.queue) if self.dispatcher.pace.is_busy(None) else 0
+        return self.dispatcher.local.next_chunks(len(self.run_queue.running), queued)
+
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
+        are dropped.
+        """
+        step, seconds = self._finish_step(command_id, now)
+        self.counters["decode_steps"] += bool(step.rows)
+        for row, result in zip(step.rows, results, strict=False):
             if row.request.state is State.RUNNING:
-                self._accept_token(row.request, token, now)
+                self.endings.accept_token(row.request, result.drawn[0], now)
+        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            self.arrivals.computed(chunk, result, seconds, now)
+        if step.chunks:
+            self._admit_arrived(now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
-        for row in self._finish_step(command_id):
+        step, _ = self._finish_step(command_id, now)
+        for row in step.rows:
             if row.request.state is State.RUNNING:
-                self._end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+                self.endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
+            self.endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""
@@ -365,7 +346,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or self._draining or len(self.dispatcher.quarantine)
+        busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
         return not busy and self.memory.idle
 
     def gauges(self) -> dict[str, float]:
@@ -373,6 +354,7 @@ class DecodeScheduler:
         return {
             **self.memory.gauges(),
             **self.dispatcher.staging.gauges(),
+            **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
             "quarantined_pages": self.dispatcher.quarantine.pages,
             "cached_pages": len(self.cache),
@@ -381,7 +363,7 @@ class DecodeScheduler:
 
     def state_counts(self) -> dict[str, int]:
         counts = {state.value: 0 for state in State if state is not State.FREED}
-        for request in [*self.requests.values(), *self._draining]:
+        for request in [*self.requests.values(), *self.endings.draining]:
             counts[request.state.value] += 1
         return counts
 
@@ -401,59 +383,16 @@ class DecodeScheduler:
             queued_as = {
                 State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
                 State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
-                State.ARRIVED: request in self.run_queue.arrived or self._is_copied(request, "open"),
+                State.COMPUTING: prompt in self.dispatcher.local and request in prompt.waiting,
+                State.ARRIVED: request in self.run_queue.arrived or self.memory.copies.is_in(request, "open"),
                 State.READY: request in self.run_queue.ready,
                 State.RUNNING: request in self.run_queue.running,
-                State.RETRACTED: request in self.retracted.queue or self._is_copied(request, "load"),
+                State.RETRACTED: request in self.retracted.queue or self.memory.copies.is_in(request, "load"),
             }
             found = [state for state, is_queued in queued_as.items() if is_queued]
             assert found == [request.state], (request.rid, request.state)
 
-    def _is_copied(self, request: Request, kind: CopyKind) -> bool:
-        copy = self.memory.copies.of(request)
-        return copy is not None and copy.kind == kind
-
-    # -- refusal -----------------------------------------------------------------------------------------------
-
-    def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
-        room for its first prompt: under load it would rarely have room for all of them.
-        """
-        if not self._accepting:
-            return UnavailableError("the server is shutting down")
-        prefill_tokens = self.dispatcher.peers.largest_prompt(submit.endpoint)
-        error = refusal(submit, self.requests, self.pages.num_pages, prefill_tokens, self.limits.page_size)
-        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
-            return error
-        if len(self.dispatcher.queue) >= self.limits.max_queued_requests:
-            self._accepted_call = None
-            return overloaded(self.limits.max_queued_requests, self.dispatcher.expected_wait_s(now))
-        self._accepted_call = submit.rid
-        return None
-
-    def _end_too_long(self, now: float) -> None:
-        """End queued requests whose prompts none of the paired prefill servers can hold."""
-        self._peers_changed = False
-        for prompt in list(self.dispatcher.queue):
-            most_tokens = self.dispatcher.peers.largest_prompt(prompt.endpoint)
-            if prompt.tokens > most_tokens:
-                self._end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
-
     # -- memory ------------------------------------------------------------------------------------------------
-
-    def _count_transfer(self, prompt: Prompt, done: PrefillDone) -> None:
-        self.counters["transfers"] += 1
-        self.counters["transfer_bytes"] += done.bytes_written
-        self.counters["transfer_writes"] += done.writes
-        self.counters["prompt_tokens"] += prompt.tokens
-        self.counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
-        self.retracted.rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
-
-    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
-        """Copy the last page of the prompt to a sample that has its own."""
-        full = prompt.tokens // self.limits.page_size
-        if prompt.tokens % self.limits.page_size and request.pages[full] != grant.pages[full]:
-            self.memory.copy_page(grant.pages[full], request.pages[full])
 
     def _allocate_waiting(self, now: float) -> None:
         """Give pages to waiting requests: first retracted ones, then prompts; of prompts only those of a higher
@@ -502,92 +441,8 @@ class DecodeScheduler:
         self.retracted.take_hot_buffer(request, now)
         self._admit_arrived(now)
 
-    def _finish_step(self, command_id: int) -> list[DecodeRow]:
-        rows = self.run_queue.finish_step(command_id)
+    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
+        """The step that has ended, and how long it took."""
+        step = self.run_queue.finish_step(command_id)
         self.memory.command_done(command_id)
-        return rows
-
-    # -- retry -------------------------------------------------------------------------------------------------
-
-    def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
-        """After a failed attempt: queue the prompt again, once, at the head; otherwise fail with an error that allows
-        the client to retry. The pages are in quarantine already.
-        """
-        begun = prompt.attempts - prompt.times_refused
-        if begun >= MAX_ATTEMPTS:
-            message = f"failed after {begun} attempts: {prompt.last_problem}"
-            self._end_all(prompt, UnavailableError(message, retry_after_s=1), now)
-            return
-        prompt.refused_since = None
-        if prompt.attempt is not None and prompt.attempt.begun:
-            prompt.waits_since = now
-        self._queue_again(prompt, now)
-
-    def _refused(self, prompt: Prompt, now: float, *, full: bool) -> None:
-        """A prefill server is full or shutting down. A refusal is not counted as an attempt: another server may take
-        the prompt, or this one later. If the server is full, the prompt waits as if it had not been sent.
-        """
-        assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused without an attempt"
-        self.dispatcher.peers.refused(prompt.attempt.instance, now)
-        if not full and prompt.refused_since is None:
-            prompt.refused_since = now
-        prompt.times_refused += 1
-        self._queue_again(prompt, now)
-
-    def _queue_again(self, prompt: Prompt, now: float) -> None:
-        self.counters["redispatches"] += 1
-        self.dispatcher.leave(prompt)
-        for request in prompt.waiting:
-            self.memory.release(request)
-            request.lifecycle.advance(State.QUEUED, now)
-            self._deadlines.watch(request)
-        self.dispatcher.enqueue(prompt, now, again=True)
-
-    # -- tokens and ends ---------------------------------------------------------------------------------------
-
-    def _accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
-        request.output_ids.append(token.token)
-        self.counters["generation_tokens"] += 1
-        logprobs = (token,) if request.logprobs is not None else ()
-        self._outbox.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
-        reason = request.finish_reason(self.eos_token_ids)
-        if reason is not None:
-            self._end(request, reason, now)
-
-    def _end_all(self, prompt: Prompt, error: RequestError, now: float) -> None:
-        for request in prompt.waiting:
-            self._end(request, error, now)
-
-    def _end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
-        """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
-        match request.state:
-            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
-                self.dispatcher.withdraw(request.prompt, str(outcome), now)
-            case State.ARRIVED if self._is_copied(request, "open"):
-                pass  # it is in no queue
-            case State.ARRIVED | State.READY | State.RUNNING:
-                self.run_queue.remove(request)
-            case State.RETRACTED:
-                self.retracted.drop(request)
-            case _:
-                pass
-        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
-            self.cache.insert((*request.prompt_ids, *request.output_ids[:-1]), request.pages)
-        self.memory.release(request)
-        del self.requests[request.rid]
-        self._draining.add(request)
-        request.lifecycle.advance(State.DRAINING, now)
-        if isinstance(outcome, RequestError):
-            self.counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
-            self._outbox.append(SendToFrontend(failed(request.rid, outcome)))
-        else:
-            self.counters["requests_finished"] += 1
-            self._outbox.append(SendToFrontend(finished(request, outcome, now)))
-        self._free_drained(request.prompt, now)
-
-    def _free_drained(self, prompt: Prompt, now: float) -> None:
-        """Free ended requests when no page of their prompt is in quarantine any more."""
-        if prompt.quarantined == 0:
-            for request in [request for request in prompt.members if request in self._draining]:
-                request.lifecycle.advance(State.FREED, now)
-                self._draining.remove(request)
+        return step, self.dispatcher.local.times.ended(now)

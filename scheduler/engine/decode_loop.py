@@ -37,7 +37,6 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
-from ..decode.run_queue import DecodeRow
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToPeer
 from ..messages.frontend import Cancel, FlushCache, Submit
@@ -58,10 +57,10 @@ from ..messages.ranks import (
     StepDone,
     VerifyKv,
 )
-from ..messages.step import Draw, StepRow
 from ..ranks.group import Ranks
 from .frontend_link import FrontendLink
 from .loop import EngineLoop
+from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
 
@@ -235,11 +234,13 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
 
     def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
-        return RunStep(step.command_id, tuple(_step_row(row) for row in step.rows)) if step is not None else None
+        if step is None:
+            return None
+        return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
-            self.scheduler.step_done(done.command_id, [result.drawn[0] for result in done.results], now)
+            self.scheduler.step_done(done.command_id, done.results, now)
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
@@ -248,19 +249,3 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
 
     def _writes(self) -> bool:
         return False
-
-
-def _step_row(row: DecodeRow) -> StepRow:
-    """The row as the ranks get it. It has prompt and output ids only for penalties: they would dominate the message."""
-    request = row.request
-    counts = request.sampling.counts_tokens
-    return StepRow(
-        token_ids=() if row.token is None else (row.token,),
-        start=row.position,
-        pages=row.pages,
-        draws=(Draw(request.sampling, row.output_index, tuple(request.output_ids) if counts else ()),),
-        prompt_ids=request.prompt_ids if counts else (),
-        top_logprobs=request.logprobs.top if request.logprobs is not None else None,
-        follows=row.follows,
-        hot_slot=row.hot_slot,
-    )

@@ -38,15 +38,15 @@ from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
 from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
-from ..decode.dispatch.dispatcher import DecodeLimits
 from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
+from ..decode.requests.limits import DecodeLimits
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
 from ..messages.ranks import RankFailed, RankReady
 from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
-from ..ranks.builder import STEP_SETTING, uses_overlap
+from ..ranks.builder import STEP_SETTING, computes_prompts, step_tokens, uses_overlap
 from ..ranks.group import RankLostError, Ranks
 from .decode_loop import DecodeLoop
 from .frontend_link import FrontendLink
@@ -177,6 +177,9 @@ class Leader:
             hisparse=config.enable_hisparse,
             stages=config.pp,
             overlap=uses_overlap(config),
+            local_prefill=config.local_prefill if computes_prompts(config) else "never",
+            max_step_tokens=self._step_tokens(config),
+            itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
         )
         scheduler = DecodeScheduler(
             limits,
@@ -210,6 +213,7 @@ class Leader:
             log.info("rank %d receives KV at %s", rank.rank, sessions)
         for endpoint in config.prefill:
             control.connect(endpoint)
+        log.info("prompts are computed here: %s (local_prefill)", limits.local_prefill)
         try:
             self._run(loop, control)
         finally:
@@ -327,8 +331,17 @@ class Leader:
             num_pages=self._num_pages,
             max_total_tokens=min(model.context_length, self._num_pages * self._config.page_size),
             ranks=tuple(_rank_info(report) for report in self._ready),
-            chosen={STEP_SETTING[self._config.role]: self._step_limit},
+            chosen=self._chosen(),
         )
+
+    def _chosen(self) -> dict[str, int]:
+        chosen = {STEP_SETTING[self._config.role]: self._step_limit}
+        if isinstance(self._config, DecodeConfig):
+            chosen["max_step_tokens"] = self._step_tokens(self._config)
+        return chosen
+
+    def _step_tokens(self, config: DecodeConfig) -> int:
+        return step_tokens(config, on_gpu=self._ready[0].device != "cpu")
 
     @property
     def _step_limit(self) -> int:

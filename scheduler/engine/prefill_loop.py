@@ -48,12 +48,12 @@ from ..messages.ranks import (
     RunStep,
     StepDone,
 )
-from ..messages.step import Draw, StepRow
-from ..prefill.request import PageSpace, PrefillRow
+from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import Ranks
 from .frontend_link import FrontendLink
 from .loop import EngineLoop
+from .step_rows import prefill_row
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
-        return RunStep(step.command_id, tuple(step_row(row) for row in step.rows)) if step is not None else None
+        return RunStep(step.command_id, tuple(prefill_row(row) for row in step.rows)) if step is not None else None
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
@@ -182,28 +182,6 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _writes(self) -> bool:
         return bool(self.scheduler.requests)
-
-
-def step_row(row: PrefillRow) -> StepRow:
-    """The row as the ranks get it. It has the whole prompt only for penalties and prompt log-probabilities: it would be
-    most of the message.
-
-    The last `output_tokens` of the ids that decode sent are output: they count as such for penalties.
-    """
-    ids, destination = row.request.prompt, row.request.destination
-    outputs = destination.output_tokens
-    scored_from = destination.logprobs.start if destination.logprobs is not None and not outputs else None
-    counts = row.last and destination.sampling.counts_tokens
-    output = ids[len(ids) - outputs :] if counts else ()
-    return StepRow(
-        token_ids=ids[row.start : row.end],
-        start=row.start,
-        pages=row.pages,
-        draws=tuple(Draw(sampling, outputs, output) for sampling in row.samplings()),
-        prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
-        top_logprobs=destination.logprobs.top if destination.logprobs is not None else None,
-        prompt_logprobs_from=scored_from,
-    )
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

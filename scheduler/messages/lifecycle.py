@@ -16,6 +16,7 @@ class State(enum.Enum):
     QUEUED = "queued"  # waits for memory and for a prefill server
     RESERVED = "reserved"  # has its pages
     PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
+    COMPUTING = "computing"  # this server computes the prompt itself, in chunks
     ARRIVED = "arrived"  # all KV and the first token have arrived; waits for a hot buffer (HiSparse)
     READY = "ready"  # admitted; waits for a place in the batch
     RUNNING = "running"  # in the decode batch
@@ -36,8 +37,9 @@ class PrefillState(enum.Enum):
 
 DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
-    State.RESERVED: frozenset({State.PREFILLING}),
+    State.RESERVED: frozenset({State.PREFILLING, State.COMPUTING}),
     State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
+    State.COMPUTING: frozenset({State.ARRIVED, State.DRAINING}),
     State.ARRIVED: frozenset({State.READY, State.RETRACTED, State.DRAINING}),
     State.READY: frozenset({State.RUNNING, State.ARRIVED, State.RETRACTED, State.DRAINING}),
     State.RUNNING: frozenset({State.ARRIVED, State.RETRACTED, State.DRAINING}),

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
-from ...configs.sampling import SamplingParams, TokenLogprob
+from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
@@ -97,11 +95,6 @@ class PrefillRequest:
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 
-    @property
-    def left(self) -> int:
-        """Tokens that are in no step yet."""
-        return self.prompt_tokens - self.scheduled
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillRow:
@@ -113,15 +106,10 @@ class PrefillRow:
     pages: list[KvPage]
     last: bool
 
-    def samplings(self) -> list[SamplingParams]:
-        """The sampling parameters of each sample's first token; none before the end of the prompt."""
-        if not self.last:
-            return []
-        destination = self.request.destination
-        seed = destination.sampling.seed
-        return [
-            msgspec.structs.replace(destination.sampling, seed=seed + index) for index in range(destination.samples)
-        ]
+    @property
+    def draws(self) -> int:
+        """First tokens to sample, one for each sample; none before the end of the prompt."""
+        return self.request.destination.samples if self.last else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from ...transfer.protocol.messages import (
     StageGrant,
     TransferFailed,
 )
+from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, SendToPeer
 from ..messages.lifecycle import PrefillState
@@ -40,7 +41,6 @@ from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
-from .fair_queue import FairQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
 from .staging import StagedSends
@@ -70,7 +70,7 @@ class PrefillScheduler:
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self.requests: dict[TransferRef, PrefillRequest] = {}
-        self._waiting = FairQueue()
+        self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._spaces: dict[InstanceId, PageSpace] = {}
         self._expire_at = math.inf
@@ -265,13 +265,14 @@ class PrefillScheduler:
 
     def load(self) -> Load:
         backlog, running, limits = [*self._waiting, *self._computing], self._running, self.limits
-        computed_in_round_trip = ROUND_TRIP_S * (self._computing.rate.per_s or 0.0)
+        tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
             waiting_requests=len(backlog) - running,
             running_requests=running,
             waiting_tokens=sum(request.prompt_tokens - request.computed for request in backlog),
             accepting=self._accepting,
-            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(computed_in_round_trip)),
+            window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(ROUND_TRIP_S * tokens_per_s)),
+            tokens_per_s=tokens_per_s,
         )
 
     def check_integrity(self) -> None:

@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from ...configs.arithmetic import round_up
 from ...configs.errors import StartupError
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -34,6 +35,8 @@ PREFILL_POOL_CONTEXTS = 8
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 GRAPH_TOKENS, GRAPH_PROMPTS = 2048, 64
 """Largest prefill step that runs as a CUDA graph. In larger steps the GPU is slower than the host that launches."""
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 2048
+"""Defaults of `max_step_tokens`."""
 STAGED_RANKS = 8
 """Decode ranks for which a prefill rank keeps memory to gather staged parts; for more ranks it allocates on demand."""
 
@@ -269,14 +272,15 @@ class RankBuilder:
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in trial_steps(config, self.step_limit, longest):
+        for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
             executor.start(rows).finish()
         runner.release_graphs()
 
 
-def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[list[StepRow]]:
-    """The steps that need most memory or special kernels. Decode: the largest batch. Prefill: a chunk at the end of a
-    prompt of `longest` tokens, and chunks of several prompts, up to the largest number.
+def trial_steps(config: AnyServerConfig, step_limit: int, longest: int, *, on_gpu: bool = True) -> list[list[StepRow]]:
+    """The steps that need most memory or special kernels. Decode: the largest batch and, if it computes prompts, a
+    chunk at the end of a prompt of `longest` tokens, with the batch and alone. Prefill: such a chunk, and chunks of
+    several prompts, up to the largest number.
     """
     sampling = SamplingParams(temperature=1.0, top_p=0.99)  # needs most memory
 
@@ -285,11 +289,25 @@ def trial_steps(config: AnyServerConfig, step_limit: int, longest: int) -> list[
         return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
 
     if isinstance(config, DecodeConfig):
-        return [[row(0, 1)] * step_limit]
+        running = [row(0, 1)] * step_limit
+        if not computes_prompts(config):
+            return [running]
+        chunk = min(step_tokens(config, on_gpu=on_gpu), longest)
+        return [running, [*running, row(longest - chunk, chunk)], [row(longest - chunk, chunk)]]
     chunk = min(step_limit, longest)
     most = min(chunk, config.max_queued_requests)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
     return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]
+
+
+def computes_prompts(config: DecodeConfig) -> bool:
+    """Whether a decode server may compute prompts itself. With HiSparse it does not: a chunk has no hot buffer."""
+    return config.local_prefill != "never" and not config.enable_hisparse
+
+
+def step_tokens(config: DecodeConfig, *, on_gpu: bool) -> int:
+    """Prompt tokens that a step of a decode server computes; whole pages."""
+    return round_up(config.max_step_tokens or (GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS), config.page_size)
 
 
 def uses_overlap(config: AnyServerConfig) -> bool:

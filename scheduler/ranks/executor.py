@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import torch
 
 from ...configs.sampling import TokenLogprob
@@ -69,7 +70,7 @@ class Executor:
 
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it."""
-        following = self._following_tokens(rows)
+        rows, following = self._resolve(rows)
         self._drawn = self._drawn[:0]  # until this step has sampled
         return self._start(rows, following)
 
@@ -96,25 +97,38 @@ class Executor:
             for draw in row.draws
         ]
         if logits is None:
-            if self._overlap:
+            if self._overlap and choices:
                 self._share_drawn(torch.empty(len(choices), dtype=torch.long, device=self.cache.device))
             return PendingStep(self.cache.device)
         return self._draw(rows, choices, logits, prompt_parts)
 
-    def _following_tokens(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
-        """The tokens to run, on the device, if some were sampled by the last step; None if all are known."""
-        if all(row.follows is None for row in rows):
-            return None
-        sources, drawn = [row.follows for row in rows], len(self._drawn)
+    def _resolve(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], torch.Tensor | None]:
+        """The rows, and the tokens to run, on the device, if some were sampled by the last step.
+
+        A step that also computes chunks of prompts reads those tokens back first: the model takes tokens on the device
+        only for steps of single tokens.
+        """
+        sources = [row.follows for row in rows]
+        if all(source is None for source in sources):
+            return rows, None
+        drawn = len(self._drawn)
         if any(source is not None and source >= drawn for source in sources):
             raise RuntimeError("the step that this one follows has failed")
-        if sources == list(range(drawn)):
-            return self._drawn
+        if any(row.length > 1 or row.prompt_logprobs_from is not None for row in rows):
+            tokens = self._drawn.tolist()
+            return [
+                msgspec.structs.replace(row, token_ids=(tokens[row.follows],), follows=None)
+                if row.follows is not None
+                else row
+                for row in rows
+            ], None
+        if sources == list(range(len(sources))):
+            return rows, self._drawn[: len(sources)]
         # known tokens are appended to the sampled ones
         known = [row.token_ids[0] if row.follows is None else 0 for row in rows]
         picks = [drawn + at if source is None else source for at, source in enumerate(sources)]
         both = upload([known, picks], torch.long, self._drawn.device)
-        return torch.cat((self._drawn, both[0])).index_select(0, both[1])
+        return rows, torch.cat((self._drawn, both[0])).index_select(0, both[1])
 
     def _share_drawn(self, tokens: torch.Tensor) -> None:
         self._runner.parallel.broadcast_tokens(tokens)

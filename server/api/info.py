@@ -141,16 +141,19 @@ class ServerInfo:
         }
 
     def _warnings(self) -> list[str]:
-        """A decode server without a prefill server is healthy, but cannot generate."""
-        peers = self._peers()
-        if self._config.role == "prefill" or self._leader.status is None or any(p.state == "paired" for p in peers):
+        """A decode server is healthy without a prefill server, but may be unable to generate."""
+        peers, config = self._peers(), self._config
+        if isinstance(config, PrefillConfig) or self._leader.status is None or any(p.state == "paired" for p in peers):
+            return []
+        if config.local_prefill == "always" or (config.local_prefill == "auto" and not peers):
             return []
         if not peers:
             return [
                 "no prefill server is known: give --prefill, or name one in requests as routers do (bootstrap_host)"
             ]
         known = {peer.endpoint: peer.detail or peer.state for peer in peers}
-        return [f"no prefill server is paired: {describe_absence(known)}"]
+        instead = "; this server computes prompts itself" if config.local_prefill == "auto" else ""
+        return [f"no prefill server is paired: {describe_absence(known)}{instead}"]
 
     def model(self) -> ModelInfo:
         model = self._leader.check_available().model

@@ -51,7 +51,8 @@ class DemoError(Exception):
 
 def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bool) -> int:
     """Exit code 0 when the pair has answered the question. With `keep` the pair then runs until Ctrl-C."""
-    answered = False
+    decode = config.decode.model_copy(update={"local_prefill": "never"})  # the question goes through both servers
+    config, answered = config._replace(decode=decode), False
     try:
         with running_pair(config, Console(stderr=True, highlight=False)) as pair:
             prompt = chat_prompt(config.decode.model, question)

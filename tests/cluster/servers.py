@@ -93,6 +93,8 @@ class Server:
         arguments = [self.role, "--model", self.model, "--port", str(self.port), "--threads", "1", "--verify-kv"]
         if self.role == "prefill":
             arguments += ["--bootstrap-port", str(self.bootstrap_port)]
+        elif self.role == "decode" and "--local-prefill" not in self.flags:
+            arguments += ["--local-prefill", "never"]  # most tests are about transfers
         arguments += self.flags
         environment = {**os.environ, "PYTHONPATH": python_path(), **self.env}
         with self.log.open("ab") as log:

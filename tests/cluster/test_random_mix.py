@@ -111,12 +111,11 @@ def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) ->
         assert request["end"] == "hang up"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests=st.lists(REQUESTS, min_size=10, max_size=16))
-def test_random_requests_leave_both_servers_clean(pair: Pair, requests: list[dict[str, Any]]) -> None:
+def send_all(server: Server, requests: list[dict[str, Any]]) -> None:
+    """Send all requests at once. Fails for a response that none of them should get."""
     prefix, wrong = f"{time.monotonic_ns()}", list[str]()
     clients = [
-        threading.Thread(target=send, args=(pair.decode, request, f"{prefix}-{index}", wrong))
+        threading.Thread(target=send, args=(server, request, f"{prefix}-{index}", wrong))
         for index, request in enumerate(requests)
     ]
     for client in clients:
@@ -125,6 +124,12 @@ def test_random_requests_leave_both_servers_clean(pair: Pair, requests: list[dic
         client.join(90)
         assert not client.is_alive()
     assert not wrong
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests=st.lists(REQUESTS, min_size=10, max_size=16))
+def test_random_requests_leave_both_servers_clean(pair: Pair, requests: list[dict[str, Any]]) -> None:
+    send_all(pair.decode, requests)
     pair.prefill.check_clean()
     pair.decode.check_clean()
 

@@ -27,7 +27,7 @@ def pdserve(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_is_printed_without_arguments() -> None:
     result = pdserve()
     assert result.returncode == 0
-    for command in ("prefill", "decode", "up", "demo", "version"):
+    for command in ("prefill", "decode", "serve", "up", "demo", "version"):
         assert re.search(rf"^    {command} +\w", result.stdout, re.MULTILINE)
 
 
@@ -49,6 +49,7 @@ def test_version_prints_all_versions(spelling: str) -> None:
             ["decode", "--chunk-size=64"],
             "unknown argument --chunk-size: it is for 'pdserve prefill' and 'pdserve up' and",
         ),
+        (["serve", "--prefill=a:1"], "unknown argument --prefill: it is for 'pdserve decode'"),
         (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
         (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),

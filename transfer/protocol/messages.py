@@ -10,7 +10,8 @@ History
   2  ChunkArrived has a checksum per decode rank instead of one; KvDestination has a third frame. Appended: `ring` and
      `staging` to Rank, and the messages of the staged path.
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
-     TransferFailed, `accepting` and `window_tokens` to Load, `probe_address` and `probe_bytes` to Pool and StageRing.
+     TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
+     and StageRing.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -296,7 +297,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
     `running_requests` are part of a running step, `waiting_requests` are not. `waiting_tokens` of both are not computed
     yet. `window_tokens` is how many of those a prefill server wants from each decode server, so that it never idles
-    between prompts.
+    between prompts. `tokens_per_s` is how fast it computes prompts; 0 if it has computed none.
     """
 
     waiting_requests: int = 0
@@ -304,6 +305,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     waiting_tokens: int = 0
     accepting: bool = True
     window_tokens: int = 0
+    tokens_per_s: float = 0.0
 
 
 class _Beat(Message, frozen=True):

@@ -1,14 +1,13 @@
-"""Sends prompts to prefill servers: takes them from the queue, reserves memory, and tracks them until their KV arrives.
+"""Sends prompts to prefill servers, or starts them here: takes them from the queue, reserves memory, and tracks them
+until their KV arrives.
 
 It knows prompts, pages and peers. It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
 import collections
-import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
-
-import msgspec
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
@@ -18,10 +17,15 @@ from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDe
 from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
+from ...rates import Rates
 from ..requests.dispatch_window import PromptKind
+from ..requests.limits import DecodeLimits
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
-from .prefill_peers import PrefillPeer, PrefillPeers
+from .local_prefill import LocalLimits, LocalPrefill
+from .placement import Placement
+from .placer import Placer, most_cached
+from .prefill_peers import PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
@@ -31,29 +35,6 @@ MAX_OVERTAKES = 16
 """How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
 MAX_MISFITS = 8
 """A turn stops after this many prompts that do not fit."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeLimits:
-    """The limits of a decode scheduler."""
-
-    page_size: int
-    max_running_requests: int
-    max_queued_requests: int
-    growth_tokens: int
-    retract_pages: int
-    queue_timeout_s: float
-    prefill_wait_s: float
-    prefill_timeout_s: float
-    request_timeout_s: float
-    quarantine_s: float
-    verify_kv: bool = False
-    prefix_cache: bool = True
-    hisparse: bool = False
-    stages: int = 1
-    """Pipeline stages: the number of batches in flight, each of different requests."""
-    overlap: bool = False
-    """Overlap scheduling, with one stage: the next step starts before the tokens of the last one are known."""
 
 
 class PrefillDispatcher:
@@ -73,6 +54,12 @@ class PrefillDispatcher:
         self.queue = PromptQueue()
         self.pace = QueuePace()
         self.peers = PrefillPeers()
+        self.rates = Rates()
+        local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
+        self.local = LocalPrefill(local_limits, self.rates)
+        self.placer = Placer(
+            limits, queue=self.queue, peers=self.peers, local=self.local, rates=self.rates, cache=cache
+        )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
         self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
@@ -175,9 +162,8 @@ class PrefillDispatcher:
         arrived = _attempt(prompt).tokens_arrived()
         if arrived != prompt.tokens:
             return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
-        samples = 1 + max(request.sample for request in prompt.waiting)
-        if len(done.first_tokens) < samples:
-            return f"prefill sent {len(done.first_tokens)} first tokens for {samples} samples"
+        if len(done.first_tokens) < prompt.samples:
+            return f"prefill sent {len(done.first_tokens)} first tokens for {prompt.samples} samples"
         return None
 
     def expected_wait_s(self, now: float) -> float:
@@ -194,22 +180,21 @@ class PrefillDispatcher:
         blocked: list[Prompt] = []
         sent: list[int] = []
         busy: set[str | None] = set()
+        places: dict[Prompt, Placement] = {}
 
         def may_send(prompt: Prompt) -> bool:
-            """Prefill servers that are paired and take no prompt are busy."""
-            if self.peers.choose(prompt, now) is not None:
-                return True
-            if self.peers.absent_since(prompt.endpoint) is None:
+            """Servers that take no prompt, although they are there, are busy."""
+            places[prompt] = placement = self.placer.place(prompt, now)
+            if placement.where == "wait" and self.can_prefill(prompt.endpoint):
                 busy.add(prompt.endpoint)
-            return False
+            return placement.where != "wait"
 
         for prompt in self.queue.in_order(may_send):
             if len(blocked) >= MAX_MISFITS or any(other.overtaken >= MAX_OVERTAKES for other in blocked):
                 break
             if above is not None and prompt.priority <= above:
                 break
-            peer = self.peers.choose(prompt, now)
-            assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+            placement = places[prompt]
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
             reservation = reserve(
@@ -218,6 +203,7 @@ class PrefillDispatcher:
                 self._cache,
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
+                most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -225,42 +211,66 @@ class PrefillDispatcher:
             self.counters["overtakes"] += bool(blocked)
             for other in blocked:
                 other.overtaken += 1
-            self._send(prompt, reservation, peer, now)
+            self.counters[f"{placement.where}_prefill_{placement.reason}"] += 1
+            if placement.where == "local":
+                self._reserved(prompt, reservation, State.COMPUTING, now)
+                self.local.start(prompt, reservation.prefix_tokens, now)
+            else:
+                self._send(prompt, reservation, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
+
+    @property
+    def computes(self) -> bool:
+        """Whether this server may compute prompts."""
+        return self.limits.local_prefill != "never"
+
+    def can_prefill(self, endpoint: str | None) -> bool:
+        """Whether there is a server that may compute prompts for this endpoint."""
+        return self.computes or self.peers.absent_since(endpoint) is None
+
+    def largest_prompt(self, endpoint: str | None) -> float:
+        """Tokens of the longest prompt that can be computed, as far as it depends on prefill servers."""
+        return math.inf if self.computes else self.peers.largest_prompt(endpoint)
 
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
         return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
 
-    def _send(self, prompt: Prompt, reservation: Reservation, peer: PrefillPeer, now: float) -> None:
+    def _reserved(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
+        """A prompt has its pages, and leaves the queue."""
         self.queue.take(prompt)
+        prompt.grant = reservation.prompt
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
+        for request, grant in zip(prompt.waiting, reservation.members, strict=True):
+            request.grant = grant
+            request.prefill_wait_s += busy_s
+            request.lifecycle.advance(State.RESERVED, now)
+            request.lifecycle.advance(state, now)
+
+    def _send(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
+        peer = self.peers.choose(prompt, now)
+        assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+        self._reserved(prompt, reservation, State.PREFILLING, now)
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
         kind, tokens = PromptKind.of(prompt.priority, prompt.tokens), max(1, prompt.tokens - reservation.prefix_tokens)
         prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
-        prompt.grant = reservation.prompt
         self.prefilling[key] = prompt
         peer.window.sent(kind, tokens)
         members = prompt.waiting
-        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
-        for request, grant in zip(members, reservation.members, strict=True):
-            request.grant = grant
-            request.prefill_wait_s += busy_s
-            request.lifecycle.advance(State.RESERVED, now)
-            request.lifecycle.advance(State.PREFILLING, now)
         first = members[0]
         message = KvDestination(
             key=key,
             rid=first.rid,
-            sampling=msgspec.structs.replace(first.sampling, seed=first.sampling.seed - first.sample),
+            sampling=prompt.first_sampling,
             timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
             prefix_tokens=reservation.prefix_tokens,
             room=prompt.room,
             verify=self.limits.verify_kv,
-            samples=1 + max(request.sample for request in members),
+            samples=prompt.samples,
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
             priority=prompt.priority,

@@ -23,6 +23,8 @@ class PrefillPeer:
     leaving: bool = False
     """It is shutting down, and gets no more prompts."""
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
+    tokens_per_s: float = 0.0
+    """How fast it computes prompts, by its own report; 0 if it has not reported it."""
 
 
 REFUSED_BACKOFF_S = 0.5
@@ -65,6 +67,7 @@ class PrefillPeers:
     def report(self, instance: InstanceId, load: Load) -> None:
         if instance in self._peers:
             self._peers[instance].window.report(load)
+            self._peers[instance].tokens_per_s = load.tokens_per_s
 
     def window(self, instance: InstanceId) -> DispatchWindow | None:
         """None for a server that was lost."""
@@ -90,13 +93,18 @@ class PrefillPeers:
         to it; the server of the last attempt comes last. None if there is none.
         """
         kind = PromptKind.of(prompt.priority, prompt.tokens)
-        peers = [
-            peer
-            for peer in self._of(prompt.endpoint)
-            if peer.backoff_until <= now and peer.capacity >= prompt.tokens and peer.window.is_open(kind)
-        ]
+        peers = [peer for peer in self.able(prompt) if peer.backoff_until <= now and peer.window.is_open(kind)]
         last = prompt.attempt.instance if prompt.attempt is not None else None
         return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast the fastest server computes prompts; None if none has reported it."""
+        return max((peer.tokens_per_s for peer in self._peers.values()), default=0.0) or None
+
+    def able(self, prompt: Prompt) -> list[PrefillPeer]:
+        """The servers that can hold the prompt, whether they take it now or not."""
+        return [peer for peer in self._of(prompt.endpoint) if peer.capacity >= prompt.tokens]
 
     def largest_prompt(self, endpoint: str | None) -> float:
         """Tokens that the largest server, or the one at this endpoint, can hold; inf if none is paired."""

@@ -56,6 +56,11 @@ class BackgroundCopies:
         """The copy of this request that is in flight."""
         return self._of_request.get(request)
 
+    def is_in(self, request: Request, kind: CopyKind) -> bool:
+        """Whether a copy of this kind is in flight for this request."""
+        copy = self.of(request)
+        return copy is not None and copy.kind == kind
+
     def end(self, number: int) -> Copy:
         """All ranks have made this copy."""
         copy = self._in_flight.pop(number)

@@ -4,7 +4,7 @@ A dispatched prompt holds pages on decode until its KV has arrived. So prompts w
 hold no pages, and not on prefill. The prefill server reports how many tokens keep it busy until the next prompt arrives
 (`Load.window_tokens`). There are two windows of that size:
 
-- One for short prompts. Prefill computes them beside longer ones (compute_queue.py), so longer ones do not count.
+- One for short prompts. Prefill computes them beside longer ones (chunk_queue.py), so longer ones do not count.
 - One for all others. Everything at the prefill server counts, also prompts of other decode servers. It is always open
   to MIN_LONG_PROMPTS, so each of several decode servers gets a share.
 
@@ -61,6 +61,12 @@ class DispatchWindow:
     def tokens_ahead(self) -> int:
         """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers."""
         return self.own_tokens + self._others
+
+    def tokens_before(self, tokens: int) -> int:
+        """Of these, tokens that are computed before the end of a prompt of `tokens` tokens: prefill computes it beside
+        longer ones.
+        """
+        return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
 
     def report(self, load: Load) -> None:
         """Take a heartbeat of the prefill server. Our own tokens are counted here, because the heartbeat is older."""

@@ -7,7 +7,9 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 import dataclasses
 from typing import NamedTuple
 
-from ....configs.sampling import LogprobParams, SamplingParams
+import msgspec
+
+from ....configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
@@ -15,7 +17,7 @@ from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
 from .dispatch_window import PromptKind
 
-_BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING)
+_BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,6 +44,39 @@ class Attempt:
                 break
             end = max(end, chunk.token_end)
         return end
+
+
+class LocalPrompt:
+    """A prompt that this server computes itself, in chunks. Tokens [0, cached) were in the prefix cache."""
+
+    def __init__(self, prompt: "Prompt", pages: list[KvPage], cached: int, now: float) -> None:
+        self.prompt = prompt
+        self.pages = pages
+        self.cached = self.scheduled = self.computed = cached
+        """Tokens [0, scheduled) are computed or in a step in flight, tokens [0, computed) are computed."""
+        self.started_at = now
+        self.kind = PromptKind.of(prompt.priority, prompt.tokens)
+        self.compute_s = 0.0
+        """Time of the steps that it was in."""
+        self.input_logprobs: list[TokenLogprob] = []
+
+    @property
+    def priority(self) -> int:
+        return self.prompt.priority
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not computed."""
+        return self.prompt_tokens - self.computed
+
+    @property
+    def begun(self) -> bool:
+        """Part of it is computed or in a step in flight."""
+        return self.scheduled > self.cached
 
 
 class Refusal(NamedTuple):
@@ -80,9 +115,13 @@ class Prompt:
         self.members: list[Request] = []
         """One request per sample, in the order of their seeds."""
         self.grant: PageGrant[KvPage] | None = None
-        """The pages of the prompt: the cached prefix, then those that prefill writes. Held while prefill may write."""
+        """The pages of the prompt: the cached prefix, then those that prefill writes. Held until it is computed."""
         self.attempt: Attempt | None = None
         self.attempts = 0
+        self.local: LocalPrompt | None = None
+        """While this server computes it."""
+        self.cached_estimate: tuple[float, int] | None = None
+        """When it was compared with the prefix cache, and how many tokens were found."""
         self.quarantined = 0
         """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None
@@ -102,6 +141,17 @@ class Prompt:
     def tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def first_sampling(self) -> SamplingParams:
+        """Sampling parameters of its first sample; sample i has seed + i."""
+        first = self.waiting[0]
+        return msgspec.structs.replace(first.sampling, seed=first.sampling.seed - first.sample)
+
+    @property
+    def samples(self) -> int:
+        """Samples that need a first token, including ended ones before the last."""
+        return 1 + max(request.sample for request in self.waiting)
+
     def raise_priority(self, priority: int) -> None:
         """Raise the priority of the prompt and its members (ageing). Call while none of them is in a queue."""
         self.priority = priority
@@ -110,7 +160,7 @@ class Prompt:
 
     @property
     def waiting(self) -> "list[Request]":
-        """The members that still wait for this prompt's KV: all QUEUED or all PREFILLING."""
+        """The members that still wait for this prompt's KV: all QUEUED, all PREFILLING or all COMPUTING."""
         return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
 
 
@@ -176,10 +226,14 @@ class Request:
 
     @property
     def waits_for_prefill(self) -> bool:
-        """Prefill has not begun its prompt: it is in our queue, or behind others on prefill."""
-        attempt = self.prompt.attempt
-        begun = self.state is State.PREFILLING and attempt is not None and attempt.begun
-        return self.state in _BEFORE_ARRIVAL and not begun
+        """No server has begun its prompt: it is in our queue, or behind others on prefill or here."""
+        match self.state:
+            case State.PREFILLING:
+                return self.prompt.attempt is None or not self.prompt.attempt.begun
+            case State.COMPUTING:
+                return self.prompt.local is None or not self.prompt.local.begun
+            case state:
+                return state in _BEFORE_ARRIVAL
 
     @property
     def may_step(self) -> bool:
@@ -204,7 +258,7 @@ class Request:
         """
         spent = {state: self.lifecycle.spent(state, now) for state in State}
         remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
-        prefilling = spent[State.RESERVED] + spent[State.PREFILLING]
+        prefilling = spent[State.RESERVED] + spent[State.PREFILLING] + spent[State.COMPUTING]
         return {
             "queue": max(0.0, spent[State.QUEUED] - self.prefill_wait_s),
             "prefill_queue": min(spent[State.QUEUED], self.prefill_wait_s) + remote[0],

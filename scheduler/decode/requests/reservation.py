@@ -10,7 +10,7 @@ from .request import Prompt, Refusal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """The pages of the prompt, which prefill will write, and a grant for each waiting member."""
+    """The pages of the prompt, which prefill or this server will write, and a grant for each waiting member."""
 
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
@@ -25,10 +25,16 @@ def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: in
 
 
 def reserve(
-    prompt: Prompt, pages: PageAllocator[KvPage], cache: PrefixCache, *, page_size: int, growth_tokens: int
+    prompt: Prompt,
+    pages: PageAllocator[KvPage],
+    cache: PrefixCache,
+    *,
+    page_size: int,
+    growth_tokens: int,
+    most_cached: int,
 ) -> Reservation | None:
     """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
-    not enough.
+    not enough. At most `most_cached` tokens are taken from the cache.
 
     The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
     the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
@@ -37,7 +43,7 @@ def reserve(
     samples, last = len(prompt.waiting), prompt.refusal
     if last is not None and last[1:] == (samples, pages.chances) and not pages.can_grant(last.pages):
         return None
-    prefix = cache.match(prompt.token_ids, prompt.tokens)
+    prefix = cache.match(prompt.token_ids, most_cached)
     count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
     most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
     growth = [max(0, pages_for(tokens, page_size) - count) for tokens in most_tokens]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.decode import scheduler as decode_module
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
-from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer
+from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer, sampled
 
 
 def transitions_into(state: str) -> list[str]:
@@ -176,9 +176,9 @@ def test_no_step_starts_after_the_last_token() -> None:
 def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_the_step() -> None:
     simulator = Simulator(overlap=True)
     first, second = running_steps(simulator, 1)
-    simulator.decode.step_done(first.command_id, [TokenLogprob(7, None)], simulator.now)  # EOS
+    simulator.decode.step_done(first.command_id, [sampled(7)], simulator.now)  # EOS
     assert simulator.decode.counters["requests_finished"] == 1
     assert simulator.decode.memory._commands.pending_grants == 1
-    simulator.decode.step_done(second.command_id, [TokenLogprob(50, None)], simulator.now)
+    simulator.decode.step_done(second.command_id, [sampled(50)], simulator.now)
     assert simulator.decode.memory._commands.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2

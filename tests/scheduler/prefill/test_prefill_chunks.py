@@ -8,7 +8,7 @@ import pytest
 from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.engine.prefill_loop import step_row
+from pdserve.scheduler.engine.step_rows import prefill_row
 from pdserve.scheduler.messages.ranks import RunStep
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
@@ -47,8 +47,8 @@ class Prefill:
             self.scheduler.advance(0.0)
             step = self.scheduler.next_step(0.0)
             if step is not None:
-                self.rows += [step_row(row) for row in step.rows]
-                tokens = [tuple(TokenLogprob(1, None) for _ in row.samplings()) for row in step.rows]
+                self.rows += [prefill_row(row) for row in step.rows]
+                tokens = [tuple(TokenLogprob(1, None) for _ in range(row.draws)) for row in step.rows]
                 self.scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), 0.0)
             for effect in self.scheduler.take_effects():
                 if isinstance(effect, ChunkWrite):

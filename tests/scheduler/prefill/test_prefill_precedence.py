@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
+from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.messages.frontend import Submit
-from pdserve.scheduler.prefill.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from tests.scheduler.simulation.simulator import Simulator
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, pages_for
-from pdserve.scheduler.prefill.fair_queue import MAX_OVERTAKES
+from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -96,7 +96,9 @@ def test_no_prompt_needs_more_than_twice_the_steps_of_first_come_first_served(
             number = len(bounds)
             server.arrive(number, tokens)
             left = tokens + sum(
-                request.left for request in server.scheduler.requests.values() if request.key.transfer_id != number
+                request.prompt_tokens - request.scheduled
+                for request in server.scheduler.requests.values()
+                if request.key.transfer_id != number
             )
             bounds[number] = server.steps + 2 * left / server.chunk_size + 3
         if server.step() is None:

@@ -14,12 +14,14 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.configs.schema import LocalPrefillSetting
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
-from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
+from pdserve.scheduler.chunking.chunk_queue import Chunk
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
-from pdserve.scheduler.decode.requests.request import Request
+from pdserve.scheduler.decode.requests.limits import DecodeLimits
+from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
 from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
@@ -36,6 +38,7 @@ from pdserve.scheduler.messages.ranks import (
     ResizeHot,
     SavePages,
 )
+from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -111,6 +114,7 @@ class Simulator:
         prefix_cache: bool = True,
         retract_pages: int = 3,
         verifies: bool = False,
+        local_prefill: LocalPrefillSetting = "never",
         limits: DecodeLimits | None = None,
         pages: int | None = None,
         prefill: PrefillLimits = PREFILL,
@@ -118,7 +122,8 @@ class Simulator:
         endpoints: Sequence[str] = ENDPOINTS,
     ) -> None:
         """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
-        verify the KV of a transfer before it counts as arrived. The last five replace the small servers of random
+        verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
+        prompts. The last five replace the small servers of random
         workloads.
         """
         self.now = 0.0
@@ -142,6 +147,8 @@ class Simulator:
             prefix_cache=prefix_cache,
             stages=stages,
             overlap=overlap,
+            local_prefill=local_prefill,
+            max_step_tokens=8,
         )
         hot_limits = (
             HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay) if hot_pages is not None else None
@@ -160,6 +167,8 @@ class Simulator:
         """Commands that the ranks of the decode server have not run yet."""
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
         """Copies in flight beside the steps: each is made as a whole, at any time."""
+        self.seen_chunks = 0
+        """Chunks of prompts that the decode server has computed."""
         self.drawn: list[int] = []
         """Tokens of the last step."""
         self.failed = False
@@ -368,8 +377,26 @@ class Simulator:
             self.known[rid] = tokens
             drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
             self.last_conversation = (*tokens, drawn[-1])
+        results = [sampled(token) for token in drawn]
+        for chunk in step.chunks:
+            first_tokens = self._compute_chunk(chunk)
+            drawn += first_tokens
+            results.append(sampled(*first_tokens))
         self.drawn = drawn
-        self.decode.step_done(step.command_id, [TokenLogprob(token, None) for token in drawn], self.now)
+        self.decode.step_done(step.command_id, results, self.now)
+
+    def _compute_chunk(self, chunk: Chunk[LocalPrompt]) -> list[int]:
+        """Compute a chunk of a prompt; returns the first tokens of all samples after the last one."""
+        local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
+        alive = local.prompt.local is local
+        for position in range(chunk.end):
+            kv_row = local.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            if position >= chunk.start:
+                self._write(kv_row, tokens[: position + 1])
+            elif alive:
+                assert self.memory[kv_row] == tokens[: position + 1], f"a prompt reads wrong KV at {position}"
+        self.seen_chunks += 1
+        return [50 + sample for sample in range(local.prompt.samples)] if chunk.last and alive else []
 
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -639,7 +666,7 @@ class Simulator:
 
     def _end_prefill_step(self, server: Server) -> None:
         done = server.steps.popleft()
-        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
+        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
         server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
 
     def _end_write(self, server: Server, ok: bool, late: bool) -> None:
@@ -736,6 +763,11 @@ class Simulator:
     def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
         for slot in range(PAGE_SIZE):
             self._write((page, slot), rows.get(slot, ()))
+
+
+def sampled(*tokens: int) -> StepResult:
+    """The result of a row of a step that samples these tokens."""
+    return StepResult(tuple(TokenLogprob(token, None) for token in tokens), ())
 
 
 def lost_hot_buffer(request: Request) -> bool:

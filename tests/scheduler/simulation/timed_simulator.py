@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import pages_for
-from pdserve.scheduler.decode.dispatch.dispatcher import DecodeLimits
+from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit
@@ -17,7 +17,7 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
-from tests.scheduler.simulation.simulator import Server, Simulator, Write
+from tests.scheduler.simulation.simulator import Server, Simulator, Write, sampled
 
 LATENCY_S = 0.001
 """Latency of a message, and of a write."""
@@ -165,7 +165,7 @@ class TimedSimulator(Simulator):
         while self.commands and not self._stepping:
             if isinstance(self.commands[0], DecodeStep):
                 self._stepping = True
-                self.at(self.now + self._step_s, self._end_step)
+                self.at(self.now + self._seconds_of(self.commands[0]), self._end_step)
             else:
                 self.rank_turn(eos=False)
         while self.copies:
@@ -176,6 +176,11 @@ class TimedSimulator(Simulator):
                 server.steps.append(step)
             self._compute_next(server)
         self.act()
+
+    def _seconds_of(self, step: DecodeStep) -> float:
+        """Prompt tokens take as long as on prefill, beside the decode step."""
+        tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        return (self._step_s if step.rows else 0.0) + tokens / self._tokens_per_s
 
     def _compute_next(self, server: Server) -> None:
         if server.steps and server.instance not in self._computing:
@@ -190,7 +195,7 @@ class TimedSimulator(Simulator):
         done = server.steps.popleft()
         for end_write in self._after_step.pop((server.instance, done.command_id), ()):
             self.at(self.now + LATENCY_S, end_write)
-        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(len(row.samplings()))) for row in done.rows]
+        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
         server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
         self.act()
 
@@ -211,7 +216,11 @@ class TimedSimulator(Simulator):
         self.at(self.now + HEARTBEAT_S, self._report)
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
-        self.decode.step_done(step.command_id, [TokenLogprob(50, None)] * len(step.rows), self.now)
+        results = [sampled(50)] * len(step.rows)
+        for chunk in step.chunks:
+            alive = chunk.prompt.prompt.local is chunk.prompt
+            results.append(sampled(*[50] * chunk.prompt.prompt.samples) if chunk.last and alive else sampled())
+        self.decode.step_done(step.command_id, results, self.now)
 
     def _land(self, write: Write, *, intact: bool) -> None:
         pass

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from pdserve.configs.load import CONFIG_OF_ROLE, Role
-from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FlushCache, PeerStatus, Submit, Tokens
 from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.server.api import app as app_module
@@ -60,24 +60,27 @@ async def test_health_reports_the_state_of_the_leader(tokenizer: Tokenizer) -> N
         assert await health_reasons(server) == (503, "leader dead: process 7 exited with status 1")
 
 
+NEVER = DecodeConfig(local_prefill="never")
+REFUSED = PeerStatus("p:1", "connecting", detail="connection refused")
+
+
 @pytest.mark.parametrize(
-    ("role", "peers", "warning"),
+    ("config", "peers", "warning"),
     [
-        (
-            "decode",
-            (PeerStatus("p:1", "connecting", detail="connection refused"),),
-            "is paired: p:1: connection refused",
-        ),
-        ("decode", (PeerStatus("p:1", "lost"), PeerStatus("q:1", "paired")), None),
-        ("decode", (), "no prefill server is known: give --prefill"),
-        ("prefill", (), None),
+        (NEVER, (REFUSED,), "is paired: p:1: connection refused"),
+        (NEVER, (PeerStatus("p:1", "lost"), PeerStatus("q:1", "paired")), None),
+        (NEVER, (), "no prefill server is known: give --prefill"),
+        (DecodeConfig(), (REFUSED,), "is paired: p:1: connection refused; this server computes prompts itself"),
+        (DecodeConfig(), (), None),
+        (DecodeConfig(local_prefill="always"), (REFUSED,), None),
+        (PrefillConfig(), (), None),
     ],
 )
 async def test_health_warns_when_no_prefill_server_is_paired(
-    tokenizer: Tokenizer, role: Role, peers: tuple[PeerStatus, ...], warning: str | None
+    tokenizer: Tokenizer, config: AnyServerConfig, peers: tuple[PeerStatus, ...], warning: str | None
 ) -> None:
     """The status stays 200: restarting decode does not bring back a prefill server."""
-    async with running_server(tokenizer, CONFIG_OF_ROLE[role]()) as server:
+    async with running_server(tokenizer, config) as server:
         await server.report(msgspec.structs.replace(make_status(), peers=peers))
         response = await server.http.get("/health")
     warnings = response.json()["warnings"]

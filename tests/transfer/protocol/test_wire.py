@@ -148,9 +148,9 @@ def test_nested_structs_can_be_appended_to() -> None:
     fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
-    fields[-1] = [1, 2, 3, True, 4, "from a later version"]
+    fields[-1] = [1, 2, 3, True, 4, 5.0, "from a later version"]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(
-        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)
+        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4, tokens_per_s=5.0)
     )
 
 

@@ -21,7 +21,7 @@ def ask(
     prompt = Prompt(1, tokens, now=0)
     sampling = SamplingParams(max_new_tokens=new_tokens)
     prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
-    return reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=new_tokens)
+    return reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=new_tokens, most_cached=prompt.tokens)
 
 
 @pytest.mark.parametrize(("tokens", "samples", "new_tokens"), [(10, 1, 1), (10, 3, 1), (10, 3, 9), (8, 2, 6)])
@@ -74,7 +74,7 @@ def test_refused_prompt_is_matched_again_only_after_pages_became_free(monkeypatc
 
     def tries() -> tuple[bool, int]:
         search.reset_mock()
-        found = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1)
+        found = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens)
         if found is not None:
             for grant in [*found.members, found.prompt]:
                 pages.release(grant)

@@ -1,33 +1,42 @@
-"""A queue of prefill requests that wait for pages or for the next step: by priority, then by arrival. The oldest
-request gets a turn after MAX_OVERTAKES turns of others.
+"""A queue of prompts that wait for pages or for the next step: by priority, then by arrival. The oldest prompt gets a
+turn after MAX_OVERTAKES turns of others.
 """
 
 import bisect
 import collections
-from collections.abc import Collection, Iterator
-
-from .request import PrefillRequest
+from collections.abc import Collection, Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 MAX_OVERTAKES = 16
 """Turns of other requests after which the oldest request comes first, whatever its priority."""
 
 
-class FairQueue:
+class Prioritized(Hashable, Protocol):
+    """What has a priority; larger numbers first."""
+
+    @property
+    def priority(self) -> int: ...
+
+
+T = TypeVar("T", bound=Prioritized)
+
+
+class FairQueue(Generic[T]):
     """Requests in the order of precedence."""
 
     def __init__(self) -> None:
-        self._in_order: list[PrefillRequest] = []
-        self._by_arrival: collections.OrderedDict[PrefillRequest, None] = collections.OrderedDict()
+        self._in_order: list[T] = []
+        self._by_arrival: collections.OrderedDict[T, None] = collections.OrderedDict()
         self._overtaken = 0
         """Turns of others since the oldest had one, or became the oldest."""
 
     def __len__(self) -> int:
         return len(self._in_order)
 
-    def __contains__(self, request: PrefillRequest) -> bool:
+    def __contains__(self, request: T) -> bool:
         return request in self._by_arrival
 
-    def __iter__(self) -> Iterator[PrefillRequest]:
+    def __iter__(self) -> Iterator[T]:
         """In the order of their turns; only `turn`, `push` and `remove` change it."""
         if not self.oldest_is_due:
             yield from self._in_order
@@ -42,24 +51,24 @@ class FairQueue:
         return self._overtaken >= MAX_OVERTAKES
 
     @property
-    def first(self) -> PrefillRequest:
+    def first(self) -> T:
         """The next request; the queue is not empty."""
         return next(iter(self))
 
-    def push(self, request: PrefillRequest) -> None:
+    def push(self, request: T) -> None:
         self._by_arrival[request] = None
         bisect.insort(self._in_order, request, key=_precedence)
 
-    def turn(self, requests: Collection[PrefillRequest]) -> None:
+    def turn(self, requests: Collection[T]) -> None:
         """These requests had a turn, and stay in the queue."""
         self._overtaken = 0 if self._oldest in requests else self._overtaken + 1
 
-    def take(self, request: PrefillRequest) -> None:
+    def take(self, request: T) -> None:
         """Remove a request that has its turn."""
         self.turn((request,))
         self.remove(request)
 
-    def remove(self, request: PrefillRequest) -> None:
+    def remove(self, request: T) -> None:
         """Remove a request, which has to be in the queue."""
         if request is self._oldest:
             self._overtaken = 0
@@ -68,9 +77,9 @@ class FairQueue:
         del self._in_order[self._in_order.index(request, first)]
 
     @property
-    def _oldest(self) -> PrefillRequest:
+    def _oldest(self) -> T:
         return next(iter(self._by_arrival))
 
 
-def _precedence(request: PrefillRequest) -> int:
+def _precedence(request: Prioritized) -> int:
     return -request.priority

@@ -1,0 +1,278 @@
+"""Where a prompt is computed: by a prefill server or by decode itself, and whether decode decides it well.
+
+    python -m benchmarks.local_prefill [--json results.json]                       SmolLM2 on a CPU
+    python -m benchmarks.local_prefill --geometry qwen3-8b --lengths 64,512,4096,32768 --streams 32      on a GPU
+
+One prefill server and three decode servers: `never` and `auto` are paired with it, `always` is alone.
+
+    crossover   time to first token by prompt length, while streams run on the same decode server; beside it what the
+                decision of `auto` predicts, and which place it chose
+    mixes       the same requests to each decode server, in turns: short prompts, long ones, a shared prefix
+    burst       many prompts at once: tokens a second and time between tokens
+    gap         time between the tokens of streams, alone and while a prompt of the largest length is computed
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.pair import QWEN3_8B
+from benchmarks.servers import free_port, running, wait_ready, write_model
+from pdserve.configs.errors import PdserveError
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, LocalPrefillSetting, PrefillConfig
+from pdserve.scheduler.decode.dispatch.placement import Costs
+from pdserve.server.bench.command import measure
+from pdserve.server.bench.options import BenchOptions
+from pdserve.server.bench.report import BenchResult
+from pdserve.server.bench.summary import Distribution
+from pdserve.server.launch.up import base_url
+
+MODES: tuple[LocalPrefillSetting, ...] = ("never", "always", "auto")
+TARGET_SLOWER = 0.05
+TARGET_GAP = 2.5
+ENDLESS = 100_000
+PARTS = ("crossover", "mixes", "burst", "gap")
+
+
+class Servers:
+    """Runs loads against the servers, each with new prompts."""
+
+    def __init__(self, configs: Mapping[str, AnyServerConfig], screen: Console) -> None:
+        self._configs = configs
+        self._screen = screen
+        self._seed = 0
+
+    async def load(self, name: str, **options: Any) -> BenchResult:
+        self._seed += 1
+        url = base_url(self._configs[name])
+        return await measure(BenchOptions(url=url, seed=self._seed, **{"warmup": 0, **options}), self._screen)
+
+    async def ttft_s(self, name: str, tokens: int, repeats: int) -> float:
+        """Median time to first token of prompts, one at a time."""
+        result = await self.load(name, requests=repeats, concurrency=1, input_len=tokens, output_len=1)
+        assert result.summary.ttft_s is not None, result.summary.failures
+        return result.summary.ttft_s.p50
+
+    @asynccontextmanager
+    async def streams(self, name: str, count: int, context: int) -> AsyncIterator[None]:
+        """Streams that run meanwhile."""
+        if not count:
+            yield
+            return
+        output = min(ENDLESS, context - 64)
+        task = asyncio.create_task(
+            self.load(name, requests=64 * count, concurrency=count, input_len=16, output_len=output)
+        )
+        await asyncio.sleep(2.0)
+        try:
+            yield
+        finally:
+            task.cancel()  # ends the load, which then summarizes its results
+            await task
+
+    async def info(self, name: str) -> dict[str, Any]:
+        """/server_info; counters in it are published a few times a second."""
+        await asyncio.sleep(0.6)
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            found: dict[str, Any] = (await client.get(f"{base_url(self._configs[name])}/server_info")).json()
+        return found
+
+    async def local_prompts(self, name: str) -> int:
+        counters = (await self.info(name))["counters"]
+        return int(sum(count for counter, count in counters.items() if counter.startswith("local_prefill_")))
+
+
+async def crossover(servers: Servers, options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
+    """A row for each length, with the predictions of `auto` after all measurements."""
+    rows: list[dict[str, Any]] = [{"tokens": tokens} for tokens in options.lengths]
+    for mode in MODES:
+        async with servers.streams(mode, options.streams, context):
+            await servers.ttft_s(mode, options.lengths[-1], 2)  # the rates of both places are measured
+            for row in rows:
+                before = await servers.local_prompts(mode)
+                row[mode] = await servers.ttft_s(mode, row["tokens"], options.repeats)
+                if mode == "auto":
+                    row["local"] = await servers.local_prompts(mode) - before
+            if mode == "auto":
+                gauges = (await servers.info(mode))["gauges"]
+    costs = Costs(
+        gauges.get("local_prefill_tokens_per_second"),
+        gauges.get("remote_prefill_tokens_per_second"),
+        gauges.get("remote_prefill_overhead_seconds"),
+        gauges.get("decode_step_seconds", 0.0),
+    )
+    for row in rows:
+        row["predicted_local"], row["predicted_remote"] = costs.local_s(row["tokens"]), costs.remote_s(row["tokens"])
+        row["predicted_crossover"] = costs.crossover_tokens
+    return rows
+
+
+async def mixes(servers: Servers, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round, by mix and mode. The modes take turns, so that all see the same machine."""
+    middle, longest = options.mix_lengths
+    kinds = {
+        "short": {"input_len": 32},
+        "long": {"input_len": longest},
+        "shared prefix": {"prefix_len": longest, "input_len": middle},
+    }
+    found: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in kinds}
+    for number in range(options.rounds + 1):
+        for kind, lengths in kinds.items():
+            for mode in MODES if number % 2 else reversed(MODES):
+                result = await servers.load(
+                    mode, requests=options.requests, concurrency=options.concurrency, output_len=32, **lengths
+                )
+                assert not result.summary.failed, result.summary.failures
+                if number:  # the first round warms up
+                    found[kind][mode].append(result.summary.duration_s)
+    return found
+
+
+async def burst(servers: Servers, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Many prompts at once, on the server that computes all of them and on the pair."""
+    found: dict[str, dict[str, float]] = {}
+    prompts, tokens, new = options.burst
+    for mode in ("always", "never"):
+        result = await servers.load(
+            mode, requests=prompts, concurrency=prompts, input_len=tokens, output_len=new, warmup=2
+        )
+        found[mode] = {"tokens_per_s": result.summary.output_tokens_per_s, **_times(result.summary.itl_s)}
+    return found
+
+
+async def gap(servers: Servers, options: argparse.Namespace, context: int) -> dict[str, dict[str, float]]:
+    """Time between tokens of streams on the server that computes prompts itself."""
+    output = min(400, context - 64)
+    load = {"requests": options.streams, "concurrency": options.streams, "input_len": 16, "output_len": output}
+    alone = await servers.load("always", **load)
+    streams = asyncio.create_task(servers.load("always", **load))
+    await asyncio.sleep(1.0)
+    await servers.ttft_s("always", options.lengths[-1], 1)
+    beside = await streams
+    return {"alone": _times(alone.summary.itl_s), "beside": _times(beside.summary.itl_s)}
+
+
+def _times(found: Distribution | None) -> dict[str, float]:
+    return {} if found is None else {"p50_s": found.p50, "p99_s": found.p99, "max_s": found.max}
+
+
+def main() -> int:
+    options = _parse()
+    screen, out = Console(stderr=True, highlight=False, width=160), Console(highlight=False, width=140)
+    results: dict[str, Any] = {"command": sys.argv}
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            configs = _configs(options, Path(directory))
+            with running(configs, screen) as children, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                wait_ready(children, list(configs.values()), timeout_s=300)
+                servers = Servers(configs, screen)
+                context = int(runner.run(servers.info("always"))["max_total_num_tokens"]) // max(1, options.streams)
+                context = min(context, options.context)
+                if "crossover" in options.parts:
+                    results["crossover"] = runner.run(crossover(servers, options, context))
+                    out.print(_crossover_table(results["crossover"]))
+                if "mixes" in options.parts:
+                    results["mixes"] = runner.run(mixes(servers, options))
+                    out.print(_mixes_table(results["mixes"]))
+                if "burst" in options.parts:
+                    results["burst"] = runner.run(burst(servers, options))
+                    out.print("burst of {} x ({} in, {} out):".format(*options.burst), json.dumps(results["burst"]))
+                if "gap" in options.parts:
+                    results["gap"] = figures = runner.run(gap(servers, options, context))
+                    ratio = figures["beside"]["p99_s"] / figures["alone"]["p50_s"]
+                    out.print(
+                        f"time between tokens of {options.streams} streams, p99 while {options.lengths[-1]} tokens are "
+                        f"computed: {figures['beside']['p99_s'] * 1e3:.1f} ms, {ratio:.2f} x the idle step "
+                        f"({figures['alone']['p50_s'] * 1e3:.1f} ms); target {TARGET_GAP} x"
+                    )
+    except PdserveError as error:
+        screen.print(f"error: {error}", style="red", markup=False)
+        return 1
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServerConfig]:
+    given = {name: value for name in ("device", "threads", "kv_memory_gib") if (value := getattr(options, name))}
+    shared: dict[str, Any] = {"model": options.model, **given}
+    if options.geometry is not None:
+        write_model(directory, {**QWEN3_8B, "num_hidden_layers": options.layers})
+        shared |= {"model": str(directory), "load_format": "dummy"}
+    prefill = PrefillConfig(**shared, port=free_port(), bootstrap_port=free_port())
+    decode: dict[str, AnyServerConfig] = {
+        mode: DecodeConfig(
+            **shared,
+            port=free_port(),
+            local_prefill=mode,
+            prefill=(f"127.0.0.1:{prefill.bootstrap_port}",) if mode != "always" else (),
+        )
+        for mode in MODES
+    }
+    return {"prefill": prefill, **decode}
+
+
+def _crossover_table(rows: list[dict[str, Any]]) -> Table:
+    found = rows[0]["predicted_crossover"]
+    table = Table(title=f"time to first token, ms; predicted crossover: {found and round(found)} tokens")
+    for column in ("prompt", "never", "always", "auto", "computed here", "predicted remote", "predicted local"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = [row[name] for name in (*MODES, "predicted_remote", "predicted_local")]
+        never, always, auto, remote, local = ("-" if time is None else f"{time * 1e3:.1f}" for time in times)
+        table.add_row(str(row["tokens"]), never, always, auto, str(row["local"]), remote, local)
+    return table
+
+
+def _mixes_table(found: dict[str, dict[str, list[float]]]) -> Table:
+    table = Table(title="seconds per round, median")
+    for column in ("mix", *MODES, "auto / better of the others"):
+        table.add_column(column, justify="right")
+    for kind, by_mode in found.items():
+        medians = {mode: statistics.median(seconds) for mode, seconds in by_mode.items()}
+        ratio = medians["auto"] / min(medians["never"], medians["always"])
+        times = (f"{medians[mode]:.2f}" for mode in MODES)
+        table.add_row(kind, *times, f"{ratio:.3f} (target <= {1 + TARGET_SLOWER})")
+    return table
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="default: all")
+    parser.add_argument("--lengths", type=_numbers, default=[16, 64, 256, 1024], help="prompt lengths of the crossover")
+    parser.add_argument("--repeats", type=int, default=5, help="prompts per length")
+    parser.add_argument("--streams", type=int, default=4, help="requests that run meanwhile")
+    parser.add_argument("--context", type=int, default=8000, help="most tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=3, help="of the mixes")
+    parser.add_argument("--requests", type=int, default=24, help="of a mix")
+    parser.add_argument("--concurrency", type=int, default=6, help="of a mix")
+    parser.add_argument("--mix-lengths", type=_numbers, default=[64, 512], help="middle and long prompts of the mixes")
+    parser.add_argument("--burst", type=_numbers, default=[16, 256, 64], help="prompts, tokens in, tokens out")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--geometry", choices=["qwen3-8b"], help="random weights instead of a model")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
+    parser.add_argument("--device", help="default: auto")
+    parser.add_argument("--threads", type=int, help="of each server")
+    parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""What becomes of dispatched prompts: their KV arrives, or the attempt fails and is retried."""
+
+import collections
+
+from ...configs.errors import ServerError, UnavailableError
+from ...memory.index_spaces import KvPage
+from ...memory.pages import PageGrant
+from ...memory.prefix_cache import PrefixCache
+from ...transfer.protocol.messages import (
+    InstanceId,
+    PrefillDone,
+    StageArrived,
+    StageRequest,
+    StageStopped,
+    TransferKey,
+)
+from ..chunking.chunk_queue import Chunk
+from ..messages.effects import SendToFrontend
+from ..messages.frontend import Prefilled
+from ..messages.lifecycle import State
+from ..messages.outbox import Outbox
+from ..messages.step import StepResult
+from ..rates import Rates
+from .deadlines import Deadlines
+from .dispatch.dispatcher import PrefillDispatcher
+from .endings import Endings
+from .memory.request_memory import RequestMemory
+from .requests.limits import MAX_ATTEMPTS
+from .requests.request import LocalPrompt, Prompt, Request
+from .run_queue import RunQueue
+
+
+class Arrivals:
+    """Moves requests from PREFILLING to ARRIVED, or back to QUEUED, or ends them."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: PrefillDispatcher,
+        memory: RequestMemory,
+        run_queue: RunQueue,
+        cache: PrefixCache,
+        endings: Endings,
+        deadlines: Deadlines,
+        rates: Rates,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._memory = memory
+        self._run_queue = run_queue
+        self._cache = cache
+        self._endings = endings
+        self._deadlines = deadlines
+        self._rates = rates
+        self._counters = counters
+        self._outbox = outbox
+
+    def prefill_done(self, done: PrefillDone, now: float) -> None:
+        """All KV and the first token of every sample have arrived."""
+        dispatcher = self._dispatcher
+        dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
+        prompt = dispatcher.prefilling.get(done.key)
+        if prompt is None:
+            self._counters["stale_messages"] += 1
+            return
+        problem = dispatcher.check_complete(prompt, done)
+        if problem is not None:
+            self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
+            return
+        self._count_transfer(prompt, done, now)
+        dispatcher.pace.served(now)
+        dispatcher.leave(prompt)
+        self._arrived(prompt, done, now)
+
+    def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> None:
+        """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens."""
+        local, prompt = chunk.prompt, chunk.prompt.prompt
+        if not self._dispatcher.local.computed(chunk, seconds):
+            return
+        local.input_logprobs += result.prompt_logprobs
+        if not chunk.last:
+            return
+        self._dispatcher.local.remove(prompt)
+        self._dispatcher.pace.served(now)
+        self._counters["prompt_tokens"] += prompt.tokens
+        self._counters["prefix_tokens_reused"] += local.cached
+        done = PrefillDone(
+            key=TransferKey(prompt.prompt_id, prompt.attempts),
+            first_tokens=result.drawn,
+            prompt_tokens=prompt.tokens,
+            chunks=0,
+            writes=0,
+            bytes_written=0,
+            queue_s=max(0.0, now - local.started_at - local.compute_s),
+            compute_s=local.compute_s,
+            transfer_tail_s=0.0,
+            cached_tokens=local.cached,
+            input_logprobs=tuple(local.input_logprobs),
+        )
+        self._arrived(prompt, done, now)
+
+    def transfer_failed(
+        self,
+        key: TransferKey,
+        reason: str,
+        *,
+        retryable: bool,
+        late_writes: bool,
+        now: float,
+        refused: bool = False,
+        full: bool = False,
+    ) -> None:
+        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down. Stale
+        keys are ignored.
+        """
+        prompt = self._dispatcher.prefilling.get(key)
+        self._counters["stale_messages" if prompt is None else "transfers_failed"] += 1
+        if prompt is not None:
+            self._dispatcher.give_up(prompt, reason, abort=False)
+        self._dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
+        if prompt is None:
+            return
+        if retryable and refused:
+            self._refused(prompt, now, full=full)
+        elif retryable:
+            self._retry_or_fail(prompt, now)
+        else:
+            self._endings.end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
+
+    def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
+        """Retry what a lost prefill server has not finished; it may still be writing."""
+        for prompt in self._dispatcher.of_peer(instance):
+            self._dispatcher.give_up(prompt, f"prefill server lost: {reason}", abort=True)
+            self._retry_or_fail(prompt, now)
+
+    def stage_message(
+        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
+    ) -> None:
+        """A message about a staged part. A request that breaks the protocol fails its transfer."""
+        problem = self._dispatcher.staging.receive(instance, message, now)
+        prompt = self._dispatcher.prefilling.get(message.part.key)
+        if problem is not None and prompt is not None and prompt in self._dispatcher.of_peer(instance):
+            self._dispatcher.give_up(prompt, problem, abort=True)
+            self._endings.end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
+
+    def _arrived(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
+        """The KV of a prompt is in its pages: its requests are ARRIVED, each with its first token."""
+        grant = prompt.grant
+        assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
+        prompt.grant = None
+        self._cache.insert(prompt.token_ids, grant.pages)
+        for request in prompt.waiting:
+            request.lifecycle.advance(State.ARRIVED, now)
+            request.done = request.done or done
+            self._copy_tail(prompt, request, grant)
+            if not prompt.output_tokens:
+                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+            self._run_queue.arrived.push(request)
+            self._endings.accept_token(request, done.first_tokens[request.sample], now)
+        self._memory.release_grant(grant)
+
+    def _count_transfer(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
+        self._counters["transfers"] += 1
+        self._counters["transfer_bytes"] += done.bytes_written
+        self._counters["transfer_writes"] += done.writes
+        self._counters["prompt_tokens"] += prompt.tokens
+        self._counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
+        self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
+        sent_at = prompt.waiting[0].lifecycle.since
+        self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)
+
+    def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
+        """Copy the last page of the prompt to a sample that has its own."""
+        page_size = self._dispatcher.limits.page_size
+        full = prompt.tokens // page_size
+        if prompt.tokens % page_size and request.pages[full] != grant.pages[full]:
+            self._memory.copy_page(grant.pages[full], request.pages[full])
+
+    # -- retry -------------------------------------------------------------------------------------------------
+
+    def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
+        """After a failed attempt: queue the prompt again, once, at the head. After that, this server computes it, if it
+        may, or the prompt fails with an error that allows the client to retry. The pages are in quarantine already.
+        """
+        begun = prompt.attempts - prompt.times_refused
+        if begun >= MAX_ATTEMPTS and not self._dispatcher.computes:
+            message = f"failed after {begun} attempts: {prompt.last_problem}"
+            self._endings.end_all(prompt, UnavailableError(message, retry_after_s=1), now)
+            return
+        prompt.refused_since = None
+        if prompt.attempt is not None and prompt.attempt.begun:
+            prompt.waits_since = now
+        self._queue_again(prompt, now)
+
+    def _refused(self, prompt: Prompt, now: float, *, full: bool) -> None:
+        """A prefill server is full or shutting down. A refusal is not counted as an attempt: another server may take
+        the prompt, or this one later. If the server is full, the prompt waits as if it had not been sent.
+        """
+        assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused without an attempt"
+        self._dispatcher.peers.refused(prompt.attempt.instance, now)
+        if not full and prompt.refused_since is None:
+            prompt.refused_since = now
+        prompt.times_refused += 1
+        self._queue_again(prompt, now)
+
+    def _queue_again(self, prompt: Prompt, now: float) -> None:
+        self._counters["redispatches"] += 1
+        self._dispatcher.leave(prompt)
+        for request in prompt.waiting:
+            self._memory.release(request)
+            request.lifecycle.advance(State.QUEUED, now)
+            self._deadlines.watch(request)
+        self._dispatcher.enqueue(prompt, now, again=True)

@@ -1,0 +1,106 @@
+"""Prompts that a decode server computes itself, in chunks that are part of its decode steps."""
+
+import dataclasses
+
+from ....configs.arithmetic import round_up
+from ....transfer.protocol.messages import Load
+from ...chunking.chunk_queue import Chunk, ChunkQueue
+from ...rates import Rates
+from ..requests.dispatch_window import DispatchWindow, PromptKind
+from ..requests.request import LocalPrompt, Prompt
+from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
+
+STEPS_AHEAD = 4
+"""Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
+MOST_SHARE = 0.5
+"""Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLimits:
+    """Limits of the prompts that a decode server computes."""
+
+    page_size: int
+    max_step_tokens: int
+    itl_target_s: float | None = None
+    """Longest step with prompt tokens, by prediction; 0 is no limit, None follows the time of a decode step."""
+    stages: int = 1
+
+
+class LocalPrefill:
+    """The queue of COMPUTING prompts. A dispatch window bounds it, as that of a prefill server."""
+
+    def __init__(self, limits: LocalLimits, rates: Rates) -> None:
+        self._limits = limits
+        self._rates = rates
+        self._most = round_up(limits.max_step_tokens, limits.page_size)
+        target = limits.itl_target_s
+        self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
+        self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
+        self.times = StepTimes(rates.local_tokens)
+        self.window = DispatchWindow()
+        self.window.report(Load(window_tokens=STEPS_AHEAD * self._most))
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        return prompt.local is not None and prompt.local in self.queue
+
+    def is_open(self, prompt: Prompt) -> bool:
+        """Whether this prompt may be started now."""
+        return self.window.is_open(PromptKind.of(prompt.priority, prompt.tokens))
+
+    def tokens_before(self, tokens: int) -> int:
+        """Tokens that are computed before the end of a prompt of `tokens` tokens that arrives now."""
+        return sum(min(local.left, tokens) for local in self.queue)
+
+    def start(self, prompt: Prompt, cached: int, now: float) -> None:
+        """Compute a prompt that has its pages; [0, cached) of it were in the prefix cache."""
+        assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
+        prompt.local = local = LocalPrompt(prompt, prompt.grant.pages, cached, now)
+        self.window.sent(local.kind, local.left)
+        self.queue.add(local)
+
+    def next_chunks(self, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
+        """The chunks of the next step, beside `running` requests; `queued` prompts wait until this queue takes them."""
+        if not self.queue.waiting or (running and self.times.remeasure):
+            return []
+        return self.queue.next_chunks(self.budget(running, self.queue.waiting + queued))
+
+    def budget(self, running: int, waiting: int) -> int:
+        """Most prompt tokens of the next step; at least a page."""
+        tokens = step_tokens(
+            most=self._most,
+            running=running,
+            waiting=waiting,
+            idle_step_s=self.times.idle_step_s,
+            tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
+            target_s=self._target_s,
+        )
+        return max(self._limits.page_size, tokens)
+
+    def tokens_per_s(self, expected: float | None) -> float | None:
+        """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate
+        without them.
+        """
+        rate, idle_s = self._rates.local_tokens.per_s or expected, self.times.idle_step_s
+        if rate is None or not idle_s:
+            return rate and rate * MOST_SHARE
+        prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
+        return rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
+
+    def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
+        """A step has computed this chunk. Returns whether the prompt is still wanted."""
+        local = chunk.prompt
+        if local.prompt.local is not local:
+            return False
+        local.compute_s += seconds
+        local.computed = chunk.end
+        self.window.computed(local.kind, chunk.end - chunk.start)
+        return True
+
+    def remove(self, prompt: Prompt) -> LocalPrompt:
+        """The prompt is computed or given up. Its chunks in flight are ignored."""
+        local, prompt.local = prompt.local, None
+        assert local is not None, f"prompt {prompt.prompt_id} is not computed here"
+        self.queue.remove(local)
+        self.window.returned(local.kind, local.prompt_tokens - local.computed)
+        return local

@@ -1,0 +1,89 @@
+"""How many prompt tokens a step may compute beside the running requests, so that their tokens do not stall."""
+
+import collections
+import math
+
+from ...rates import Rate
+
+PROMPT_WEIGHT = 8
+"""Without `itl_target_ms`: a waiting prompt counts as much as this many running requests."""
+LEAST_PART = 32
+"""A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
+REMEASURE_STEPS = 32
+"""After so many steps with prompt tokens, one step has none: it shows how long a decode step takes now."""
+LEAST_EXTRA = 0.05
+"""Prompt tokens take at least this part of a step: measured times vary, and their difference may be negative."""
+
+
+def step_tokens(
+    *,
+    most: int,
+    running: int,
+    waiting: int,
+    idle_step_s: float | None,
+    tokens_per_s: float | None,
+    target_s: float | None,
+) -> int:
+    """Prompt tokens of the next step, beside `running` requests, while `waiting` prompts wait.
+
+    The step takes about `idle_step_s` (a decode step alone) + tokens / `tokens_per_s`, at most `target_s`. Without a
+    target (None) it takes at most twice the idle step, more while many prompts wait: they wait longer than the running
+    requests. A target of 0 is no limit.
+    """
+    if not running or target_s == 0:
+        return most
+    least = min(most, max(1, most // LEAST_PART))
+    if idle_step_s is None or tokens_per_s is None:
+        return most if idle_step_s is None else least
+    extra_s = prompt_part_s(idle_step_s, target_s)
+    if target_s is None:
+        extra_s *= max(1.0, PROMPT_WEIGHT * waiting / running)
+    return min(most, max(least, int(extra_s * tokens_per_s)))
+
+
+def prompt_part_s(idle_step_s: float, target_s: float | None) -> float:
+    """Time for prompt tokens in a step. Without a target, as long as the decode step itself."""
+    return max(0.0, target_s - idle_step_s) if target_s else idle_step_s
+
+
+class StepTimes:
+    """Measures steps: the time of a decode step, and the rate of prompt tokens beside it or alone."""
+
+    def __init__(self, prompt_tokens: Rate) -> None:
+        """`prompt_tokens` gets the measured rate."""
+        self._prompt_tokens = prompt_tokens
+        self._decode_steps = Rate(samples=5)
+        self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
+        """In flight, oldest first: start, running requests and prompt tokens."""
+        self._ended_at = -math.inf
+        self._mixed = 0
+        """Steps with prompt tokens since the last one without."""
+
+    @property
+    def idle_step_s(self) -> float | None:
+        """The time of a step without prompt tokens."""
+        per_s = self._decode_steps.per_s
+        return 1 / per_s if per_s is not None else None
+
+    @property
+    def remeasure(self) -> bool:
+        """Whether the next step should have no prompt tokens."""
+        return self._mixed >= REMEASURE_STEPS
+
+    def started(self, running: int, tokens: int, now: float) -> None:
+        """A step with this many running requests and prompt tokens has been sent to the ranks."""
+        self._steps.append((now, running, tokens))
+        self._mixed = self._mixed + 1 if running and tokens else 0
+
+    def ended(self, now: float) -> float:
+        """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""
+        started_at, running, tokens = self._steps.popleft()
+        seconds = now - max(started_at, self._ended_at)
+        self._ended_at = now
+        if not tokens:
+            self._decode_steps.measured(1, seconds)
+        elif not running:
+            self._prompt_tokens.measured(tokens, seconds)
+        elif self.idle_step_s is not None:
+            self._prompt_tokens.measured(tokens, max(LEAST_EXTRA * seconds, seconds - self.idle_step_s))
+        return seconds

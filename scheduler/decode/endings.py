@@ -1,0 +1,108 @@
+"""Output tokens of requests, and their ends: the terminal message, then the release of all memory."""
+
+import collections
+
+from ...configs.errors import AbortedError, RequestError
+from ...configs.sampling import TokenLogprob
+from ...memory.prefix_cache import PrefixCache
+from ..messages.effects import SendToFrontend
+from ..messages.frontend import FinishReason, Tokens
+from ..messages.lifecycle import State
+from ..messages.outbox import Outbox
+from .dispatch.dispatcher import PrefillDispatcher
+from .memory.request_memory import RequestMemory
+from .requests.request import Prompt, Request
+from .responses import failed, finished
+from .retraction import Retractions
+from .run_queue import RunQueue
+
+_WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
+"""States in which the KV of all tokens but the newest is in the request's pages."""
+
+
+class Endings:
+    """Owns the open requests and those that have ended but still have pages in quarantine."""
+
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        *,
+        cache: PrefixCache,
+        memory: RequestMemory,
+        run_queue: RunQueue,
+        retracted: Retractions,
+        dispatcher: PrefillDispatcher,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        """Requests without a terminal message, by rid."""
+        self.draining: set[Request] = set()
+        self._eos_token_ids = eos_token_ids
+        self._cache = cache
+        self._memory = memory
+        self._run_queue = run_queue
+        self._retracted = retracted
+        self._dispatcher = dispatcher
+        self._counters = counters
+        self._outbox = outbox
+
+    def accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
+        """Send a sampled token to the frontend; end the request if it is the last one."""
+        request.output_ids.append(token.token)
+        self._counters["generation_tokens"] += 1
+        logprobs = (token,) if request.logprobs is not None else ()
+        self._outbox.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
+        reason = request.finish_reason(self._eos_token_ids)
+        if reason is not None:
+            self.end(request, reason, now)
+
+    def end_all(self, prompt: Prompt, error: RequestError, now: float) -> None:
+        """End all requests that wait for this prompt."""
+        for request in prompt.waiting:
+            self.end(request, error, now)
+
+    def end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
+        """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
+        match request.state:
+            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
+                self._dispatcher.withdraw(request.prompt, str(outcome), now)
+            case State.COMPUTING if request.prompt.waiting == [request]:
+                self._drop_local(request.prompt)
+            case State.ARRIVED if self._memory.copies.is_in(request, "open"):
+                pass  # it is in no queue
+            case State.ARRIVED | State.READY | State.RUNNING:
+                self._run_queue.remove(request)
+            case State.RETRACTED:
+                self._retracted.drop(request)
+            case _:
+                pass
+        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
+            self._cache.insert((*request.prompt_ids, *request.output_ids[:-1]), request.pages)
+        self._memory.release(request)
+        del self.requests[request.rid]
+        self.draining.add(request)
+        request.lifecycle.advance(State.DRAINING, now)
+        if isinstance(outcome, RequestError):
+            self._counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
+            self._outbox.append(SendToFrontend(failed(request.rid, outcome)))
+        else:
+            self._counters["requests_finished"] += 1
+            self._outbox.append(SendToFrontend(finished(request, outcome, now)))
+        self.free_drained(request.prompt, now)
+
+    def _drop_local(self, prompt: Prompt) -> None:
+        """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight
+        have ended.
+        """
+        self._dispatcher.local.remove(prompt)
+        assert prompt.grant is not None, f"prompt {prompt.prompt_id} was computed without pages"
+        self._memory.release_grant(prompt.grant)
+        prompt.grant = None
+
+    def free_drained(self, prompt: Prompt, now: float) -> None:
+        """Free ended requests when no page of their prompt is in quarantine any more."""
+        if prompt.quarantined == 0:
+            for request in [request for request in prompt.members if request in self.draining]:
+                request.lifecycle.advance(State.FREED, now)
+                self.draining.remove(request)

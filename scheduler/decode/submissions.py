@@ -1,0 +1,92 @@
+"""New prompts: accepts or refuses them."""
+
+import collections
+import math
+
+import msgspec
+
+from ...configs.errors import RequestError, UnavailableError
+from ...memory.index_spaces import KvPage
+from ...memory.pages import PageAllocator
+from ..messages.effects import ConnectPeer, SendToFrontend
+from ..messages.frontend import Submit
+from ..messages.outbox import Outbox
+from .deadlines import Deadlines
+from .dispatch.dispatcher import PrefillDispatcher
+from .endings import Endings
+from .requests.limits import DecodeLimits
+from .requests.request import Request
+from .responses import failed, overloaded, refusal, too_long
+
+
+class Submissions:
+    """Turns a Submit into requests and a prompt in the queue, or refuses it."""
+
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        pages: PageAllocator[KvPage],
+        *,
+        dispatcher: PrefillDispatcher,
+        endings: Endings,
+        deadlines: Deadlines,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self._limits = limits
+        self._pages = pages
+        self._dispatcher = dispatcher
+        self._endings = endings
+        self._deadlines = deadlines
+        self._counters = counters
+        self._outbox = outbox
+        self.accepting = True
+        self._accepted_call: str | None = None
+        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a prompt with all its samples, or refuse it at once."""
+        rids = (submit.rid, *submit.more_rids)
+        error = self._refusal(submit, now)
+        if error is not None:
+            self._counters["requests_refused"] += len(rids)
+            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
+            return
+        deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
+        prompt = self._dispatcher.new_prompt(
+            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
+        )
+        for index, rid in enumerate(rids):
+            sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
+            self._endings.requests[rid] = request = Request(
+                rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
+            )
+            prompt.members.append(request)
+            self._deadlines.watch(request)
+        self._counters["requests"] += len(rids)
+        self._dispatcher.enqueue(prompt, now)
+        if prompt.endpoint is not None:
+            self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+
+    def end_too_long(self, now: float) -> None:
+        """End queued requests whose prompts none of the paired prefill servers can hold."""
+        for prompt in list(self._dispatcher.queue):
+            most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
+            if prompt.tokens > most_tokens:
+                self._endings.end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
+
+    def _refusal(self, submit: Submit, now: float) -> RequestError | None:
+        """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
+        room for its first prompt: under load it would rarely have room for all of them.
+        """
+        if not self.accepting:
+            return UnavailableError("the server is shutting down")
+        prefill_tokens = self._dispatcher.largest_prompt(submit.endpoint)
+        error = refusal(submit, self._endings.requests, self._pages.num_pages, prefill_tokens, self._limits.page_size)
+        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
+            return error
+        if len(self._dispatcher.queue) >= self._limits.max_queued_requests:
+            self._accepted_call = None
+            return overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
+        self._accepted_call = submit.rid
+        return None

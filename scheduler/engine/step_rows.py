@@ -1,0 +1,91 @@
+"""The rows of a step as the ranks get them."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...configs.sampling import LogprobParams, SamplingParams
+from ..chunking.chunk_queue import Chunk
+from ..decode.requests.request import LocalPrompt
+from ..decode.run_queue import DecodeRow
+from ..messages.step import Draw, StepRow
+from ..prefill.request import PrefillRow
+
+
+def decode_row(row: DecodeRow) -> StepRow:
+    """One token of a running request. It has prompt and output ids only for penalties: they would dominate the
+    message.
+    """
+    request = row.request
+    counts = request.sampling.counts_tokens
+    return StepRow(
+        token_ids=() if row.token is None else (row.token,),
+        start=row.position,
+        pages=row.pages,
+        draws=(Draw(request.sampling, row.output_index, tuple(request.output_ids) if counts else ()),),
+        prompt_ids=request.prompt_ids if counts else (),
+        top_logprobs=request.logprobs.top if request.logprobs is not None else None,
+        follows=row.follows,
+        hot_slot=row.hot_slot,
+    )
+
+
+def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
+    """A chunk that a decode server computes itself."""
+    prompt = chunk.prompt.prompt
+    return _prompt_row(
+        prompt.token_ids,
+        chunk.start,
+        chunk.end,
+        chunk.prompt.pages,
+        sampling=prompt.first_sampling,
+        draws=prompt.samples if chunk.last else 0,
+        outputs=prompt.output_tokens,
+        logprobs=prompt.waiting[0].logprobs,
+    )
+
+
+def prefill_row(row: PrefillRow) -> StepRow:
+    """A chunk of a prefill server."""
+    destination = row.request.destination
+    return _prompt_row(
+        row.request.prompt,
+        row.start,
+        row.end,
+        row.pages,
+        sampling=destination.sampling,
+        draws=row.draws,
+        outputs=destination.output_tokens,
+        logprobs=destination.logprobs,
+    )
+
+
+def _prompt_row(
+    ids: Sequence[int],
+    start: int,
+    end: int,
+    pages: Sequence[int],
+    *,
+    sampling: SamplingParams,
+    draws: int,
+    outputs: int,
+    logprobs: LogprobParams | None,
+) -> StepRow:
+    """Tokens [start, end) of a prompt. The last chunk draws the first token of each sample, with seed + 0, + 1, ...
+
+    It has the whole prompt only for penalties and prompt log-probabilities: it would be most of the message. The last
+    `outputs` of the ids are output: they count as such for penalties.
+    """
+    scored_from = logprobs.start if logprobs is not None and not outputs else None
+    counts = draws > 0 and sampling.counts_tokens
+    output = ids[len(ids) - outputs :] if counts else ()
+    samplings = [msgspec.structs.replace(sampling, seed=sampling.seed + index) for index in range(draws)]
+    return StepRow(
+        token_ids=ids[start:end],
+        start=start,
+        pages=pages,
+        draws=tuple(Draw(sampling, outputs, output) for sampling in samplings),
+        prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
+        top_logprobs=logprobs.top if logprobs is not None else None,
+        prompt_logprobs_from=scored_from,
+    )

@@ -1,0 +1,65 @@
+"""How many prompt tokens a decode step computes."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.scheduler.decode.dispatch.step_budget import LEAST_PART, REMEASURE_STEPS, StepTimes, step_tokens
+from pdserve.scheduler.rates import Rate
+
+H200: dict[str, Any] = {
+    "most": 2048,
+    "running": 32,
+    "waiting": 1,
+    "idle_step_s": 0.006,
+    "tokens_per_s": 40_000.0,
+    "target_s": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 240),  # twice the idle step
+        ({"target_s": 0.030}, 960),
+        ({"target_s": 0.0}, 2048),
+        ({"target_s": 10.0}, 2048),
+        ({"target_s": 0.001}, 2048 // LEAST_PART),
+        ({"running": 0}, 2048),
+        ({"idle_step_s": None}, 2048),
+        ({"tokens_per_s": None}, 2048 // LEAST_PART),
+        ({"waiting": 8}, 480),  # as many prompts as a quarter of the running requests
+        ({"waiting": 32, "target_s": 0.012}, 240),
+        ({"waiting": 64, "running": 1}, 2048),
+        ({"most": 16}, 16),
+    ],
+)
+def test_step_tokens(changes: dict[str, Any], tokens: int) -> None:
+    assert step_tokens(**H200 | changes) == tokens
+
+
+def test_rate_of_prompt_tokens_excludes_the_decode_step() -> None:
+    rate = Rate()
+    times = StepTimes(rate)
+    for at, (running, tokens, seconds) in enumerate([(4, 0, 0.25), (4, 100, 0.75), (0, 100, 0.5)]):
+        times.started(running, tokens, 10.0 * at)
+        assert times.ended(10.0 * at + seconds) == seconds
+    assert times.idle_step_s == 0.25
+    assert [sample for sample, _ in rate._samples] == [200, 200]
+
+
+def test_overlapping_steps_count_from_the_end_of_the_previous_one() -> None:
+    times = StepTimes(Rate())
+    times.started(1, 0, 0.0)
+    times.started(1, 0, 0.1)
+    assert [times.ended(1.0), times.ended(1.5)] == [1.0, 0.5]
+
+
+def test_idle_step_is_measured_again_after_many_mixed_steps() -> None:
+    times = StepTimes(Rate())
+    for _ in range(REMEASURE_STEPS):
+        assert not times.remeasure
+        times.started(1, 5, 0.0)
+    assert times.remeasure
+    times.started(1, 0, 0.0)
+    assert not times.remeasure

@@ -1,0 +1,177 @@
+"""Decode servers that compute prompts themselves, in simulations: beside running requests, and when prefill is lost."""
+
+import collections
+from typing import Any
+
+import pytest
+
+from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
+from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
+from tests.scheduler.simulation.simulator import Simulator
+from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
+
+MODES: list[dict[str, Any]] = [
+    {"local_prefill": local_prefill, **mode}
+    for mode in (
+        {"overlap": True},
+        {},
+        {"stages": 2},
+        {"overlap": True, "retract_pages": 0},
+        {"overlap": True, "prefix_cache": False},
+        {"verifies": True},
+    )
+    for local_prefill in ("auto", "always")
+]
+
+
+def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> None:
+    """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested."""
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(72):
+        simulator = Simulator(**MODES[seed % len(MODES)])
+        run_workload(simulator, ACTIONS, seed, steps=400)
+        seen.update(simulator.decode.counters)
+        seen["local chunks"] += simulator.seen_chunks
+    for event in (
+        "local chunks",
+        "local_prefill_always",
+        "local_prefill_absent",
+        "local_prefill_failed",
+        "local_prefill_short",
+        "local_prefill_queue",
+        "remote_prefill_faster",
+        "remote_prefill_unmeasured",
+        "retractions_recomputed",
+        "steps_failed",
+        "prefix_tokens_reused",
+    ):
+        assert seen[event] >= 3, f"{event} happened {seen[event]} times"
+
+
+def local(**changes: Any) -> TimedSimulator:
+    """Like an H200: decode steps of 6 ms, and 40,000 prompt tokens/s."""
+    settings = {"local_prefill": "always", "max_step_tokens": 2048, "overlap": True, **changes}
+    return TimedSimulator(tokens_per_s=40_000, step_s=0.006, pool_tokens=1 << 18, limits=decode_limits(**settings))
+
+
+def longest_gap(simulator: TimedSimulator, rids: list[str]) -> float:
+    """Run until all but these requests have ended; returns the longest time between two of their tokens."""
+    last, gaps = dict.fromkeys(rids, simulator.now), [0.0]
+    seen = {rid: simulator.output[rid] for rid in rids}
+
+    def ended() -> bool:
+        for rid in rids:
+            if simulator.output[rid] > seen[rid]:
+                gaps.append(simulator.now - last[rid])
+                last[rid], seen[rid] = simulator.now, simulator.output[rid]
+        return simulator.decode.requests.keys() <= set(rids)
+
+    simulator.run(ended)
+    return max(gaps)
+
+
+def test_long_prompt_at_most_doubles_the_time_between_tokens_of_running_requests() -> None:
+    simulator = local()
+    streams = [f"s{number}" for number in range(32)]
+    for rid in streams:
+        simulator.ask(rid, 16, new=10_000)
+    simulator.run(lambda: all(simulator.output[rid] >= 20 for rid in streams))
+    simulator.ask("long", 32_768)
+    started = simulator.now
+    assert longest_gap(simulator, streams) <= 2.1 * 0.006
+    assert simulator.now - started <= 2.2 * 32_768 / 40_000, "half of the time is for the prompt"
+
+
+@pytest.mark.parametrize(("target_s", "longest_s"), [(0.030, 0.031), (0.0, 0.058)])
+def test_itl_target_bounds_steps(target_s: float, longest_s: float) -> None:
+    simulator = local(itl_target_s=target_s)
+    simulator.ask("stream", 16, new=10_000)
+    simulator.run(lambda: simulator.output["stream"] >= 20)
+    simulator.ask("long", 32_768)
+    assert 0.8 * longest_s <= longest_gap(simulator, ["stream"]) <= longest_s
+
+
+def test_many_waiting_prompts_get_large_steps() -> None:
+    """A burst of 64 prompts is computed at nearly the full rate, although the first ones run already."""
+    simulator = local(max_running_requests=64, growth_tokens=16)
+    for number in range(64):
+        simulator.ask(f"r{number}", 1024, new=200)
+    simulator.run(lambda: len(simulator.output) == 64)
+    assert simulator.now <= 1.25 * 64 * 1024 / 40_000
+
+
+def test_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    simulator = local()
+    simulator.ask("long", 32_768)
+    simulator.run_for(0.1)
+    simulator.ask("short", 100)
+    asked = simulator.now
+    simulator.run(lambda: "short" in simulator.ended_at)
+    assert simulator.ended_at["short"] - asked <= 3 * 2048 / 40_000
+    assert "long" not in simulator.ended_at
+
+
+def test_prompt_is_computed_here_at_once_when_the_last_prefill_server_is_lost() -> None:
+    simulator = local(local_prefill="auto")
+    simulator.ask("r", 8192)
+    simulator.run_for(0.05)
+    assert simulator.decode.state_counts()["prefilling"] == 1
+    simulator.kill(0)
+    simulator.run(lambda: "r" in simulator.ended_at, most_s=1.0)
+    assert not simulator.failures
+    assert simulator.decode.counters["local_prefill_absent"] == 1
+
+
+def test_prompt_waits_for_the_first_prefill_server_to_pair() -> None:
+    simulator = local(local_prefill="auto")
+    simulator.decode.dispatcher.peers._peers.clear()
+    simulator.ask("r", 100)
+    simulator.run_for(0.9 * PAIRING_S)
+    assert simulator.decode.state_counts()["queued"] == 1
+    simulator.start("a:2")
+    simulator.run(lambda: "r" in simulator.ended_at)
+    assert simulator.decode.counters["remote_prefill_unmeasured"] == 1
+
+
+def test_long_prompts_go_to_prefill_and_short_ones_are_computed_here() -> None:
+    simulator = local(local_prefill="auto")
+    simulator.ask("first", 4096)
+    simulator.run(lambda: "first" in simulator.ended_at)
+    simulator.run_for(1.0)  # until the rate of prefill is reported
+    simulator.ask("short", 16)
+    simulator.ask("long", 8192)
+    simulator.run(lambda: len(simulator.ended_at) == 3)
+    counters = simulator.decode.counters
+    assert (counters["local_prefill_short"], counters["transfers"]) == (1, 2)
+
+
+def test_prompts_are_computed_here_while_prefill_is_busy() -> None:
+    """Another decode server keeps the prefill server busy for longer than this server would take."""
+    simulator = local(local_prefill="auto")
+    simulator.ask("first", 4096)
+    simulator.run(lambda: "first" in simulator.ended_at)
+    simulator.flood(prompts=40, tokens=4096)
+    simulator.run_for(1.0)
+    simulator.ask("r", 2048)
+    simulator.run(lambda: "r" in simulator.ended_at)
+    assert simulator.decode.counters["local_prefill_queue"] == 1
+
+
+def test_prompt_too_long_for_prefill_servers_is_computed_here() -> None:
+    limits = decode_limits(local_prefill="auto", max_step_tokens=2048)
+    simulator = TimedSimulator(tokens_per_s=40_000, limits=limits, prefill_tokens=1024)
+    simulator.ask("r", 2048)
+    simulator.run(lambda: "r" in simulator.ended_at)
+    assert not simulator.failures
+
+
+def test_timeline_of_a_local_prompt_adds_up() -> None:
+    simulator = local()
+    for number in range(3):
+        simulator.ask(f"r{number}", 4096, new=5)
+    simulator.run(lambda: len(simulator.ended_at) == 3)
+    for rid, timeline in simulator.timelines.items():
+        assert sum(timeline.values()) == pytest.approx(simulator.ended_at[rid])
+        assert timeline["prefill"] >= 4096 / 40_000
+        assert timeline["transfer"] == 0
+        assert timeline["control"] == pytest.approx(0)

@@ -30,20 +30,18 @@ setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies 
 demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
-# Tests that start no server, less simulations of more than a few seconds.
+# Tests that start no server. `make check` leaves out those marked as slow: simulations of more than a second.
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
     $(addprefix scheduler/,decode messages prefill test_rates.py))
-SLOW := $(addprefix tests/,memory/hisparse/test_hisparse_simulation.py transfer/plan/test_copy_regions.py \
-    $(addprefix scheduler/,prefill/test_staged_traces.py \
-    $(addprefix decode/,test_overload.py test_scheduler_traces.py requests/test_dispatch_window.py)))
 # A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first.
 IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest
+# Workers, and the servers that tests start, share bytecode: compiling all modules takes each of them seconds.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: check
 check: lint ## lint and the fast tests, in about a minute: before every commit
-	@$(PYTEST) $(IN_PARALLEL) --quiet $(PURE) $(addprefix --ignore=,$(SLOW))
+	@$(PYTEST) $(IN_PARALLEL) --quiet -m "not slow" $(PURE)
 
 .PHONY: test
 test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
@@ -59,7 +57,7 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(BIN)/python -m pytest tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
+	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

@@ -28,32 +28,30 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 def add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, FieldInfo], names: Iterable[str]) -> None:
     """One flag per field; a flag that is not given is absent from the namespace."""
     for name in names:
-        field = fields[name]
-        spellings = (flag_of(name), *ALIASES.get(name, ()))
-        help_text = describe(name, field).replace("%", "%%")
-        kind = _plain_type(field)
-        if kind is bool:
-            parser.add_argument(
-                *spellings, dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
-            )
-        else:
-            parser.add_argument(
-                *spellings,
-                dest=name,
-                action="append" if get_origin(kind) is tuple else "store",
-                default=argparse.SUPPRESS,
-                metavar=_metavar(name, kind),
-                help=help_text,
-            )
+        kind = _plain_type(fields[name])
+        added = parser.add_argument(
+            flag_of(name),
+            *ALIASES.get(name, ()),
+            dest=name,
+            action=argparse.BooleanOptionalAction
+            if kind is bool
+            else "append"
+            if get_origin(kind) is tuple
+            else "store",
+            default=argparse.SUPPRESS,
+            help=describe(name, fields[name]).replace("%", "%%"),
+        )
+        if kind is not bool:
+            added.metavar = _metavar(name, kind)
 
 
 def given_flags(namespace: argparse.Namespace, names: Collection[str]) -> dict[str, str | bool]:
     """The given flags among `names`, by field name. Values of a repeated list flag are joined."""
-    given: dict[str, str | bool] = {}
-    for name, value in vars(namespace).items():
-        if name in names:
-            given[name] = ",".join(value) if isinstance(value, list) else value
-    return given
+    return {
+        name: ",".join(value) if isinstance(value, list) else value
+        for name, value in vars(namespace).items()
+        if name in names
+    }
 
 
 def to_flags(config: AnyServerConfig) -> list[str]:

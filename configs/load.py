@@ -52,10 +52,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys; YAML's own takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for index, key in enumerate(keys):
-            if key.value in (earlier.value for earlier in keys[:index]):
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -69,7 +70,7 @@ def load_config(
     return build_config(
         CONFIG_OF_ROLE[role],
         (
-            (f"in {file}", read_config_file(file) if file is not None else {}),
+            (f"in {file}", read_config_file(file)),
             ("from the environment", secrets_in(environ)),
             ("from the command line", flags),
         ),
@@ -100,8 +101,10 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     return config
 
 
-def find_config_file(name: str) -> Path:
-    """The file of `--config NAME`: a path, or else the preset of that name in configs/presets."""
+def find_config_file(name: str | None) -> Path | None:
+    """The file of `--config NAME`: a path, or else the preset of that name in configs/presets. None without a name."""
+    if name is None:
+        return None
     path = Path(name)
     if path.is_file():
         return path
@@ -112,8 +115,10 @@ def find_config_file(name: str) -> Path:
     raise StartupError(f"--config {name}: no such file, and no preset of that name (presets: {names})")
 
 
-def read_config_file(file: Path) -> dict[str, object]:
-    """The top-level mapping of a YAML file, keys unchecked. An empty file is an empty mapping."""
+def read_config_file(file: Path | None) -> dict[str, object]:
+    """The top-level mapping of a YAML file, keys unchecked. No file or an empty one is an empty mapping."""
+    if file is None:
+        return {}
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
@@ -129,9 +134,9 @@ def read_config_file(file: Path) -> dict[str, object]:
     return data
 
 
-def secrets_in(environ: Mapping[str, str]) -> dict[str, object]:
+def secrets_in(environ: Mapping[str, str]) -> dict[str, str]:
     """Secrets from the environment. An empty variable counts as unset: compose files set empty ones."""
-    found: dict[str, object] = {}
+    found: dict[str, str] = {}
     for field, variable in SECRET_VARIABLES.items():
         file = environ.get(f"{variable}_FILE")
         if value := environ.get(variable):

@@ -62,6 +62,9 @@ class ServerConfig(BaseModel):
         "config.json and a tokenizer are then enough",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+    cuda_graphs: bool = Field(
+        True, description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens"
+    )
     cpu_kernels: CpuKernelsSetting = Field(
         "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
     )
@@ -143,7 +146,7 @@ class ServerConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _ranks(self) -> "ServerConfig":
+    def _consistent(self) -> "ServerConfig":
         if self.world_size % self.nnodes:
             raise ValueError(f"nnodes ({self.nnodes}) must divide tp x pp ({self.tp} x {self.pp})")
         if self.node_rank >= self.nnodes:
@@ -152,10 +155,6 @@ class ServerConfig(BaseModel):
             raise ValueError("nnodes > 1 needs dist_init_addr: HOST:PORT of machine 0, the same on all machines")
         if self.nnodes > 1 and self.cluster_key is None:
             raise ValueError("nnodes > 1 needs a cluster_key: the leader accepts ranks of other machines only with it")
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "ServerConfig":
         # with HiSparse, kv_tokens sizes host memory and kv_memory_gib device memory
         in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse
         if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
@@ -205,22 +204,14 @@ class PrefillConfig(ServerConfig):
     send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
 
     @model_validator(mode="after")
-    def _authenticated(self) -> "PrefillConfig":
+    def _consistent_prefill(self) -> "PrefillConfig":
         if self.host not in LOOPBACK_HOSTS and self.cluster_key is None:
             raise ValueError(
                 f"host {self.host} exposes the control port: set cluster_key (or PDSERVE_CLUSTER_KEY) to a secret of "
                 "at least 16 characters that all servers share"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> "PrefillConfig":
         if self.port == self.bootstrap_port:
             raise ValueError(f"HTTP port and bootstrap_port of prefill are both {self.port}: choose different ports")
-        return self
-
-    @model_validator(mode="after")
-    def _chunk_holds_pages(self) -> "PrefillConfig":
         if self.chunk_size is not None and self.chunk_size % self.page_size:
             raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")
         return self
@@ -264,7 +255,6 @@ class DecodeConfig(ServerConfig):
         description="temperature, top_p, top_k, min_p and repetition_penalty that a request leaves out: from "
         "the model's generation_config.json, or OpenAI's defaults",
     )
-    cuda_graphs: bool = Field(True, description="run decode steps as CUDA graphs")
     enable_hisparse: bool = Field(
         False,
         description="keep KV of sparse-attention models in host memory, and a small hot buffer per request on the GPU",

@@ -11,8 +11,7 @@ import torch
 
 from ..configs.errors import StartupError
 from .free_pages import FreePages
-from .kv_pool import KvCache, KvPool, zeroed
-from .pinned import PinnedMemory
+from .kv_pool import KvCache, KvPool
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class PageStore:
     def __init__(self, cache: KvCache, num_pages: int) -> None:
         """Room for `num_pages` pages. Raises StartupError if it cannot be page-locked."""
         self._cache = cache
-        self._pools = [_StoredPool(pool, num_pages) for pool in cache.pools] if num_pages else []
+        self._pools = [(pool, _host_pool(pool, num_pages)) for pool in cache.pools] if num_pages else []
         self._free = FreePages[int](range(num_pages))
         self._slots: dict[str, list[int]] = {}
         self._overflow: dict[str, list[torch.Tensor]] = {}
@@ -52,8 +51,7 @@ class PageStore:
             self._overflow[name] = self._cache.save(pages)
             return
         slots = self._slots[name] = [self._free.pop() for _ in pages]
-        for stored in self._pools:
-            stored.copy(pages, slots, to_store=True)
+        self._copy(pages, slots, to_store=True)
 
     def load(self, name: str, pages: Sequence[int]) -> None:
         """Copy what `name` saved to the first of these pages, and drop it."""
@@ -61,8 +59,7 @@ class PageStore:
             self._cache.load(self._overflow.pop(name), pages)
             return
         slots = self._slots[name]
-        for stored in self._pools:
-            stored.copy(pages[: len(slots)], slots, to_store=False)
+        self._copy(pages[: len(slots)], slots, to_store=False)
         self.drop(name)
 
     def drop(self, name: str) -> None:
@@ -73,36 +70,30 @@ class PageStore:
 
     def close(self) -> None:
         """Undo the page-locking; no copy may be in flight."""
-        for stored in self._pools:
+        for _, stored in self._pools:
             stored.close()
 
+    def _copy(self, pages: Sequence[int], slots: Sequence[int], *, to_store: bool) -> None:
+        for pool, stored in self._pools:
+            for page, slot, count in copy_runs(pages, slots, stored.pages_per_chunk):
+                in_pool, in_store = pool.data[page : page + count], stored.data[slot : slot + count]
+                target, source = (in_store, in_pool) if to_store else (in_pool, in_store)
+                target.copy_(source, non_blocking=True)
 
-class _StoredPool:
-    """Host memory for pages of one pool."""
 
-    def __init__(self, pool: KvPool, num_pages: int) -> None:
-        self._pool = pool
-        size_bytes = num_pages * pool.page_bytes
-        self._pinned: PinnedMemory | None = None
-        self._chunk = num_pages
-        """A copy to or from a GPU must not cross a multiple of this many pages."""
-        if pool.on_gpu:
-            self._pinned = PinnedMemory(size_bytes, unit_bytes=pool.page_bytes)
-            self._chunk = self._pinned.chunk_bytes // pool.page_bytes
-            memory = self._pinned.data
-        else:
-            memory = zeroed(size_bytes, torch.device("cpu"))
-        self._data = memory[:size_bytes].view(pool.data.dtype).view(num_pages, *pool.data.shape[1:])
-
-    def copy(self, pages: Sequence[int], slots: Sequence[int], *, to_store: bool) -> None:
-        for page, slot, count in copy_runs(pages, slots, self._chunk):
-            in_pool, in_store = self._pool.data[page : page + count], self._data[slot : slot + count]
-            target, source = (in_store, in_pool) if to_store else (in_pool, in_store)
-            target.copy_(source, non_blocking=True)
-
-    def close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
+def _host_pool(pool: KvPool, num_pages: int) -> KvPool:
+    """A pool in host memory with pages like those of `pool`."""
+    return KvPool(
+        num_pages=num_pages,
+        num_layers=pool.num_layers,
+        num_heads=pool.num_heads,
+        page_size=pool.page_size,
+        head_dim=pool.head_dim,
+        dtype=pool.data.dtype,
+        device=torch.device("cpu"),
+        planes=pool.planes,
+        pinned=pool.on_gpu,
+    )
 
 
 def copy_runs(first: Sequence[int], second: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:

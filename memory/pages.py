@@ -10,6 +10,7 @@ its memory serves as hot pages. Failed allocations are recorded as shortfalls, s
 
 import collections
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..configs.arithmetic import ceil_div
@@ -35,16 +36,14 @@ class PageLeakError(PdserveError):
     """`check_integrity()` found inconsistent page accounting: a bug."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PageGrant(Generic[PageT]):
     """The pages of one owner, in sequence order, and how many more it may take. Released exactly once."""
 
-    __slots__ = ("owner", "pages", "released", "reserved")
-
-    def __init__(self, owner: str, pages: list[PageT], reserved: int) -> None:
-        self.owner = owner
-        self.pages = pages
-        self.reserved = reserved
-        self.released = False
+    owner: str
+    pages: list[PageT]
+    reserved: int
+    released: bool = False
 
     def __repr__(self) -> str:
         return f"PageGrant({self.owner!r}, {len(self.pages)} pages, {self.reserved} reserved)"

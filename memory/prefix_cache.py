@@ -5,22 +5,33 @@ they are not written again, so any number of requests may read them. The cache o
 keep pages after their last release, and drops them, least recently used first, when the allocator evicts them.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from .index_spaces import KvPage
 from .pages import PageAllocator
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """One cached page and its tokens."""
 
-    __slots__ = ("children", "page", "parent", "tokens")
+    tokens: tuple[int, ...]
+    page: KvPage
+    parent: "_Node | None"
+    children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
 
-    def __init__(self, tokens: tuple[int, ...], page: KvPage, parent: "_Node | None") -> None:
-        self.tokens = tokens
-        self.page = page
-        self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+
+class InsertedPrefix:
+    """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.node: _Node | None = None
+        self.flushes = 0
+        self.complete = False
+        """Another page with the same prefix is cached: the rest is not added."""
 
 
 class PrefixCache:
@@ -32,6 +43,7 @@ class PrefixCache:
         self._enabled = enabled
         self._roots: dict[tuple[int, ...], _Node] = {}
         self._nodes: dict[KvPage, _Node] = {}
+        self._flushes = 0
         pages.on_evict = self._evicted
 
     def __len__(self) -> int:
@@ -52,24 +64,40 @@ class PrefixCache:
             children = node.children
         return found
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[KvPage]) -> None:
-        """Add the full pages among `pages`, which the caller holds and which have the KV of `tokens`.
+    def insert(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[KvPage],
+        inserted: InsertedPrefix | None = None,
+        *,
+        end: int | None = None,
+    ) -> None:
+        """Add the full pages among `pages`, which the caller holds and which have the KV of `tokens` (of those before
+        `end`). Pages that `inserted` counts are skipped; it is updated.
 
         If another page with the same prefix is cached already, that one stays and the rest is not added: a page in use
         must have its parent in use, because eviction takes leaves first.
         """
-        if not self._enabled:
+        inserted = inserted or InsertedPrefix()
+        if inserted.flushes != self._flushes:
+            inserted.pages, inserted.node, inserted.complete = 0, None, False
+            inserted.flushes = self._flushes
+        if not self._enabled or inserted.complete:
             return
-        parent: _Node | None = None
-        children = self._roots
-        for key, page in zip(self._keys(tokens, len(tokens)), pages, strict=False):
+        first = inserted.pages
+        keys = self._keys(tokens, len(tokens) if end is None else end, first)
+        for key, page in zip(keys, itertools.islice(pages, first, None), strict=False):
+            parent = inserted.node
+            children = self._roots if parent is None else parent.children
             node = children.get(key)
             if node is None:
                 node = children[key] = self._nodes[page] = _Node(key, page, parent)
                 self._pages.keep(page)
             elif node.page != page:
+                inserted.complete = True
                 return
-            parent, children = node, node.children
+            inserted.node = node
+            inserted.pages += 1
 
     def flush(self) -> int:
         """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""
@@ -78,11 +106,13 @@ class PrefixCache:
         count = len(self._nodes)
         self._nodes.clear()
         self._roots.clear()
+        self._flushes += 1
         return count
 
-    def _keys(self, tokens: Sequence[int], most_tokens: int) -> Iterator[tuple[int, ...]]:
+    def _keys(self, tokens: Sequence[int], most_tokens: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """The tokens of each full page, from page `first` on."""
         end = min(len(tokens), most_tokens)
-        for start in range(0, end - self._page_size + 1, self._page_size):
+        for start in range(first * self._page_size, end - self._page_size + 1, self._page_size):
             yield tuple(tokens[start : start + self._page_size])
 
     def _evicted(self, page: KvPage) -> None:

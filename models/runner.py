@@ -16,7 +16,7 @@ from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
 from .decoders.dsa_parameters import DsaParameters
-from .graphs.capture import DecodeGraphs
+from .graphs.capture import ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
@@ -49,7 +49,9 @@ class AnyDecoder(Protocol):
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
 
-    def hidden(self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None) -> torch.Tensor: ...
+    def hidden(
+        self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None, last_only: bool = False
+    ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -77,7 +79,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.parallel = parallel
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[StepGraphs] = []
 
     @classmethod
     def load(
@@ -145,31 +147,56 @@ class ModelRunner:
             return None
         if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
             return None
-        self._graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
-        return self._graphs
+        graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        self._graphs.append(graphs)
+        return graphs
+
+    def capture_chunk_graphs(
+        self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
+    ) -> ChunkGraphs | None:
+        """The same for steps of prompt chunks; only for dense models."""
+        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+            return None
+        graphs = ChunkGraphs(
+            self._decoder,
+            cache,
+            max_tokens=max_tokens,
+            max_slices=max_slices,
+            max_context=max_context,
+            decode_rows=decode_rows,
+        )
+        self._graphs.append(graphs)
+        return graphs
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""
-        self._graphs = None
+        self._graphs.clear()
 
     @torch.inference_mode()
     def forward(
-        self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+        self,
+        cache: KvCache,
+        slices: Sequence[SequenceSlice],
+        token_ids: torch.Tensor | None = None,
+        *,
+        logits: bool = True,
     ) -> torch.Tensor | None:
         """Run the slices in one pass, which writes their KV to `cache`. Returns float32 logits [len(slices), vocab] of
         the last token of each slice on the sampling rank, None on all others. Slices of one call do not see each
         other's KV unless they share pages.
 
-        `token_ids` (on the device, one per slice of a single token) replace those of the slices: the step can start
-        before the host knows the tokens. Only the first stage reads them.
+        `token_ids` (on the device, one per slice) replace those of slices of a single token: the step can start before
+        the host knows the tokens. Only the first stage reads them. Without `logits` the result is [0, vocab].
         """
-        if self._graphs is not None and self._graphs.fits(slices):
-            return self._graphs.run(slices, token_ids)
+        for graphs in self._graphs:
+            if graphs.fits(slices):
+                return graphs.run(slices, token_ids, logits=logits)
         batch = self._batch(cache, slices, token_ids)
-        hidden = self._run(cache, batch)
-        if hidden is None:
-            return None
-        return self._decoder.logits(hidden if batch.last_rows is None else hidden[batch.last_rows])
+        hidden = self._run(cache, batch, last_only=batch.last_rows is not None)
+        if hidden is None or logits:
+            return None if hidden is None else self._decoder.logits(hidden)
+        sampling_rank = self.parallel.shard.tp_rank == 0
+        return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32) if sampling_rank else None
 
     @torch.inference_mode()
     def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
@@ -185,12 +212,14 @@ class ModelRunner:
         """
         return self._decoder.logits(hidden)
 
-    def _run(self, cache: KvCache, batch: ForwardBatch) -> torch.Tensor | None:
-        """This stage's layers, with transfers from the previous and to the next stage; None if there is a next one."""
+    def _run(self, cache: KvCache, batch: ForwardBatch, *, last_only: bool = False) -> torch.Tensor | None:
+        """This stage's layers, with transfers from the previous and to the next stage; None if there is a next one.
+        With `last_only`, returns only the last row of each slice.
+        """
         shard, received = self.parallel.shard, None
         if not shard.first:
             received = self.parallel.receive_hidden(len(batch.token_ids), self.config.hidden_size, self.dtype)
-        hidden = self._decoder.hidden(batch, cache, hidden=received)
+        hidden = self._decoder.hidden(batch, cache, hidden=received, last_only=last_only and shard.last)
         if shard.last:
             return hidden
         self.parallel.send_hidden(hidden)

@@ -144,8 +144,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _serve(role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {}) -> int:
-    file = find_config_file(options.config) if options.config is not None else None
-    flags = given_flags(options, CONFIG_OF_ROLE[role].model_fields)
+    file, flags = find_config_file(options.config), given_flags(options, CONFIG_OF_ROLE[role].model_fields)
     config = load_config(role, file, {**flags, **fixed}, os.environ)
     if options.parent_pid is not None:
         from .launch.children import end_with_parent
@@ -161,8 +160,7 @@ def _serve(role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {
 
 
 def _pair_config(options: argparse.Namespace) -> PairConfig:
-    file = find_config_file(options.config) if options.config is not None else None
-    return load_pair_config(file, given_flags(options, PAIR_FIELDS), os.environ)
+    return load_pair_config(find_config_file(options.config), given_flags(options, PAIR_FIELDS), os.environ)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Collection[str] = ()) -> None:
@@ -186,14 +184,11 @@ def _add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], word: str) -> str:
     flag = word.partition("=")[0]
-    near = difflib.get_close_matches(flag, _flags_of(parser), n=3, cutoff=0.6)
     if elsewhere := [f"'{other.prog}'" for other in commands if flag in _flags_of(other)]:
-        hint = f": it is for {' and '.join(elsewhere)}"
-    elif near:
-        hint = f": did you mean {' or '.join(near)}?"
-    else:
-        hint = f" (see '{parser.prog} --help')"
-    return f"unknown argument {flag}{hint}"
+        return f"unknown argument {flag}: it is for {' and '.join(elsewhere)}"
+    if near := difflib.get_close_matches(flag, _flags_of(parser), n=3, cutoff=0.6):
+        return f"unknown argument {flag}: did you mean {' or '.join(near)}?"
+    return f"unknown argument {flag} (see '{parser.prog} --help')"
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -4,6 +4,7 @@ Weights are drawn N(0, 1/fan_in) and embeddings N(0, 1): with transformers' own 
 and an argmax proves little. Embeddings are untied unless asked for, since tied random ones just repeat one token.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -109,8 +110,12 @@ def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
+@functools.cache
 def load_smollm2_reference() -> Any:
-    """The embedded model in transformers; q and k are un-permuted by index here, not by reshapes as in the loader."""
+    """The embedded model in transformers; q and k are un-permuted by index here, not by reshapes as in the loader.
+
+    Loading takes ten seconds: tests/conftest.py lets one worker run all files that need it.
+    """
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,

@@ -9,24 +9,28 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-TIMED = {
-    f"tests/cluster/test_{name}.py"
-    for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
+GROUPS = {
+    "timed": [
+        f"cluster/test_{name}" for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
+    ],
+    "smollm2": ["cluster/test_smollm2_pair", "models/decoders/test_smollm2"],
 }
-"""Files with tests that fail when servers respond late. One worker runs all of them, one after the other."""
+"""Files that one worker runs, one after the other: those with tests that fail when servers respond late, and those that
+share a model which takes long to load."""
+GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for file in files}
 
 
-class TimedTestsTogether(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """As `--dist=loadfile`; all files in TIMED count as one file."""
+class GroupedFiles(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """As `--dist=loadfile`; the files of a group count as one file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "timed" if file in TIMED else file
+        return GROUP_OF.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TimedTestsTogether | None:
-    return TimedTestsTogether(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFiles | None:
+    return GroupedFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True, scope="session")

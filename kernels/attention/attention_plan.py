@@ -49,9 +49,13 @@ class WorkPlan:
     pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, index of its partial result
     piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
     tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
-    copied_tokens: int  # of the sequences in tiles, whose keys and values are copied out of their pages
+    last_tiles: torch.Tensor  # [2, L]: the tiles with the last query of a sequence
+    copied_tokens: int  # room for the sequences in tiles, whose keys and values are copied out of their pages
     copies: torch.Tensor  # [2, K]: sequence, and the first of its tokens in a block of COPY_TOKENS
     copy_starts: torch.Tensor  # [B], each sequence's first row in the copy
+    counts: torch.Tensor  # [3]: tiles, last tiles and copies in use; in a CUDA graph the arrays are longer
+    copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
+    allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
 
 
 def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
@@ -81,12 +85,24 @@ def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
     return pieces[:, np.argsort(start - end, kind="stable")], piece_starts
 
 
-def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> IntArray:
-    """Tiles [2, m] of sequences with several queries, those with the most visible keys first."""
-    tiles = _blocks(np.where(query_lens > 1, query_lens, 0), TILE_QUERIES)
+def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Tiles [2, m] of the queries, those with the most visible keys first; copies [2, k] and copy_starts [B] of keys.
+
+    Sequences without queries get neither tiles nor copies.
+    """
+    tiles = _blocks(query_lens, TILE_QUERIES)
     sequence, first = tiles
     seen = kv_lens[sequence] - query_lens[sequence] + first
-    return tiles[:, np.argsort(-seen, kind="stable")]
+    copied = np.where(query_lens > 0, kv_lens, 0)
+    padded = -(-copied // COPY_TOKENS) * COPY_TOKENS
+    copy_starts = (np.cumsum(padded) - padded).astype(np.int32)
+    return tiles[:, np.argsort(-seen, kind="stable")], _blocks(copied, COPY_TOKENS), copy_starts
+
+
+def last_tiles(query_lens: IntArray) -> IntArray:
+    """The tile [2, n] of each sequence's last query; sequences without queries have none."""
+    (sequence,) = query_lens.nonzero()
+    return np.stack((sequence, (query_lens[sequence] - 1) // TILE_QUERIES * TILE_QUERIES)).astype(np.int32)
 
 
 def _blocks(lengths: IntArray, size: int) -> IntArray:
@@ -106,16 +122,16 @@ def make_work_plan(
     page_size: int,
     num_kv_heads: int,
     device: torch.device,
+    allow_cuda: bool = True,
 ) -> WorkPlan:
     """Plan a batch and upload the plan to `device` in one copy. `pages[i]` holds exactly the pages of kv_lens[i]."""
     batch = len(query_lens)
     queries, keys = np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32)
     page_counts = [len(ids) for ids in pages]
     pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), num_pieces(batch, num_kv_heads, device))
-    tiles = cut_prefill(queries, keys)
-    copied = np.where(queries > 1, keys, 0)
-    copies = _blocks(copied, COPY_TOKENS)
-    padded = -(-copied // COPY_TOKENS) * COPY_TOKENS
+    tiled = np.where(queries > 1, queries, 0)
+    tiles, copies, copy_starts = cut_prefill(tiled, keys)
+    last = last_tiles(tiled)
     arrays: list[IntArray] = [
         np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=sum(page_counts)),
         np.cumsum([0, *page_counts[:-1]], dtype=np.int32),
@@ -125,12 +141,25 @@ def make_work_plan(
         pieces.reshape(-1),
         piece_starts,
         tiles.reshape(-1),
+        last.reshape(-1),
         copies.reshape(-1),
-        (np.cumsum(padded) - padded).astype(np.int32),
+        copy_starts,
+        np.array([tiles.shape[1], last.shape[1], copies.shape[1]], dtype=np.int32),
     ]
-    flat_pages, page_starts, lens, query, rows, flat_pieces, starts, flat_tiles, flat_copies, copy_starts = _upload(
-        arrays, device
-    )
+    (
+        flat_pages,
+        page_starts,
+        lens,
+        query,
+        rows,
+        flat_pieces,
+        starts,
+        flat_tiles,
+        flat_last,
+        flat_copies,
+        first_copies,
+        counts,
+    ) = _upload(arrays, device)
     return WorkPlan(
         tokens=sum(query_lens),
         page_size=page_size,
@@ -143,9 +172,12 @@ def make_work_plan(
         pieces=flat_pieces.view(4, -1),
         piece_starts=starts,
         tiles=flat_tiles.view(2, -1),
-        copied_tokens=int(padded.sum()),
+        last_tiles=flat_last.view(2, -1),
+        copied_tokens=copies.shape[1] * COPY_TOKENS,
         copies=flat_copies.view(2, -1),
-        copy_starts=copy_starts,
+        copy_starts=first_copies,
+        counts=counts,
+        allow_cuda=allow_cuda,
     )
 
 

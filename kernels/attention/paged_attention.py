@@ -10,8 +10,8 @@ any strides (a layer of a page-major pool), token j of a sequence is in its page
 out as query. Rows of a page beyond a sequence's end may hold anything, including NaN, from an earlier sequence.
 Pages have the dtype of query, or float8_e4m3fn: then keys and values are converted to that of query when read.
 
-The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels, else `GatherPlan`, for
-torch or, for sequences of one query, the Numba kernel.
+The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels and the CUDA kernel of
+paged_prefill_cuda.py, else `GatherPlan`, for torch or, for sequences of one query, the Numba kernel.
 """
 
 from collections.abc import Sequence
@@ -161,7 +161,15 @@ def plan_attention(
                 f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
             )
     if impl != "numba" and use_triton(impl, device):
-        return make_work_plan(query_lens, kv_lens, used, page_size=page_size, num_kv_heads=num_kv_heads, device=device)
+        return make_work_plan(
+            query_lens,
+            kv_lens,
+            used,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            device=device,
+            allow_cuda=impl == "auto",
+        )
     row_starts = [0, *accumulate(query_lens)]
     batch = list(zip(row_starts, query_lens, kv_lens, used, strict=False))
     return GatherPlan(
@@ -326,9 +334,17 @@ def _gather(
 
 
 def paged_attention(
-    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, *, scale: float
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    last_only: bool = False,
 ) -> torch.Tensor:
-    """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring."""
+    """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring. With
+    `last_only`, only the last row of each sequence is defined.
+    """
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
         raise ValueError(
@@ -361,6 +377,6 @@ def paged_attention(
         )
     if plan.tiles.shape[1]:
         launcher("attention.paged_prefill_triton", "launch_prefill")(
-            query, key_pages, value_pages, plan, out, scale=scale
+            query, key_pages, value_pages, plan, out, scale=scale, last_only=last_only
         )
     return out

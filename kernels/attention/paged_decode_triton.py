@@ -20,6 +20,7 @@ from .attention_plan import PIECE_TOKENS, WorkPlan
 from .page_rows_triton import load_page_rows
 
 _COMBINED_AT_ONCE = 16
+_COMBINING_PROGRAMS = 1024
 
 
 @triton.jit(do_not_specialize=["pieces_stride"])
@@ -109,6 +110,8 @@ def _decode_combine(
     piece_starts_ptr,
     row_starts_ptr,
     out_ptr,
+    HEADS: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,31 +120,32 @@ def _decode_combine(
     if OVERLAP:
         start_next()
         wait_for_previous()
-    head, heads = tl.program_id(0), tl.num_programs(0)
     sequence = tl.program_id(1)
     start = tl.load(piece_starts_ptr + sequence)
     end = tl.load(piece_starts_ptr + sequence + 1)
     if end - start <= 1:
         return
     column = tl.arange(0, BLOCK_D)
-    top = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(start, end, BLOCK):
-        number = first + tl.arange(0, BLOCK)
-        slot = number.to(tl.int64) * heads + head
-        log_sum = tl.load(log_sum_ptr + slot, mask=number < end, other=-float("inf"))
-        inside = (number < end)[:, None] & (column < D)[None, :]
-        partial = tl.load(partial_ptr + slot[:, None] * D + column[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(log_sum, 0))
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(log_sum - new_top)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
-        top = new_top
     row = tl.load(row_starts_ptr + sequence).to(tl.int64)
-    out = out_ptr + (row * heads + head) * D + column
-    tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
+    first_head = tl.program_id(0) * HEADS_AT_ONCE
+    for head in range(first_head, tl.minimum(first_head + HEADS_AT_ONCE, HEADS)):
+        top = -float("inf")
+        total = 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for first in range(start, end, BLOCK):
+            number = first + tl.arange(0, BLOCK)
+            slot = number.to(tl.int64) * HEADS + head
+            log_sum = tl.load(log_sum_ptr + slot, mask=number < end, other=-float("inf"))
+            inside = (number < end)[:, None] & (column < D)[None, :]
+            partial = tl.load(partial_ptr + slot[:, None] * D + column[None, :], mask=inside, other=0.0)
+            new_top = tl.maximum(top, tl.max(log_sum, 0))
+            shrink = tl.exp2(top - new_top)
+            weight = tl.exp2(log_sum - new_top)
+            total = total * shrink + tl.sum(weight, 0)
+            acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
+            top = new_top
+        out = out_ptr + (row * HEADS + head) * D + column
+        tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
 
 
 def launch_decode(
@@ -190,12 +194,16 @@ def launch_decode(
         num_stages=3,
         **overlap_options(query.device),
     )
-    _decode_combine[(heads, len(plan.row_starts))](
+    # in a large batch, most sequences are one piece: few programs then find that there is nothing to combine
+    at_once = min(max(1, triton.next_power_of_2(heads * len(plan.row_starts) // _COMBINING_PROGRAMS)), heads)
+    _decode_combine[(triton.cdiv(heads, at_once), len(plan.row_starts))](
         partial,
         log_sum,
         plan.piece_starts,
         plan.row_starts,
         out,
+        HEADS=heads,
+        HEADS_AT_ONCE=at_once,
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK=_COMBINED_AT_ONCE,

@@ -1,9 +1,10 @@
-"""Triton kernels of paged_attention.py for sequences with several queries.
+"""Kernels of paged_attention.py for sequences with several queries.
 
 Keys and values are first copied out of their pages into one contiguous tensor per head, in the dtype of the queries.
 This takes a few percent of the time, and lets the tensor memory accelerator (TMA) feed the matrix units, which is 30%
-faster (H200). A program processes a tile of queries (half a tile if rows are wide) and one query head: first the keys
-that all its queries see, then the diagonal.
+faster (H200). Then the CUDA kernel of paged_prefill_cuda.py attends, where it supports the geometry, or the Triton
+kernel of this file. A program of the latter processes a tile of queries (half a tile if rows are wide) and one query
+head: first the keys that all its queries see, then the diagonal.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
@@ -20,6 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .attention_plan import COPY_TOKENS, TILE_QUERIES, WorkPlan
 from .page_rows_triton import load_page_rows
+from .paged_prefill_cuda import launch_tiles, supports
+
+_MOST_COPY_PROGRAMS = 256
+"""Programs per KV head that copy; each copies several blocks if there are more."""
 
 
 @triton.jit(do_not_specialize=["copies_stride"])
@@ -31,6 +36,7 @@ def _copy_out(
     kv_lens_ptr,
     copies_ptr,
     copy_starts_ptr,
+    counts_ptr,
     keys_ptr,
     values_ptr,
     copies_stride,
@@ -42,26 +48,39 @@ def _copy_out(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         start_next()
         wait_for_previous()
     head = tl.program_id(0)
-    copy = copies_ptr + tl.program_id(1)
-    sequence = tl.load(copy)
-    first = tl.load(copy + copies_stride)
-    kv_len = tl.load(kv_lens_ptr + sequence)
-    pages = pages_ptr + tl.load(page_starts_ptr + sequence)
     column = tl.arange(0, BLOCK_D)
+    row = tl.arange(0, BLOCK)
     keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
-    key = load_page_rows(pages, keys, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
-    value = load_page_rows(pages, values, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
-    # rows past the end are written as zeros: they may hold NaN, and 0 * NaN is not 0
-    place = (head * copied_tokens + tl.load(copy_starts_ptr + sequence) + first).to(tl.int64) + tl.arange(0, BLOCK)
-    target = place[:, None] * D + column[None, :]
-    tl.store(keys_ptr + target, key.to(keys_ptr.dtype.element_ty), mask=(column < D)[None, :])
-    tl.store(values_ptr + target, value.to(values_ptr.dtype.element_ty), mask=(column < D)[None, :])
+    for number in range(tl.program_id(1), tl.load(counts_ptr + 2), tl.num_programs(1)):
+        sequence = tl.load(copies_ptr + number)
+        first = tl.load(copies_ptr + copies_stride + number)
+        kv_len = tl.load(kv_lens_ptr + sequence)
+        pages = pages_ptr + tl.load(page_starts_ptr + sequence)
+        key = load_page_rows(pages, keys, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
+        value = load_page_rows(pages, values, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
+        key, value = key.to(keys_ptr.dtype.element_ty), value.to(values_ptr.dtype.element_ty)
+        # rows past the end are written as zeros: they may hold NaN, and 0 * NaN is not 0
+        start = (head * copied_tokens + tl.load(copy_starts_ptr + sequence) + first).to(tl.int64) * D
+        if SWIZZLED:
+            # halves of 64 elements, one after the other; word w of 8 elements of a row is at w ^ row % 8
+            word = tl.arange(0, BLOCK_D // 8)
+            place = (
+                (word // 8)[None, :] * (BLOCK * 64) + row[:, None] * 64 + ((word % 8)[None, :] ^ (row % 8)[:, None]) * 8
+            )
+            target = start + place[:, :, None] + tl.arange(0, 8)[None, None, :]
+            tl.store(keys_ptr + target, tl.reshape(key, (BLOCK, BLOCK_D // 8, 8)))
+            tl.store(values_ptr + target, tl.reshape(value, (BLOCK, BLOCK_D // 8, 8)))
+        else:
+            target = start + row[:, None] * D + column[None, :]
+            tl.store(keys_ptr + target, key, mask=(column < D)[None, :])
+            tl.store(values_ptr + target, value, mask=(column < D)[None, :])
 
 
 @triton.jit
@@ -167,17 +186,21 @@ def launch_prefill(
     out: torch.Tensor,
     *,
     scale: float,
+    last_only: bool,
 ) -> None:
-    """Fill the rows of `out` whose sequences are in the plan's tiles."""
+    """Fill the rows of `out` whose sequences are in the plan's tiles; with `last_only`, at least their last rows."""
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     block_d = max(triton.next_power_of_2(head_dim), 16)
     # float32 products are element-wise, which takes minutes to compile for large tiles
     wide = query.dtype == torch.float32 or query.dtype.itemsize * block_d > 256
     rows, block = (TILE_QUERIES // 2, 32) if wide else (TILE_QUERIES, 128)
-    keys = query.new_empty(kv_heads * plan.copied_tokens, head_dim)
-    values = torch.empty_like(keys)
-    _copy_out[(kv_heads, plan.copies.shape[1])](
+    copied = plan.copied
+    if copied is None:
+        copied = query.new_empty(2, kv_heads * plan.copied_tokens, head_dim)
+    keys, values = copied.unbind()
+    use_cuda = plan.allow_cuda and supports(query)
+    _copy_out[(kv_heads, min(plan.copies.shape[1], _MOST_COPY_PROGRAMS))](
         key_pages,
         value_pages,
         plan.pages,
@@ -185,6 +208,7 @@ def launch_prefill(
         plan.kv_lens,
         plan.copies,
         plan.copy_starts,
+        plan.counts,
         keys,
         values,
         plan.copies.stride(0),
@@ -194,20 +218,25 @@ def launch_prefill(
         BLOCK_D=block_d,
         PAGE=page_size,
         BLOCK=COPY_TOKENS,
+        SWIZZLED=use_cuda,
         num_warps=8,
         **overlap_options(query.device),
     )
-    _prefill_tiles[(heads, plan.tiles.shape[1], TILE_QUERIES // rows)](
+    if use_cuda:
+        launch_tiles(query, keys, values, plan, out, scale=scale, last_only=last_only)
+        return
+    tiles = plan.last_tiles if last_only else plan.tiles
+    _prefill_tiles[(heads, tiles.shape[1], TILE_QUERIES // rows)](
         query,
         TensorDescriptor.from_tensor(keys, [block, block_d]),
         TensorDescriptor.from_tensor(values, [block, block_d]),
         plan.kv_lens,
         plan.query_lens,
         plan.row_starts,
-        plan.tiles,
+        tiles,
         plan.copy_starts,
         out,
-        plan.tiles.stride(0),
+        tiles.stride(0),
         plan.copied_tokens,
         query.stride(0),
         scale / math.log(2),

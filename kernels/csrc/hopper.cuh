@@ -82,6 +82,18 @@ __device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrive at the barrier, whose phase then ends when `bytes` bytes have been copied as well.
+__device__ __forceinline__ void expect_bytes(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// From global to shared memory; both addresses and the size are multiples of 16. The barrier counts the bytes.
+__device__ __forceinline__ void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void store_remote(unsigned to, float a, float b, float c, float d) {
@@ -126,7 +138,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 
 // Operands of matrix products in shared memory, as descriptors; adding n to one moves it by 16 * n bytes.
 //
-// A tile is 64 lines of 128 bytes, aligned to 1024. The 16-byte words of a line are swizzled: word w of line l is at
+// A tile is lines of 128 bytes, aligned to 1024. The 16-byte words of a line are swizzled: word w of line l is at
 // w ^ l % 8. Elements along a line are what the product sums over or, transposed, its columns; 64 of those are in one
 // tile and the next 64 are `next_tile` bytes further.
 __device__ __forceinline__ unsigned word_in_tile(int line, int word) { return line * 128 + ((word ^ (line & 7)) << 4); }
@@ -180,6 +192,10 @@ __device__ __forceinline__ void finish_products(float (&sums)[N]) {
 #define LIST_32                                                                     \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "        \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_64                                                                          \
+    LIST_32                                                                              \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST_128                                                                                   \
     LIST_32                                                                                        \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "           \
@@ -206,6 +222,25 @@ __device__ __forceinline__ void multiply_64x64(float (&sums)[32], unsigned long 
                  "}, %32, %33, 1, 1, 1, 0, 0;"
                  : SUMS_16(sums, 0), SUMS_16(sums, 16)
                  : "l"(a), "l"(b));
+}
+
+// sums [64, 128] = (add ? sums : 0) + a [64, 16] * b [128, 16]^T
+__device__ __forceinline__ void multiply_64x128(float (&sums)[64], unsigned long long a, unsigned long long b,
+                                                bool add) {
+    asm volatile(
+        "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" LIST_64
+        "}, %64, %65, add, 1, 1, 0, 0;\n\t}"
+        : SUMS_64(sums, 0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// sums [64, 128] += a [64, 16] * b [16, 128]; `a` in registers, as load_matrices leaves it.
+__device__ __forceinline__ void multiply_64x128(float (&sums)[64], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" LIST_64
+                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : SUMS_64(sums, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // sums [64, 256] += a [64, 16] * b [16, 256]

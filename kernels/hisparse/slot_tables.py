@@ -23,10 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+import numpy as np
 import torch
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
+from ..backends.uploads import upload_array
 
 KvRows = NewType("KvRows", torch.Tensor)
 """Flat rows of a pool with the pages of sequences, such as the one in host memory: int32, -1 for none."""
@@ -185,9 +187,7 @@ class SlotTables:
                 f"capacity {capacity} with {len(hot_pages)} pages: a buffer has at least {self.hot_rows} rows "
                 f"and at most {self.hot_pages.shape[1]} pages"
             )
-        values = torch.tensor([capacity, *hot_pages], dtype=torch.int32)
-        if self.capacity.device.type == "cuda":
-            values = values.pin_memory().to(self.capacity.device, non_blocking=True)
+        values = upload_array(np.array([capacity, *hot_pages], dtype=np.int32), self.capacity.device)
         self.capacity[request] = values[0]
         self.hot_pages[request, : len(hot_pages)] = values[1:]
 

@@ -59,15 +59,11 @@ def write_back(
     constants = (("PAGE_SIZE", host.shape[2]), ("ROW_BYTES", hot.shape[3]), ("THREADS", THREADS))
     load_kernel("write_back.cu", "write_back", hot.device, constants).launch(
         device_address(hot),
-        hot.stride(0),
-        hot.stride(1),
-        hot.stride(2),
+        *hot.stride()[:3],
         hot_rows.data_ptr(),
         hot_rows.stride(0),
         device_address(host),
-        host.stride(0),
-        host.stride(1),
-        host.stride(2),
+        *host.stride()[:3],
         host_rows.data_ptr(),
         batch,
         layers,

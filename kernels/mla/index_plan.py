@@ -54,16 +54,6 @@ class IndexPlan:
         on_device = flat.split_with_sizes([len(table), tokens, tokens])
         return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2])
 
-    @classmethod
-    def padded(cls, tokens: int, *, max_pages: int, page_size: int, device: torch.device) -> Self:
-        """Memory for up to `tokens` sequences of one query each, to be filled in place; initially no token sees any.
-
-        Row t of the page table belongs to token t. This is the plan of a decode graph.
-        """
-        table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
-        sequence = torch.arange(tokens, dtype=torch.int32, device=device)
-        return cls(page_size, table, sequence, torch.zeros(tokens, dtype=torch.int32, device=device))
-
     @property
     def tokens(self) -> int:
         return len(self.sequence)

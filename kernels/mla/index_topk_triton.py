@@ -1,9 +1,10 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
-Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has one
-of them and every n-th block of its visible keys (`_index_scores`). In a decode step, blocks are numbered across the
-batch, and every program has an equal share, of one token or a few adjacent ones (`_index_scores_of_few`): 50 instead of
-57 us for 20 tokens that see 34,500 keys each, of which 42 are the time to read them (H200).
+Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has
+_GROUP adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
+tokens of a sequence. In a decode step, blocks are numbered across the batch, and every program has an equal share, of
+one token or a few adjacent ones (`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each,
+of which 42 are the time to read them (H200).
 
 Keys are the rows and heads the columns of the matrix products, so that the sum over heads stays within a few threads.
 The buffer, 4 bytes per key of 256, mostly stays in the L2 cache between the two kernels.
@@ -24,7 +25,8 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 from .index_plan import IndexPlan, select_top_reference
 
 _KEYS_AT_ONCE = 128
-_PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
+_PROGRAMS_PER_SM = 8  # one or two run at a time; more balance sequences of different lengths
+_GROUP = 4  # tokens of a program, for which a block of keys is read once
 _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = 2
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
@@ -33,7 +35,7 @@ _SELECT_THREADS = 1024
 _SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # scores that a block of select_top holds in registers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _index_scores(
     query_ptr,
     weights_ptr,
@@ -49,6 +51,8 @@ def _index_scores(
     token_stride,
     scores_stride,
     k,
+    tokens,
+    BLOCK_T: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
@@ -60,22 +64,34 @@ def _index_scores(
 ):
     if OVERLAP:
         start_next()
-    token = tl.program_id(0).to(tl.int64)
-    visible = tl.load(visible_ptr + token)
-    pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    visible = tl.load(visible_ptr + token, mask=token < tokens, other=0)
+    visible = tl.where(visible > k, visible, 0)  # the others select all, whatever their scores
+    sequence = tl.load(sequence_ptr + token, mask=token < tokens, other=-1)
     if OVERLAP:  # the plan was written before this step; queries and the newest keys were not
         wait_for_previous()
-    if visible <= k:  # all are selected, whatever their scores
-        return
-    head = tl.arange(0, BLOCK_H)
+    # one row per token and head
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    row_token, head = tl.program_id(0) * BLOCK_T + row // BLOCK_H, row % BLOCK_H
     column = tl.arange(0, BLOCK_D)
-    inside = (head < HEADS)[:, None] & (column < D)[None, :]
-    query = tl.load(query_ptr + token * query_stride + head[:, None] * D + column[None, :], mask=inside, other=0.0)
-    weight = tl.load(weights_ptr + token * weights_stride + head, mask=head < HEADS, other=0.0)
-    scores = scores_ptr + token * scores_stride
-    for first in range(tl.program_id(1) * BLOCK, visible, tl.num_programs(1) * BLOCK):
-        key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
-        _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+    is_head = (row_token < tokens) & (head < HEADS)
+    rows = query_ptr + row_token.to(tl.int64)[:, None] * query_stride + head[:, None] * D + column[None, :]
+    query = tl.load(rows, mask=is_head[:, None] & (column < D)[None, :], other=0.0)
+    weight = tl.load(weights_ptr + row_token.to(tl.int64) * weights_stride + head, mask=is_head, other=0.0)
+    scores = scores_ptr + token.to(tl.int64)[None, :] * scores_stride
+    current = tl.max(tl.where(visible > 0, sequence, -1), 0)
+    while current >= 0:  # usually the only sequence of these tokens
+        limit = tl.where(sequence == current, visible, 0)
+        pages = table_ptr + current.to(tl.int64) * table_stride
+        end = tl.max(limit, 0)
+        for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+            key = load_page_rows(pages, key_ptr, first, end, page_stride, token_stride, column, D, PAGE, BLOCK)
+            product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+            weighted = tl.maximum(product, 0.0) * weight[None, :]
+            score = tl.sum(tl.reshape(weighted, (BLOCK, BLOCK_T, BLOCK_H)), 2)
+            position = first + tl.arange(0, BLOCK)[:, None]
+            tl.store(scores + position, score, mask=position < limit[None, :])
+        current = tl.max(tl.where((visible > 0) & (sequence < current), sequence, -1), 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -200,13 +216,14 @@ def _launch_scores(
     device = query.device
     page_stride, _, token_stride, _ = key_pages.stride()
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    few_tokens = {}
     if tokens <= _FEW_TOKENS:
         launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
-        few_tokens = {"tokens": tokens, "BLOCK_T": triton.next_power_of_2(tokens)}
+        block_t, warps = triton.next_power_of_2(tokens), 4
     else:
+        block_t, warps = (_GROUP, 8) if query.dtype.itemsize == 2 else (1, 4)  # float32 products take many registers
+        groups = ceil_div(tokens, block_t)
         launch = _index_scores[
-            (tokens, min(ceil_div(_PROGRAMS_PER_SM * sms, tokens), scores.shape[1] // _KEYS_AT_ONCE))
+            (groups, min(ceil_div(_PROGRAMS_PER_SM * sms, groups), scores.shape[1] // _KEYS_AT_ONCE))
         ]
     launch(
         query,
@@ -223,7 +240,8 @@ def _launch_scores(
         token_stride,
         scores.stride(0),
         k,
-        **few_tokens,
+        tokens,
+        BLOCK_T=block_t,
         HEADS=heads,
         BLOCK_H=max(triton.next_power_of_2(heads), 16),
         D=dim,
@@ -231,7 +249,7 @@ def _launch_scores(
         PAGE=plan.page_size,
         BLOCK=_KEYS_AT_ONCE,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
-        num_warps=4,
+        num_warps=warps,
         num_stages=3 if query.dtype.itemsize == 2 else 2,
         **overlap_options(device),
     )

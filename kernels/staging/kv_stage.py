@@ -32,20 +32,6 @@ def block_bytes(pool: torch.Tensor, *, tokens: int, layers: int, heads: int) -> 
     return layers * planes * heads * tokens * dim * pool.element_size()
 
 
-def kv_gather_reference(
-    pool: torch.Tensor, pages: torch.Tensor, block: torch.Tensor, *, start: int, end: int, layers: range, heads: range
-) -> None:
-    for slots, rows in _pieces(pool, pages, block, start, end, layers, heads):
-        rows.copy_(slots)
-
-
-def kv_scatter_reference(
-    block: torch.Tensor, pool: torch.Tensor, pages: torch.Tensor, *, start: int, end: int, layers: range, heads: range
-) -> None:
-    for slots, rows in _pieces(pool, pages, block, start, end, layers, heads):
-        slots.copy_(rows)
-
-
 def kv_gather(
     pool: torch.Tensor,
     pages: torch.Tensor,
@@ -58,14 +44,7 @@ def kv_gather(
     impl: Impl = "auto",
 ) -> None:
     """Fill `block` with tokens [start, end) of these pages; see the module docstring."""
-    _check(pool, pages, block, start, end, layers, heads)
-    if not use_triton(impl, pool.device):
-        kv_gather_reference(pool, pages, block, start=start, end=end, layers=layers, heads=heads)
-    elif block.numel():
-        from .kv_stage_triton import launch_kv_stage
-
-        pool, block = _as_words(pool, block)
-        launch_kv_stage(pool, pages, block, start, end, layers, heads, gather=True)
+    _copy(pool, pages, block, start, end, layers, heads, impl, gather=True)
 
 
 def kv_scatter(
@@ -80,14 +59,7 @@ def kv_scatter(
     impl: Impl = "auto",
 ) -> None:
     """Write `block` to tokens [start, end) of these pages and nothing else; see the module docstring."""
-    _check(pool, pages, block, start, end, layers, heads)
-    if not use_triton(impl, pool.device):
-        kv_scatter_reference(block, pool, pages, start=start, end=end, layers=layers, heads=heads)
-    elif block.numel():
-        from .kv_stage_triton import launch_kv_stage
-
-        pool, block = _as_words(pool, block)
-        launch_kv_stage(pool, pages, block, start, end, layers, heads, gather=False)
+    _copy(pool, pages, block, start, end, layers, heads, impl, gather=False)
 
 
 def warm_up_kv_stage(pool: torch.Tensor) -> None:
@@ -103,11 +75,34 @@ def warm_up_kv_stage(pool: torch.Tensor) -> None:
     kv_scatter(block, pool, pages, start=0, end=1, layers=range(1), heads=range(1))
 
 
+def _copy(
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    block: torch.Tensor,
+    start: int,
+    end: int,
+    layers: range,
+    heads: range,
+    impl: Impl,
+    *,
+    gather: bool,
+) -> None:
+    _check(pool, pages, block, start, end, layers, heads)
+    pool, block = _as_words(pool, block)
+    if not use_triton(impl, pool.device):
+        for slots, rows in _pieces(pool, pages, block, start, end, layers, heads):
+            target, source = (rows, slots) if gather else (slots, rows)
+            target.copy_(source)
+    elif block.numel():
+        from .kv_stage_triton import launch_kv_stage
+
+        launch_kv_stage(pool, pages, block, start, end, layers, heads, gather=gather)
+
+
 def _pieces(
     pool: torch.Tensor, pages: torch.Tensor, block: torch.Tensor, start: int, end: int, layers: range, heads: range
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Per page, the same tokens in the pool and in the block: two views `[layer, plane, head, token, word]`."""
-    pool, block = _as_words(pool, block)
     size, width = pool.shape[4:]
     rows = block.view(len(layers), pool.shape[2], len(heads), end - start, width)
     part = pool[:, layers.start : layers.stop, :, heads.start : heads.stop]

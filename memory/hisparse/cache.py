@@ -18,7 +18,7 @@ from ...configs.errors import StartupError
 from ...kernels.backends.streams import wait_for_stream
 from ...kernels.hisparse.slot_tables import SlotTables, buffer_pages, check_geometry
 from ...kernels.hisparse.swap_plan import SwapPlan
-from ..index_spaces import HotPage, KvPage, LocalHotPage, RequestSlot
+from ..index_spaces import HotPage, KvPage, RequestSlot
 from ..kv_pool import KvCache, KvPool
 from ..page_store import copy_runs
 from ..pages import pages_for
@@ -126,8 +126,6 @@ class HiSparseCache(KvCache):
         """Wait for all enqueued work: its writes are then in host memory, and it reads nothing any more."""
         wait_for_stream(self.device)
 
-    # -- hot buffers -------------------------------------------------------------------------------------------
-
     def open(self, slot: RequestSlot, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
         """Assign this slot to a request of `tokens` tokens.
 
@@ -135,11 +133,8 @@ class HiSparseCache(KvCache):
         `tokens` is within `capacity` it is fully resident, and `load_rows` must copy its rows before it runs.
         Otherwise its buffer starts empty.
         """
-        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
-        self._check(local_pages, tokens + 1, capacity)
-        self._capacities[slot] = capacity
+        self._set_pages(slot, hot_pages, tokens + 1, capacity)
         self.tables.admit(slot, resident=tokens <= capacity)
-        self.tables.set_pages(slot, local_pages, capacity)
 
     def load_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int) -> None:
         """Copy the first `tokens` rows of a request from `pages` of host memory to its hot buffer, page by page, on the
@@ -156,27 +151,24 @@ class HiSparseCache(KvCache):
         The capacity may be lowered to the size of the buffer at any time, and raised only while the sequence is within
         the old one.
         """
-        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
-        self._check(local_pages, 1, capacity)
-        self._capacities[slot] = capacity
-        self.tables.set_pages(slot, local_pages, capacity)
+        self._set_pages(slot, hot_pages, 1, capacity)
 
     def is_resident(self, slot: int, tokens: int) -> bool:
         """Whether a sequence of `tokens` tokens is fully resident in a step that is enqueued now."""
         return tokens <= self._capacities[slot]
 
-    def _check(self, local_pages: Sequence[LocalHotPage], tokens: int, capacity: int) -> None:
+    def _set_pages(self, slot: RequestSlot, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
+        """Assign pages, which must hold `tokens` tokens if these are within the capacity, else a buffer."""
+        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
         rows, needed = len(local_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
         assert rows >= needed, f"{len(local_pages)} hot pages of {self.page_size} rows do not hold {needed}"
         assert all(0 <= page < self.hot.num_pages for page in local_pages), f"hot pages are {local_pages}"
-
-    # -- pages -------------------------------------------------------------------------------------------------
+        self._capacities[slot] = capacity
+        self.tables.set_pages(slot, local_pages, capacity)
 
     def copy_page(self, source: int, destination: int) -> None:
         self.wait()
         super().copy_page(source, destination)
-
-    # -- watching ----------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         """Totals since start: hits and misses of evicting sequences, bytes fetched for misses, rows written back. On a

@@ -71,9 +71,11 @@ class Decoder:
         *,
         hidden: torch.Tensor | None = None,
         live_rows: torch.Tensor | None = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """Write the KV of all tokens into `cache`; returns the output of the stage's last layer, [T, hidden], for
-        `logits` or for the next stage, which gets it as `hidden`. The first stage gets None.
+        `logits` or for the next stage, which gets it as `hidden`. The first stage gets None. With `last_only`, returns
+        only the `last_rows` of the batch: the last layer then computes nothing but KV for the others.
 
         `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
         nothing, and their results are undefined.
@@ -101,7 +103,11 @@ class Decoder:
                 eps=eps,
                 live_rows=live_rows,
             )
-            attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale)
+            at_end = last_only and index + 1 == len(layers)
+            attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale, last_only=at_end)
+            if at_end:
+                assert batch.last_rows is not None
+                attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
             attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             gated = gated_linear(normed, layer.gate_up, layer.gate_up_bias)

@@ -159,11 +159,13 @@ class DsaDecoder:
         *,
         hidden: torch.Tensor | None = None,
         live_rows: torch.Tensor | None = None,
+        last_only: bool = False,
         plan: IndexPlan | None = None,
         rows: LatentRows | None = None,
     ) -> torch.Tensor:
         """Write the rows and keys of all tokens into `cache`; returns the output of the stage's last layer,
-        [T, hidden], for `logits` or for the next stage, which gets it as `hidden`. The first stage gets None.
+        [T, hidden], for `logits` or for the next stage, which gets it as `hidden`. The first stage gets None. With
+        `last_only`, returns only the `last_rows` of the batch.
 
         `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
         nothing, and their results are undefined. `plan` is given for a batch without slices, in a CUDA graph. `rows`
@@ -202,6 +204,9 @@ class DsaDecoder:
                     query, index_query = expand_queries(*to_expand)
                     rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
             attended = attend(query, *rows.selected(index), scale=self._scale, value_dim=dsa.kv_rank)
+            if last_only and index + 1 == len(layers):
+                assert batch.last_rows is not None
+                attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
             attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             if isinstance(layer.mlp, MlpParameters):

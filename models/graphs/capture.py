@@ -1,10 +1,11 @@
-"""CUDA graphs of the decode step: one launch instead of about 400.
+"""CUDA graphs of whole steps: one launch instead of about 400.
 
-A graph is captured per batch size and kind of step. All inputs that change from step to step (tokens, positions,
-lengths, pages, the attention plan) are in one device buffer, which one copy fills before a replay. A batch runs in the
-smallest graph that holds it; padded rows write no KV and are not returned.
+A graph is captured per size and kind of step. All inputs that change from step to step (tokens, positions, lengths,
+pages, the attention plan) are in one device buffer, which one copy fills before a replay. A step runs in the smallest
+graph that holds it; padded rows write no KV and are not returned.
 """
 
+import bisect
 import itertools
 import logging
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ...memory.pages import pages_for
 from ..decoders.dense import Decoder
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import SequenceSlice
+from .chunks import ChunkStep
 from .dense import DenseStep
 from .dsa import DsaStep
 
@@ -32,13 +34,24 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
     return [*(size for size in sizes if size < max_batch), max_batch]
 
 
+def graph_token_counts(max_tokens: int) -> list[int]:
+    """16, 32, 64, then every 128 up to 1,024, every 256 beyond, and `max_tokens` itself: matrix products take steps of
+    128 rows, and few rows take as long as reading the weights.
+    """
+    sizes = (16, 32, 64, *range(128, 1024, 128), *range(1024, max_tokens, 256))
+    return [*(size for size in sizes if size < max_tokens), max_tokens]
+
+
 class GraphedStep(Protocol):
-    """The part that depends on the architecture: the inputs of a decode step, at fixed addresses, and the step.
+    """The part that depends on the architecture: the inputs of a step, at fixed addresses, and the step.
 
     Steps have `kinds` kinds, numbered from 0, which launch different kernels.
     """
 
     kinds: int
+
+    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
+        """The least size of a graph for this batch, in rows of the forward pass; None if no graph can run it."""
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Upload a batch padded to `size` rows, in stream order; returns its kind of step.
@@ -46,56 +59,67 @@ class GraphedStep(Protocol):
         Raises ValueError if a sequence has too few pages.
         """
 
-    def token_ids(self, size: int) -> torch.Tensor:
-        """The tokens [size] that the step will run, on the device."""
+    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
+        """Use `token_ids` (on the device, one per slice) for the slices of a single token."""
 
     def hidden(self, size: int, kind: int, /) -> torch.Tensor:
-        """Run the step on the inputs of `fill`; results of padded rows are undefined. This is what is captured."""
+        """Run the step on the inputs of `fill`; returns the input of `logits`, a row per slice and undefined rows of
+        padding. This is what is captured.
+        """
 
 
-class DecodeGraphs:
-    """Decode steps of one rank's decoder over one cache. Owns the graphs, their memory and their input buffers.
+class StepGraphs:
+    """Steps of one rank's decoder over one cache. Owns the graphs, their memory and their input buffers.
 
-    Not thread-safe. `max_context` limits the tokens of a sequence; it costs memory for page ids, not time.
+    Not thread-safe.
     """
 
-    def __init__(self, decoder: Decoder | DsaDecoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
+    def __init__(
+        self, decoder: Decoder | DsaDecoder, step: GraphedStep, device: torch.device, sizes: list[int], max_slices: int
+    ) -> None:
         self._decoder = decoder
-        self._device = cache.device
-        self._max_context = max_context
-        self._sizes = graph_batch_sizes(max_batch)
-        max_pages = pages_for(max_context, cache.page_size)
-        self._step: GraphedStep
-        if isinstance(decoder, DsaDecoder):
-            self._step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
-        else:
-            self._step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
-        self._logits = torch.empty(max_batch, decoder.config.vocab_size, dtype=torch.float32, device=cache.device)
+        self._step = step
+        self._device = device
+        self._sizes = sizes
+        config = decoder.config
+        self._hidden = torch.empty(max_slices, config.hidden_size, dtype=decoder.parameters.dtype, device=device)
+        self._logits = torch.empty(max_slices, config.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._rows: dict[int, int] = {}
+        """Rows of logits of a step, by its size."""
+        self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """By rows. Separate, because only the last chunk of a prompt needs logits."""
         self._last_kind = 0
         self._capture()
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `run` accepts this batch: single tokens, not too many, all within `max_context`."""
-        return 0 < len(slices) <= self._sizes[-1] and all(
-            len(piece.token_ids) == 1 and piece.end <= self._max_context for piece in slices
-        )
+        """Whether `run` accepts this batch."""
+        size = self._step.size(slices)
+        return size is not None and 0 < size <= self._sizes[-1]
 
-    def run(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None, *, logits: bool = True
+    ) -> torch.Tensor:
         """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
-        of the last step. Does not wait for the device. `token_ids` on the device replace those of the slices, if given:
-        the step can start before the host knows the tokens.
+        of the last step. Does not wait for the device. `token_ids` on the device replace those of slices of a single
+        token, if given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab].
         """
-        batch_size = next(size for size in self._sizes if size >= len(slices))
-        self._last_kind = self._step.fill(slices, batch_size)
+        needed = self._step.size(slices)
+        assert needed is not None, "the batch fits"
+        size = self._sizes[bisect.bisect_left(self._sizes, needed)]
+        self._last_kind = self._step.fill(slices, size)
         if token_ids is not None:
-            self._step.token_ids(batch_size)[: len(slices)].copy_(token_ids)
-        self._graphs[batch_size, self._last_kind].replay()
+            self._step.replace_tokens(slices, token_ids)
+        self._graphs[size, self._last_kind].replay()
+        if not logits:
+            return self._logits[:0]
+        self._logits_graphs[self._rows[size]].replay()
         return self._logits[: len(slices)]
 
-    def replay(self, batch_size: int) -> None:
-        """Repeat the last step, which had this batch size, on the same inputs: for benchmarks."""
-        self._graphs[batch_size, self._last_kind].replay()
+    def replay(self, size: int) -> None:
+        """Repeat the last step, which had this size, on the same inputs: for benchmarks."""
+        self._graphs[size, self._last_kind].replay()
+        self._logits_graphs[self._rows[size]].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -105,15 +129,64 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._step.fill([], size)
             for kind in range(self._step.kinds):
-                self._run_step(size, kind)
+                self._rows[size] = self._run_step(size, kind)
+                self._run_logits(self._rows[size])
         torch.cuda.synchronize(self._device)
         progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
         for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            with torch.cuda.graph(self._graphs.setdefault((size, kind), torch.cuda.CUDAGraph()), pool=memory):
                 self._run_step(size, kind)
-            self._graphs[size, kind] = graph
             progress.add(1)
+        for rows in sorted(set(self._rows.values()), reverse=True):
+            with torch.cuda.graph(self._logits_graphs.setdefault(rows, torch.cuda.CUDAGraph()), pool=memory):
+                self._run_logits(rows)
 
-    def _run_step(self, batch_size: int, kind: int) -> None:
-        self._decoder.logits(self._step.hidden(batch_size, kind), out=self._logits[:batch_size])
+    def _run_step(self, size: int, kind: int) -> int:
+        hidden = self._step.hidden(size, kind)
+        self._hidden[: len(hidden)].copy_(hidden)
+        return len(hidden)
+
+    def _run_logits(self, rows: int) -> None:
+        self._decoder.logits(self._hidden[:rows], out=self._logits[:rows])
+
+
+class DecodeGraphs(StepGraphs):
+    """Steps of one token per sequence. `max_context` limits the tokens of a sequence; it costs memory for page ids, not
+    time.
+    """
+
+    def __init__(self, decoder: Decoder | DsaDecoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
+        max_pages = pages_for(max_context, cache.page_size)
+        step: GraphedStep
+        if isinstance(decoder, DsaDecoder):
+            step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
+        else:
+            step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
+        super().__init__(decoder, step, cache.device, graph_batch_sizes(max_batch), max_batch)
+
+
+class ChunkGraphs(StepGraphs):
+    """Steps of prompt chunks of a dense model, of `max_tokens` tokens and `max_slices` sequences together at most.
+
+    With `decode_rows`, slices of a single token are attended by the decode kernel: for decode tokens beside chunks.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        *,
+        max_tokens: int,
+        max_slices: int,
+        max_context: int,
+        decode_rows: bool = False,
+    ) -> None:
+        step = ChunkStep(
+            decoder,
+            cache,
+            max_tokens=max_tokens,
+            max_slices=max_slices,
+            max_pages=pages_for(max_context, cache.page_size),
+            decode_rows=decode_rows,
+        )
+        super().__init__(decoder, step, cache.device, graph_token_counts(max_tokens), max_slices)

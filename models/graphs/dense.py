@@ -10,7 +10,7 @@ from ...kernels.attention.attention_plan import WorkPlan, cut_decode, num_pieces
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
-from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
+from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use
 
 
 class DenseStep:
@@ -22,6 +22,7 @@ class DenseStep:
         self._decoder = decoder
         self._cache = cache
         (self._pool,) = cache.pools
+        self._max_pages = max_pages
         device = cache.device
         self._inputs = InputBuffer(
             {
@@ -41,8 +42,11 @@ class DenseStep:
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
 
-    def token_ids(self, size: int) -> torch.Tensor:
-        return self._inputs.device["token_ids"][:size]
+    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
+        return decode_size(slices, self._max_pages * self._pool.page_size)
+
+    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
+        self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
 
     def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
         return self._decoder.hidden(self._batch(size), self._cache, live_rows=self._inputs.device["live_rows"])
@@ -88,9 +92,11 @@ class DenseStep:
             pieces=pieces,
             piece_starts=parts["piece_starts"][: size + 1],
             tiles=self._none,
+            last_tiles=self._none,
             copied_tokens=0,
             copies=self._none,
             copy_starts=self._rows[:size],
+            counts=self._none,
         )
         return ForwardBatch(
             slices=(),

@@ -10,7 +10,7 @@ from ...memory.kv_pool import KvCache
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import ForwardBatch, SequenceSlice
 from ..layers.hot_rows import all_resident
-from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, fill_tokens, pages_in_use
+from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use
 
 
 class DsaStep:
@@ -39,8 +39,11 @@ class DsaStep:
         """The pages that each row of the table starts with, on the host and on the device."""
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
 
-    def token_ids(self, size: int) -> torch.Tensor:
-        return self._inputs.device["token_ids"][:size]
+    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
+        return decode_size(slices, self._max_pages * self._cache.page_size)
+
+    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
+        self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
 
     def hidden(self, size: int, kind: int = 0, /) -> torch.Tensor:
         parts = self._inputs.device

@@ -70,6 +70,12 @@ TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")
 """Sections with one element per row of the batch, for every architecture."""
 
 
+def decode_size(slices: Sequence[SequenceSlice], max_context: int) -> int | None:
+    """Rows of a batch of single tokens within `max_context`; None for any other batch."""
+    fits = all(len(piece.token_ids) == 1 and piece.end <= max_context for piece in slices)
+    return len(slices) if fits else None
+
+
 def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
     """Fill TOKEN_SECTIONS for a batch of single tokens padded to `size` rows."""
     live = len(slices)

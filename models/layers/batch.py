@@ -57,7 +57,7 @@ class ForwardBatch:
     ) -> "ForwardBatch":
         """Make the tensors; raises ValueError for an empty slice, or for pages that end before the slice does.
 
-        `token_ids` on the device, one per slice of a single token, replace those of the slices. Dense attention is
+        `token_ids` on the device, one per slice, replace those of slices of a single token. Dense attention is
         planned for `num_kv_heads`; None for models without dense attention.
         """
         for piece in slices:
@@ -67,11 +67,14 @@ class ForwardBatch:
                 )
         ends = list(accumulate(len(piece.token_ids) for piece in slices))
         total = ends[-1]
-        if token_ids is not None and not len(token_ids) == len(slices) == total:
-            raise ValueError(
-                f"{len(token_ids)} token ids for {len(slices)} slices of {total} tokens: one each is needed"
-            )
-        index = upload_array(_token_rows(slices, page_size), device)
+        if token_ids is not None and len(token_ids) != len(slices):
+            raise ValueError(f"{len(token_ids)} token ids for {len(slices)} slices: one each is needed")
+        index = upload_array(token_rows(slices, page_size), device)
+        if token_ids is not None and total != len(slices):
+            single = [at for at, piece in enumerate(slices) if len(piece.token_ids) == 1]
+            where = upload([single, [ends[at] - 1 for at in single]], torch.long, device)
+            index[0, where[1]] = token_ids[where[0]]
+            token_ids = None
         hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
         assert len(hot_slots) in (0, len(slices)), "all sequences of a batch have a hot slot, or none has"
         last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
@@ -96,7 +99,7 @@ class ForwardBatch:
         )
 
 
-def _token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
+def token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
     """[3, T]: the id, the position and the page of every token. Reads only the pages of these tokens: a step of long
     sequences has many thousands of others.
     """

@@ -1,17 +1,22 @@
-"""The leader's end of the socket to the frontend, on its own thread: status is sent while the engine loop is busy."""
+"""The leader's end of the socket to the frontend.
+
+Messages are sent by the thread that has them: passed to another thread, tokens would wait for it to get the GIL. A lock
+serialises the use of the socket. The link's own thread waits for messages of the frontend on the socket's descriptor,
+without using the socket, and sends the status while the engine loop is busy.
+"""
 
 import contextlib
 import logging
-import queue
+import os
+import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
-from ...transfer.control.wakeup import Wakeup
-from ..messages.frontend import Status, ToFrontend, ToFrontendBatch, ToLeader
+from ..messages.frontend import Status, ToFrontend, ToLeader
 
 log = logging.getLogger(__name__)
 
@@ -19,21 +24,27 @@ STATUS_INTERVAL_S = 0.25
 
 
 class FrontendLink:
-    """Delivers messages of the frontend to `on_message` and sends ours in order. `send()` may be called from any
-    thread.
+    """Delivers messages of the frontend to `on_message`, which may be called on any thread, and sends ours in order.
+    `send()` may be called from any thread and does not wait.
 
-    `on_message` runs on the link's thread. After `start_status`, a Status is sent four times a second, also while the
-    engine loop hangs: its `loop_age_s` shows that.
+    After `start_status`, a Status is sent four times a second, also while the engine loop hangs: its `loop_age_s` shows
+    that.
     """
 
     def __init__(self, address: str, on_message: Callable[[ToLeader], None]) -> None:
         self._on_message = on_message
         self._status: Callable[[], Status] | None = None
-        self._outbox: queue.SimpleQueue[Sequence[ToFrontend] | None] = queue.SimpleQueue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToLeader)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wakeup = Wakeup(self._context)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._lock = threading.Lock()
+        self._closing = os.eventfd(0)
         self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(address,), name="frontend-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="frontend-link", daemon=True)
         self._thread.start()
 
     def start_status(self, status: Callable[[], Status]) -> None:
@@ -41,61 +52,43 @@ class FrontendLink:
         self._status = status
 
     def send(self, *messages: ToFrontend) -> None:
-        self._outbox.put(messages)
-        self._wakeup.ring()
+        """Send the messages as one batch."""
+        with self._lock:
+            self._socket.send(self._encoder.encode(messages))
+            self._receive()  # the descriptor signals an arrival once, and a send may consume the signal
 
     def close(self) -> None:
         """Send what is queued, then end the thread. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self._outbox.put(None)
-        self._wakeup.ring()
+        os.eventfd_write(self._closing, 1)
         self._thread.join()
-        self._wakeup.close()
+        os.close(self._closing)
+        self._socket.close()
         self._context.term()
 
-    def _run(self, address: str) -> None:
-        socket = self._context.socket(zmq.PAIR)
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wakeup.receiver, zmq.POLLIN)
-        encoder = msgspec.msgpack.Encoder()
-        decoder = msgspec.msgpack.Decoder(ToLeader)
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._socket.fileno(), select.POLLIN)
+        poller.register(self._closing, select.POLLIN)
         status_at = 0.0
-        try:
+        while True:
+            ready = poller.poll(STATUS_INTERVAL_S * 1000)
+            if any(descriptor == self._closing for descriptor, _ in ready):
+                return
+            with self._lock:
+                self._receive()
+            if self._status is not None and time.monotonic() >= status_at:
+                status_at = time.monotonic() + STATUS_INTERVAL_S
+                self.send(self._status())
+
+    def _receive(self) -> None:
+        """Deliver all that has arrived. The caller holds the lock."""
+        with contextlib.suppress(zmq.Again):
             while True:
-                ready = dict(poller.poll(int(STATUS_INTERVAL_S * 1000)))
-                if self._wakeup.receiver in ready:
-                    self._wakeup.drain()
-                if socket in ready:
-                    self._receive(socket, decoder)
-                if not self._flush(socket, encoder):
-                    return
-                if self._status is not None and time.monotonic() >= status_at:
-                    status_at = time.monotonic() + STATUS_INTERVAL_S
-                    socket.send(encoder.encode([self._status()]))
-        finally:
-            socket.close()
-
-    def _receive(self, socket: "zmq.Socket[bytes]", decoder: "msgspec.msgpack.Decoder[ToLeader]") -> None:
-        while socket.poll(0):
-            try:
-                self._on_message(decoder.decode(socket.recv()))
-            except msgspec.MsgspecError as error:
-                log.error("cannot decode a message of the frontend: %s", error)
-
-    def _flush(self, socket: "zmq.Socket[bytes]", encoder: msgspec.msgpack.Encoder) -> bool:
-        """Send everything queued in one message; False after close()."""
-        batch: ToFrontendBatch = []
-        closing = False
-        with contextlib.suppress(queue.Empty):
-            while (messages := self._outbox.get_nowait()) is not None:
-                batch += messages
-            closing = True
-        if batch:
-            socket.send(encoder.encode(batch))
-        return not closing
+                payload = self._socket.recv(zmq.NOBLOCK)
+                try:
+                    self._on_message(self._decoder.decode(payload))
+                except msgspec.MsgspecError as error:
+                    log.error("cannot decode a message of the frontend: %s", error)

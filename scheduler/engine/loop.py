@@ -33,6 +33,10 @@ EVENTS_S = 0.01
 """Longest time for events before the ranks get their next step: hundreds of long prompts at once would take a second.
 """
 SNAPSHOT_INTERVAL_S = 0.2
+QUIET_S = 0.005
+"""An idle loop publishes its state after this time without events. At once, it would delay the threads that send what
+the last event caused: they need the GIL.
+"""
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
 SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
@@ -87,14 +91,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     def run(self) -> None:
         """Run until a Stop. If a rank is lost, fail all requests and raise RankLostError."""
         while not self._stopped():
-            self._handle_events(IDLE_WAIT_S)
+            self._handle_events()
             if self._lost is not None:
                 self.scheduler.stop_accepting()
                 self.scheduler.fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
                 self._perform_effects()
                 raise RankLostError(self._lost)
             self._turn()
-            self._publish(force=not self._step_starts)
+            self._publish()
             self.turned_at = time.monotonic()
 
     def stalled_s(self) -> float:
@@ -150,11 +154,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         elif not self._checked_idle and now - self._busy_at >= IDLE_WAIT_S:
             self._check_idle()
 
-    def _handle_events(self, wait_s: float) -> None:
-        """Handle the events in the inbox, for EVENTS_S at most; wait up to `wait_s` for the first. An event that raises
-        does not stop the others.
+    def _handle_events(self) -> None:
+        """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. An event that
+        raises does not stop the others.
         """
-        event = self._next_event(wait_s)
+        event = self._next_event(QUIET_S)
+        if event is None:
+            self._publish(force=True)
+            event = self._next_event(IDLE_WAIT_S)
         ends_at = time.monotonic() + EVENTS_S
         while event is not None:
             try:
@@ -234,13 +241,14 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         except (PdserveError, AssertionError) as error:
             self._found_leak(str(error))
         self._ranks.tell(CheckCache())
+        self._publish(force=True)
 
     def _found_leak(self, problem: str) -> None:
         log.error("integrity check: %s", problem)
         self.scheduler.counters["integrity_errors"] += 1
         self._leak = f"integrity check: {problem}"
 
-    def _publish(self, *, force: bool) -> None:
+    def _publish(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if force or now >= self._snapshot_at:
             self._snapshot_at = now + SNAPSHOT_INTERVAL_S

@@ -153,8 +153,8 @@ ComputeCommand = RunStep | InlineCommand
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
 TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand
-"""About KV that is complete: run at once, in order among themselves, without waiting for steps. A ChunkWrite is for all
-ranks, each of which writes its part and reports a ChunkReport.
+"""About KV that is complete, or will be after a certain step: run at once, in order among themselves, without waiting
+for other steps. A ChunkWrite is for all ranks, each of which writes its part and reports a ChunkReport.
 """
 RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
 """What is sent to rank processes."""

@@ -7,11 +7,19 @@ from .request import PageSpace, PrefillRequest
 
 
 def chunk_write(
-    request: PrefillRequest, grant: PageGrant[KvPage], start: int, end: int, *, page_size: int, theirs: PageSpace
+    request: PrefillRequest,
+    grant: PageGrant[KvPage],
+    start: int,
+    end: int,
+    *,
+    page_size: int,
+    theirs: PageSpace,
+    after: int | None = None,
 ) -> ChunkWrite | None:
     """Write those of tokens [start, end) that decode does not have; None if it has all of them.
 
-    `grant` has our pages of the request, of `page_size` tokens each; `theirs` is the page space of decode.
+    `grant` has our pages of the request, of `page_size` tokens each; `theirs` is the page space of decode; `after`
+    is the step that computes the tokens, if it has not yet.
     """
     destination = request.destination
     prefix = destination.prefix_tokens
@@ -32,4 +40,5 @@ def chunk_write(
         indices=indices,
         granularity=destination.granularity,
         verify=destination.verify,
+        after=after,
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
+from ...memory.prefix_cache import InsertedPrefix
 from ...transfer.protocol.messages import InstanceId, KvDestination, TransferKey
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 
@@ -48,6 +49,10 @@ class PrefillRequest:
         """Tokens [0, scheduled) are computed or in a step in flight."""
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
+        self.written = 0
+        """Writes of tokens [0, written) were handed to the ranks before they were computed."""
+        self.inserted = InsertedPrefix()
+        """The part in the prefix cache."""
         self.compute_s = 0.0
         """Compute time of the steps that it was in; it waited the rest of its time."""
         self.computed_at = now

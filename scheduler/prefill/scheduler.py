@@ -163,13 +163,19 @@ class PrefillScheduler:
         self._report_begun(now)
 
     def next_step(self, now: float) -> PrefillStep | None:
-        """The next step for the ranks, if one can start now. Requests staging regions for its chunks, so that they are
-        granted when the step is done.
+        """The next step for the ranks, if one can start now. The writes of its chunks are effects: the ranks get them
+        before the step, and write a chunk as soon as it is computed. Only chunks that are verified, or go through
+        staged regions, wait for `step_done`; regions are requested here, so that they are granted then.
         """
         step = self._computing.next_step(now)
-        for row in step.rows if step is not None else ():
+        if step is None:
+            return None
+        for row in step.rows:
             request = row.request
             self.staging.request(request.ref, max(row.start, request.destination.prefix_tokens), row.end, now)
+            if not (request.destination.verify or self.staging.stages(request.instance)):
+                self._send(request, row.start, row.end, now, after=step.command_id)
+                request.written = row.end
         return step
 
     def step_done(
@@ -194,10 +200,12 @@ class PrefillScheduler:
             self.counters["prompt_tokens"] += row.end - row.start
             request.computed = row.end
             request.input_logprobs += logprobs
-            self._send(request, row.start, row.end, now)
+            if request.written < row.end:
+                self._send(request, row.start, row.end, now)
+            # with every chunk: all at once, a long prompt would delay its first token by milliseconds
+            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
             if row.last:
                 request.first_tokens = tokens
-                self.cache.insert(request.prompt, row.pages)
                 self._computing.remove(request)
                 request.lifecycle.advance(PrefillState.SENDING, now)
                 self._finish_if_sent(request, now)
@@ -347,7 +355,7 @@ class PrefillScheduler:
             self._send(request, start, min(start + span, request.cached), now)
         return True
 
-    def _send(self, request: PrefillRequest, start: int, end: int, now: float) -> None:
+    def _send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
         assert request.grant is not None, f"{request.ref} sends without pages"
         chunk = chunk_write(
             request,
@@ -356,6 +364,7 @@ class PrefillScheduler:
             end,
             page_size=self.limits.page_size,
             theirs=self._spaces[request.instance],
+            after=after,
         )
         if chunk is not None:
             request.sending += 1

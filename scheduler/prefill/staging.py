@@ -118,6 +118,10 @@ class StagedSends:
         """Parts that wait for their region or their KV, or are being written."""
         return sum(len(chunk.unfinished) for chunk in self._chunks.values())
 
+    def stages(self, instance: InstanceId) -> bool:
+        """Whether some regions for this decode server are staged."""
+        return instance in self._peers
+
     def peer_up(self, instance: InstanceId, regions: Iterable[StagedRegion]) -> None:
         """A decode server paired; these regions are staged. After a silence the same connection goes on."""
         staged = list(regions)

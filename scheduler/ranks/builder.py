@@ -19,6 +19,7 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ...models.graphs.capture import StepGraphs
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
 from ...models.runner import ModelRunner, resolve_dtype
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 PREFILL_POOL_CONTEXTS = 8
 """An automatic prefill pool holds this many prompts of full length: more are never in use at once."""
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
+GRAPH_TOKENS, GRAPH_PROMPTS = 2048, 64
+"""Largest prefill step that runs as a CUDA graph. In larger steps the GPU is slower than the host that launches."""
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 2048
 """Defaults of `max_step_tokens`."""
 STAGED_RANKS = 8
@@ -227,13 +230,20 @@ class RankBuilder:
         return free_memory_bytes(self._device) // self._sharers
 
     def _capture_graphs(self, runner: ModelRunner, cache: KvCache, context: int) -> bool:
-        """Capture CUDA graphs for decode steps over `cache`, of sequences up to `context` tokens. False if they are off
-        or not available.
+        """Capture CUDA graphs for steps over `cache`, of sequences up to `context` tokens. False if they are off or not
+        available.
         """
-        config = self._config
-        if not (isinstance(config, DecodeConfig) and config.cuda_graphs and self._device.type == "cuda"):
+        if not (self._config.cuda_graphs and self._device.type == "cuda"):
             return False
-        return runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context) is not None
+        graphs: StepGraphs | None
+        if isinstance(self._config, DecodeConfig):
+            graphs = runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context)
+        else:
+            tokens = min(self.step_limit, GRAPH_TOKENS)
+            graphs = runner.capture_chunk_graphs(
+                cache, max_tokens=tokens, max_slices=min(tokens, GRAPH_PROMPTS), max_context=context
+            )
+        return graphs is not None
 
     def _measure_steps(self, runner: ModelRunner) -> int:
         """Device memory that steps need beside weights and KV, measured by running the largest ones. This also compiles

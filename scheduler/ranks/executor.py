@@ -42,9 +42,13 @@ class PendingStep:
         except RuntimeError:
             return True
 
-    def finish(self) -> list[StepResult] | None:
+    def wait(self) -> None:
+        """Wait until the KV of the step is complete. May be called from any thread."""
         if self._done is not None:
             self._done.synchronize()
+
+    def finish(self) -> list[StepResult] | None:
+        self.wait()
         return self._collect() if self._collect is not None else None
 
 
@@ -86,7 +90,7 @@ class Executor:
             last = upload([end - 1 for end in ends], torch.long, hidden.device)
             logits = self._runner.logits(hidden.index_select(0, last))
         else:
-            logits = self._runner.forward(self.cache, slices, following)
+            logits = self._runner.forward(self.cache, slices, following, logits=any(row.draws for row in rows))
         choices = [
             Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids)
             for index, row in enumerate(rows)

@@ -30,7 +30,7 @@ from ...models.config.sharding import Shard
 from ...models.layers.parallel import Backend, Parallel
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
-from ...transfer.data.chunks import ChunkWrite, PartScatter, PartWrite
+from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite
 from ...transfer.data.local_pool import LocalPool
 from ...transfer.data.part_scatterer import PartScatterer
 from ...transfer.data.receivers import Receivers
@@ -70,6 +70,7 @@ from ..messages.ranks import (
     VerifyKv,
 )
 from .builder import RankBuilder
+from .early_writes import EarlyWrites
 from .executor import PendingStep
 from .page_mover import PageMover
 
@@ -133,6 +134,7 @@ class RankEngine:
         self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
+        self._early_writes: EarlyWrites | None = None
         self._ring: RingMemory | None = None
         self._scatterer: PartScatterer | None = None
         match config:
@@ -140,15 +142,20 @@ class RankEngine:
                 self._make_ring(config)
                 self._receivers = Receivers(config, self._pools, local_rank=local, ring=self._ring)
             case PrefillConfig():
+
+                def on_written(written: ChunkWritten) -> None:
+                    report(ChunkReport(rank, written))
+
                 self._writer = ChunkWriter(
                     rank,
                     self._pools,
                     config,
                     local_rank=local,
-                    on_written=lambda written: report(ChunkReport(rank, written)),
+                    on_written=on_written,
                     on_part_written=lambda written: report(PartReport(rank, written)),
                     on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
                 )
+                self._early_writes = EarlyWrites(self._writer.write, on_written)
         self._pending: collections.deque[PendingCommand] = collections.deque()
         # on the CPU, and with gloo, `start` returns when the step is done: its tokens do not wait for the next step
         self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
@@ -201,12 +208,17 @@ class RankEngine:
             self._scatterer.scatter(command)
             return
         assert self._writer is not None, "only prefill ranks write chunks"
+        assert self._early_writes is not None
         match command:
             case PartWrite():
                 self._writer.write_part(command)
             case ChunkWrite():
-                self._writer.write(command)
+                if command.after is None:
+                    self._writer.write(command)
+                else:
+                    self._early_writes.add(command)
             case CancelChunks(instance=instance, key=key):
+                self._early_writes.cancel(instance, key)
                 self._writer.cancel(instance, key)
             case OpenPeer(hello=hello, welcome=welcome):
                 self._writer.open(hello, welcome)
@@ -253,7 +265,10 @@ class RankEngine:
         if self._receivers is not None:
             wait_for_arrivals(self._device)
         try:
-            self._pending.append(PendingCommand(command.command_id, self._executor.start(command.rows)))
+            step = self._executor.start(command.rows)
+            self._pending.append(PendingCommand(command.command_id, step))
+            if self._early_writes is not None:
+                self._early_writes.step_started(command.command_id, step)
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
@@ -281,6 +296,8 @@ class RankEngine:
     def _step_failed(self, command_id: int, error: Exception) -> None:
         while self._pending:  # reports are sent in order
             self._finish_step()
+        if self._early_writes is not None:
+            self._early_writes.step_failed(command_id)
         log.exception("step %d failed", command_id, exc_info=error)
         self._report(StepDone(self._rank, command_id, (), f"{type(error).__name__}: {error}"))
 

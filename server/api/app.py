@@ -23,7 +23,7 @@ from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig
 from ...configs.words import shown
 from ...scheduler.messages.frontend import Failed, Submit
-from ..engine.leader_client import LeaderClient
+from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
@@ -33,17 +33,17 @@ from .common.fields import Body, Boolean, Characters, FieldError, Text, optional
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
-from .documentation import Documentation, Handler, Operation
-from .error_responses import ErrorHandlers
+from .documentation import Handler, Operation, add_documentation
+from .error_responses import add_error_handlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
-from .native.requests import GenerateCall, parse_generate
+from .native.requests import Call, parse_generate
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
-from .openai.replies import ChatRendering, CompletionRendering, EchoRendering
-from .openai.requests import OpenAiCall, parse_chat, parse_completion
+from .openai.replies import ChatRendering, CompletionRendering
+from .openai.requests import parse_chat, parse_completion
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
 log = logging.getLogger("pdserve.frontend")
@@ -69,20 +69,13 @@ class AbortReply(TypedDict):
     aborted: Annotated[list[str], Field(description="The requests that were still open.")]
 
 
-def create_app(
-    config: AnyServerConfig,
-    tokenizer: Tokenizer,
-    leader: LeaderClient,
-    metrics: Metrics,
-    default_sampling: SamplingParams,
-) -> ASGIApp:
-    """The ASGI application. It owns nothing: the caller runs `leader` and closes it."""
+def create_app(routes: "Routes") -> ASGIApp:
+    """The ASGI application. It owns nothing: the caller runs the leader's client and closes it."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = Routes(config, tokenizer, leader, metrics, default_sampling)
     app.include_router(routes.public())
     app.include_router(routes.protected())
-    Documentation(routes.operations).install(app)
-    ErrorHandlers(metrics, log_requests=config.log_requests).install(app)
+    add_documentation(app, routes.operations)
+    add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
     return KeepsRequestIds(app)
 
 
@@ -97,19 +90,19 @@ class Routes:
         metrics: Metrics,
         default_sampling: SamplingParams,
     ) -> None:
-        self._config = config
+        self.config = config
+        self.metrics = metrics
+        self.operations: list[Operation] = []
         self._tokenizer = tokenizer
         self._leader = leader
-        self._metrics = metrics
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
         self._lanes = Lanes()
-        self.operations: list[Operation] = []
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
         self._add(router, "GET", "/health", self.health, reply=Health)
-        self._add(router, "GET", "/metrics", self.metrics)
+        self._add(router, "GET", "/metrics", self.render_metrics)
         return router
 
     def protected(self) -> APIRouter:
@@ -139,9 +132,9 @@ class Routes:
         self.operations.append(Operation(method, path, handler, *models, **named))
 
     async def check_api_key(self, request: Request) -> None:
-        if self._config.api_key is None:
+        if self.config.api_key is None:
             return
-        expected = self._config.api_key.get_secret_value().encode()
+        expected = self.config.api_key.get_secret_value().encode()
         # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
@@ -149,33 +142,29 @@ class Routes:
 
     async def health(self) -> Response:
         """Whether this server is healthy: 200, or 503 with `reasons`."""
-        healthy, report = self._info.health()
-        return json_response(report, status=200 if healthy else 503, retry=not healthy)
+        return health_response(self._info.health())
 
     async def health_generate(self) -> Response:
         """Generate one token through prefill, transfer and decode. On a prefill server the same as `/health`."""
-        healthy, report = self._info.health()
-        if not healthy or self._config.role == "prefill":
-            return json_response(report | {"generated": False}, status=200 if healthy else 503, retry=not healthy)
-        ready = self._leader.ready
-        assert ready is not None, "a healthy server is ready"
+        report = self._info.health()
+        report["generated"] = False
+        if report["status"] == "ok" and self.config.role == "decode":
+            problem = await self._generate_one_token()
+            report = self._info.health()  # again: the probe may have waited for a peer
+            report["generated"] = problem is None
+            if problem is not None:
+                report["status"], report["reasons"] = "unavailable", [problem]
+        return health_response(report)
+
+    async def _generate_one_token(self) -> str | None:
+        """None, or the reason why no token was generated in time."""
         probe = Submit(
             rid=f"health-{new_rid()}",
-            prompt_ids=(min(ready.model.eos_token_ids, default=0),),
+            prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
             priority=MAX_PRIORITY,  # the probe tests the path, not the length of the queue
         )
-        problem = await self._probe(probe)
-        healthy, report = self._info.health()  # again: the probe may have waited for a peer
-        if problem is None and healthy:
-            return json_response(report | {"generated": True})
-        reasons = self._leader.problems() if problem is None else [problem]
-        failed = report | {"status": "unavailable", "reasons": reasons, "generated": problem is None}
-        return json_response(failed, status=503, retry=True)
-
-    async def _probe(self, probe: Submit) -> str | None:
-        """Why a probe failed; None when it generated its token in time."""
         with self._leader.open([probe]) as inbox:
             try:
                 async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
@@ -188,16 +177,14 @@ class Routes:
             except TimeoutError:
                 return f"no token within {HEALTH_GENERATE_TIMEOUT_S:.0f} s"
 
-    async def metrics(self, request: Request) -> Response:
+    async def render_metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
-        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        body, content_type = self.metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
     async def model_info(self) -> Response:
         """The served model."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.model(self._leader.ready))
+        return json_response(self._info.model())
 
     async def server_info(self) -> Response:
         """Configuration without secrets, KV pool, peers and open requests."""
@@ -205,25 +192,18 @@ class Routes:
 
     async def models(self) -> Response:
         """OpenAI's list of models: the served one."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.models(self._leader.ready))
+        return json_response({"object": "list", "data": [self._info.model_card()]})
 
     async def model_card(self, model: str) -> Response:
         """The served model, or 404 for any other name."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        if model != self._info.model_name:
-            raise ModelNotFoundError(
-                "model", f"{shown(model)} is not served here; this server has {shown(self._info.model_name)}"
-            )
-        return json_response(self._info.model_card(self._leader.ready))
+        card = self._info.model_card()
+        if model != card["id"]:
+            raise ModelNotFoundError("model", f"{shown(model)} is not served here; this server has {shown(card['id'])}")
+        return json_response(card)
 
     async def load(self) -> Response:
         """Requests and KV tokens, for routers that balance by load."""
-        self._leader.check_available()
-        assert self._leader.ready is not None
-        return json_response(self._info.load(self._leader.ready))
+        return json_response(self._info.load())
 
     async def version(self) -> Response:
         """The version of pdserve."""
@@ -246,14 +226,10 @@ class Routes:
 
     async def abort_request(self, request: Request) -> Response:
         """Abort a request, or all of them."""
-        fields = parse_body(AbortBody, await read_body(request, self._config.max_body_bytes))
-        if fields.abort_all:
-            aborted = self._leader.cancel_everything()
-        elif fields.rid is None:
+        fields = parse_body(AbortBody, await read_body(request, self.config.max_body_bytes))
+        if fields.rid is None and not fields.abort_all:
             raise FieldError("rid", "is required, unless abort_all is true")
-        else:
-            aborted = self._leader.cancel_matching(fields.rid)
-        return json_response({"aborted": aborted})
+        return json_response({"aborted": self._leader.abort(None if fields.abort_all else fields.rid)})
 
     async def flush_cache(self) -> Response:
         """Drop cached prefixes that no request uses."""
@@ -269,8 +245,7 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         """The same in OpenAI's shape."""
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
-        rendering = EchoRendering if call.echoes else CompletionRendering
-        return self._respond(request, call, rendering(call, self._info.model_name, self._tokenizer))
+        return self._respond(request, call, CompletionRendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat, rendered with the model's own template."""
@@ -279,32 +254,35 @@ class Routes:
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request, self.config.max_body_bytes)
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
         ready = self._leader.ready
         assert ready is not None, "routes check that the leader is ready before they parse"
-        return Limits.of(self._config, ready, self._default_sampling)
+        return Limits.of(self.config, ready, self._default_sampling)
 
-    def _respond(self, request: Request, call: GenerateCall | OpenAiCall, rendering: Rendering) -> Response:
+    def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
         outputs = [
-            Output(rid, len(prompt.prompt_ids), OutputText(self._tokenizer, prompt.text_rules), prompt.logprobs, sample)
-            for prompt in call.prompts
-            for sample, rid in enumerate(prompt.route.rids)
+            Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
+            for submit, rules in zip(call.submits, call.text_rules, strict=True)
+            for sample, rid in enumerate(rids_of(submit))
         ]
-        if self._config.role == "prefill":
-            check_rooms(prompt.route for prompt in call.prompts)
-            if self._config.log_requests:
+        if self.config.role == "prefill":
+            check_rooms(call.submits)
+            if self.config.log_requests:
                 request_id = client_request_id(request.scope)
-                for prompt in call.prompts:
-                    log.info("%s", leg_line(prompt.route.rid, len(prompt.prompt_ids), prompt.route.room, request_id))
+                for submit in call.submits:
+                    log.info("%s", leg_line(submit.rid, len(submit.prompt_ids), submit.room, request_id))
             return prefill_leg(outputs, rendering, stream=call.stream)
         client = request.client.host if request.client is not None else ""
-        messages = [prompt.submit(client) for prompt in call.prompts]
+        messages = [msgspec.structs.replace(submit, client=client) for submit in call.submits]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 
 
-def json_response(value: object, status: int = 200, retry: bool = False) -> Response:
-    headers = {"Retry-After": "1"} if retry else None
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def health_response(report: Health) -> Response:
+    return json_response(report) if report["status"] == "ok" else json_response(report, 503, {"Retry-After": "1"})

@@ -6,7 +6,7 @@ Handlers read raw bodies and write bytes, so models are named where a route is a
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -33,51 +33,48 @@ class Operation:
     event: Any = None
 
 
-class Documentation:
-    """Builds the schema when it is first requested: 0.1 s."""
+def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:
+    """Without authentication: a browser cannot send a key with `/docs`, and the schema shows no configuration."""
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self._operations = operations
+    @cache
+    def document() -> bytes:  # when it is first requested: it takes 0.1 s
+        return _make_document(operations)
 
-    def install(self, app: FastAPI) -> None:
-        """Without authentication: a browser cannot send a key with `/docs`, and the schema shows no configuration."""
-        app.add_api_route("/openapi.json", self.openapi_json, methods=["GET", "HEAD"], response_model=None)
-        app.add_api_route("/docs", self.docs, methods=["GET", "HEAD"], response_model=None)
+    @app.api_route("/openapi.json", methods=["GET", "HEAD"])
+    async def openapi_json() -> Response:
+        return Response(document(), media_type="application/json")
 
-    async def docs(self) -> Response:
+    @app.api_route("/docs", methods=["GET", "HEAD"])
+    async def docs() -> Response:
         return get_swagger_ui_html(openapi_url="openapi.json", title="pdserve")
 
-    async def openapi_json(self) -> Response:
-        return Response(self._document, media_type="application/json")
 
-    @cached_property
-    def _document(self) -> bytes:
-        types: list[tuple[tuple[Operation | None, str], Literal["validation"], TypeAdapter[Any]]] = [
-            ((operation, kind), "validation", TypeAdapter(getattr(operation, kind)))
-            for operation in self._operations
-            for kind in ("body", "reply", "event")
-            if getattr(operation, kind) is not None
-        ]
-        types.append(((None, "error"), "validation", TypeAdapter(ErrorReply)))
-        schemas, definitions = TypeAdapter.json_schemas(types, ref_template="#/components/schemas/{model}")
-        paths: dict[str, JsonSchema] = {}
-        for operation in self._operations:
-            used = {kind: schema for ((of, kind), _), schema in schemas.items() if of in (operation, None)}
-            paths.setdefault(operation.path.replace(":path", ""), {})[operation.method.lower()] = _describe(
-                operation, used
-            )
-        return msgspec.json.encode(
-            {
-                "openapi": "3.1.0",
-                "info": {"title": "pdserve", "version": "1"},
-                "paths": paths,
-                "components": {
-                    "schemas": definitions["$defs"],
-                    "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-                },
-                "security": [{"key": []}],
-            }
-        )
+def _make_document(operations: Sequence[Operation]) -> bytes:
+    types: list[tuple[tuple[Operation | None, str], Literal["validation"], TypeAdapter[Any]]] = [
+        ((operation, kind), "validation", TypeAdapter(getattr(operation, kind)))
+        for operation in operations
+        for kind in ("body", "reply", "event")
+        if getattr(operation, kind) is not None
+    ]
+    types.append(((None, "error"), "validation", TypeAdapter(ErrorReply)))
+    schemas, definitions = TypeAdapter.json_schemas(types, ref_template="#/components/schemas/{model}")
+    paths: dict[str, JsonSchema] = {}
+    for operation in operations:
+        used = {kind: schema for ((of, kind), _), schema in schemas.items() if of in (operation, None)}
+        path = paths.setdefault(operation.path.replace(":path", ""), {})
+        path[operation.method.lower()] = _describe(operation, used)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "pdserve", "version": "1"},
+            "paths": paths,
+            "components": {
+                "schemas": definitions["$defs"],
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{"key": []}],
+        }
+    )
 
 
 def _describe(operation: Operation, schemas: dict[str, JsonSchema]) -> JsonSchema:

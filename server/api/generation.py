@@ -4,11 +4,12 @@ A client's disconnect is noticed at any time, also while nothing is sent, and ca
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,9 +19,16 @@ from ..engine.leader_client import Inbox, LeaderClient, Progress
 from ..observability.request_ids import client_request_id
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
+from .native.replies import GenerateRendering
+from .openai.replies import OpenAiRendering
 
 BODY_TIMEOUT_S = 60.0
 DONE_EVENT = b"data: [DONE]\n\n"
+
+ResultT = TypeVar("ResultT")
+
+
+Rendering = GenerateRendering | OpenAiRendering
 
 
 class BodyTimeoutError(ClientError):
@@ -45,22 +53,6 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
             f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
         ) from None
     return bytes(body)
-
-
-class Rendering(Protocol):
-    """Renders outputs in the shape of one API."""
-
-    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
-        """Stream events for the new part of output `index`, and for its end."""
-        ...
-
-    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
-        """Stream events after the last output has ended, before [DONE]."""
-        ...
-
-    def result(self, outputs: Sequence[Output]) -> object:
-        """The body of a response that is not streamed."""
-        ...
 
 
 class GenerationResponse(Response):
@@ -91,47 +83,55 @@ class GenerationResponse(Response):
         self._rendering = rendering
         self._stream = stream
         self._group = group
+        self._remaining = len(outputs)
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
-            await run_until_disconnect(work, receive)
+            with suppress(ClientDisconnect):
+                await run_until_disconnect(asyncio.ensure_future(work), receive)
 
     async def _send_whole(self, inbox: Inbox, send: Send) -> None:
-        remaining = len(self._outputs)
-        while remaining:
-            for progress in await inbox.receive():
-                output = self._outputs[self._indices[progress.rid]]
-                _advance(output, progress, inbox)
-                remaining -= output.ended
-                if output.failed is not None:
-                    raise EngineError(output.failed)
+        while self._remaining:
+            await self._advance(inbox)
         body = msgspec.json.encode(self._rendering.result(self._outputs))
         self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
-        remaining, started = len(self._outputs), False
-        while remaining:
+        while self._remaining:
             events: list[object] = []
-            for progress in await inbox.receive():
-                index = self._indices[progress.rid]
-                output = self._outputs[index]
-                delta = _advance(output, progress, inbox)
-                remaining -= output.ended
-                if not started and output.failed is not None:
-                    raise EngineError(output.failed)
-                events += self._rendering.events(index, output, delta)
+            for index, delta in await self._advance(inbox):
+                events += self._rendering.events(index, self._outputs[index], delta)
             if not events:
                 continue
-            if not started:
-                started = True
+            if not self._started:
+                self._started = True
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": _encode_events(events), "more_body": True})
         closing = _encode_events(self._rendering.closing_events(self._outputs))
         await send({"type": "http.response.body", "body": closing + DONE_EVENT})
+
+    async def _advance(self, inbox: Inbox) -> list[tuple[int, Delta]]:
+        """Wait for events, add them to their outputs and return what is new, by index of the output.
+
+        Raises EngineError for a failure before the first byte is sent.
+        """
+        deltas = []
+        for progress in await inbox.receive():
+            index = self._indices[progress.rid]
+            output = self._outputs[index]
+            was_complete = output.complete
+            deltas.append((index, output.advance(progress)))
+            if output.complete and not (was_complete or output.ended):
+                self._leader.stop_early(output.rid)
+            self._remaining -= output.ended
+            if output.failed is not None and not self._started:
+                raise EngineError(output.failed)
+        return deltas
 
 
 def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
@@ -151,35 +151,28 @@ def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool
     return Response(_encode_events(events) + DONE_EVENT, media_type="text/event-stream")
 
 
-def _advance(output: Output, progress: Progress, inbox: Inbox) -> Delta:
-    """Add new events to an output. When a stop string completes it, tell the leader to stop, once."""
-    was_complete = output.complete
-    delta = output.advance(progress)
-    if output.complete and not (was_complete or output.ended):
-        inbox.stop_early(output.rid)
-    return delta
-
-
 def _encode_events(events: Iterable[object]) -> bytes:
     return b"".join([b"data: %b\n\n" % msgspec.json.encode(event) for event in events])
 
 
-async def run_until_disconnect(work: Coroutine[object, object, None], receive: Receive) -> None:
-    """Run `work` to its end, or cancel it when the client disconnects."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(wait_disconnect(receive))
+async def run_until_disconnect(working: "asyncio.Future[ResultT]", receive: Receive) -> ResultT:
+    """The result of `working`. Cancels it and raises ClientDisconnect when the client disconnects before.
+
+    Call it after the whole body has been read.
+    """
+    watching = asyncio.ensure_future(_wait_disconnect(receive))
+    futures: set[asyncio.Future[Any]] = {working, watching}
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
 
 
-async def wait_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. Call it after the whole body has been read."""
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

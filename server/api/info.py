@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
-from ...scheduler.messages.frontend import PeerStatus, Ready
+from ...scheduler.messages.frontend import PeerStatus
 from ...scheduler.messages.lifecycle import PrefillState, State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
@@ -129,10 +129,9 @@ class ServerInfo:
         ready = self._leader.ready
         return self._config.served_model_name or (ready.model.name if ready else self._config.model)
 
-    def health(self) -> tuple[bool, Health]:
-        """Whether this server is healthy, and the report."""
+    def health(self) -> Health:
         reasons = self._leader.problems()
-        report: Health = {
+        return {
             "status": "ok" if not reasons else "unavailable",
             "state": self._leader.state,
             "reasons": reasons,
@@ -140,7 +139,6 @@ class ServerInfo:
             "role": self._config.role,
             "peers": self._peers(),
         }
-        return not reasons, report
 
     def _warnings(self) -> list[str]:
         """A decode server is healthy without a prefill server, but may be unable to generate."""
@@ -157,25 +155,24 @@ class ServerInfo:
         instead = "; this server computes prompts itself" if config.local_prefill == "auto" else ""
         return [f"no prefill server is paired: {describe_absence(known)}{instead}"]
 
-    def model(self, ready: Ready) -> ModelInfo:
+    def model(self) -> ModelInfo:
+        model = self._leader.check_available().model
         return {
-            "model_path": ready.model.path,
-            "tokenizer_path": ready.model.path,
+            "model_path": model.path,
+            "tokenizer_path": model.path,
             "is_generation": True,
             "served_model_name": self.model_name,
-            "architecture": ready.model.architecture,
-            "context_length": ready.model.context_length,
-            "vocab_size": ready.model.vocab_size,
-            "eos_token_ids": ready.model.eos_token_ids,
-            "dtype": ready.model.dtype,
-            "device": ready.model.device,
-            "fingerprint": ready.model.fingerprint,
+            "architecture": model.architecture,
+            "context_length": model.context_length,
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": model.eos_token_ids,
+            "dtype": model.dtype,
+            "device": model.device,
+            "fingerprint": model.fingerprint,
         }
 
-    def models(self, ready: Ready) -> ModelList:
-        return {"object": "list", "data": [self.model_card(ready)]}
-
-    def model_card(self, ready: Ready) -> ModelCard:
+    def model_card(self) -> ModelCard:
+        ready = self._leader.check_available()
         return {
             "id": self.model_name,
             "object": "model",
@@ -185,7 +182,8 @@ class ServerInfo:
             "max_model_len": min(ready.model.context_length, ready.max_total_tokens),
         }
 
-    def load(self, ready: Ready) -> list[Load]:
+    def load(self) -> list[Load]:
+        ready = self._leader.check_available()
         status = self._leader.status
         states = status.states if status else {}
         gauges = status.gauges if status else {}

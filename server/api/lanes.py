@@ -9,12 +9,12 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ...configs.errors import OverloadedError
-from .generation import wait_disconnect
+from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10
 """Bodies up to this are parsed on the event loop: 16 KiB of text is about a millisecond of tokenizing."""
@@ -46,16 +46,7 @@ class Lane:
         self._bodies += 1
         working = asyncio.get_running_loop().run_in_executor(self._executor, work)
         working.add_done_callback(self._done)
-        leaving = asyncio.ensure_future(wait_disconnect(request.receive))
-        try:
-            waited: set[asyncio.Future[Any]] = {working, leaving}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                working.cancel()
-                raise ClientDisconnect
-            return working.result()
-        finally:
-            leaving.cancel()
+        return await run_until_disconnect(working, request.receive)
 
     def _done(self, _working: "asyncio.Future[ResultT]") -> None:
         self._bodies -= 1
@@ -78,15 +69,14 @@ class Lanes:
             return parse(body)
         if len(body) <= LONG_BYTES:
             return await self._medium.run(request, lambda: parse(body))
-        lane = self._long if is_prompt else self._tools
-        return await lane.run(request, lambda: _and_trim(lambda: parse(body)))
 
+        def parse_and_trim() -> ResultT:
+            try:
+                return parse(body)
+            finally:
+                _trim()
 
-def _and_trim(work: Callable[[], ResultT]) -> ResultT:
-    try:
-        return work()
-    finally:
-        _trim()
+        return await (self._long if is_prompt else self._tools).run(request, parse_and_trim)
 
 
 def _find_trim() -> Callable[[], object]:

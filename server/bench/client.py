@@ -19,7 +19,7 @@ import msgspec
 INTERNAL_ERROR_CHARACTERS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestRecord:
     """The result of one request. Seconds count from its start, `started_s` from the start of the run.
 
@@ -28,13 +28,18 @@ class RequestRecord:
     """
 
     started_s: float
-    e2e_s: float
-    arrivals: list[tuple[float, int]]
+    e2e_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     timeline: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
     detail: str = ""
+
+    def fail(self, reason: str, detail: str) -> None:
+        """Only the first failure counts."""
+        if self.failure is None:
+            self.failure, self.detail = reason, detail
 
     @property
     def ok(self) -> bool:
@@ -120,20 +125,24 @@ class BenchClient:
 
         With `expected_tokens`, any other number of tokens is a failure.
         """
-        request = self._head + str(len(body)).encode() + b"\r\n\r\n" + body
-        response = _ResponseParser(self, time.perf_counter())
+        response = _Response(self)
+        record = response.record
+        record.started_s = response.started - run_started
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._connect()
                 try:
-                    await connection.send(request, response)
+                    await connection.send(b"%b%d\r\n\r\n%b" % (self._head, len(body), body), response)
                 finally:
                     self._give_back(connection)
         except TimeoutError:
-            response.fail("timeout", f"no complete response within {self._timeout_s:g} s")
+            record.fail("timeout", f"no complete response within {self._timeout_s:g} s")
         except OSError as error:
-            response.fail(f"connection: {type(error).__name__}", str(error))
-        return response.record(run_started, expected_tokens)
+            record.fail(f"connection: {type(error).__name__}", str(error))
+        record.e2e_s = record.e2e_s or time.perf_counter() - response.started
+        if expected_tokens is not None and record.output_tokens != expected_tokens:
+            record.fail("wrong length", f"{record.output_tokens} tokens came, {expected_tokens} were asked for")
+        return record
 
     def close(self) -> None:
         for connection in self._idle:
@@ -156,164 +165,106 @@ class BenchClient:
             connection.close()
 
 
-class _ResponseParser:
-    """Parses one response as it arrives."""
+class _Response:
+    """Fills the record of a request while its response arrives. The methods named on_... are the parser's callbacks."""
 
-    def __init__(self, client: BenchClient, started: float) -> None:
+    def __init__(self, client: BenchClient) -> None:
+        self.started = time.perf_counter()
+        self.record = RequestRecord(0.0)
+        self.parser: Any = httptools.HttpResponseParser(self)  # untyped in httptools
+        self.complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._client = client
-        self._started = started
-        self._ended: float | None = None
-        self._status = 0
         self._buffer = bytearray()
-        self._arrivals: list[tuple[float, int]] = []
-        self._meta: _Meta | None = None
-        self._failure: tuple[str, str] | None = None
+        self._finished = False
 
-    def fail(self, reason: str, detail: str) -> None:
-        """Only the first failure counts."""
-        self._ended = self._ended or time.perf_counter()
-        if self._failure is None:
-            self._failure = reason, detail
-
-    def headers(self, status: int) -> None:
-        self._status = status
-
-    def body(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         now = time.perf_counter()
         self._buffer += data
-        if self._status != 200:
-            return
-        while (end := self._buffer.find(b"\n\n")) >= 0:
-            event = bytes(self._buffer[:end])
-            del self._buffer[: end + 2]
-            self._event(event, now)
+        if self.parser.get_status_code() == 200:
+            *events, self._buffer = self._buffer.split(b"\n\n")
+            for event in events:
+                self._add_event(event, now)
 
-    def complete(self) -> None:
-        self._ended = self._ended or time.perf_counter()
-        if self._status != 200:
-            self._fail_with_status()
-        elif self._meta is None or self._meta.finish_reason is None:
-            self.fail(
-                "incomplete stream", f"the stream ended after {self._output_tokens} tokens without its last event"
-            )
+    def on_message_complete(self) -> None:
+        status = self.parser.get_status_code()
+        if status != 200:
+            try:
+                error = _decode_event(self._buffer).error or _Error()
+            except msgspec.MsgspecError:
+                error = _Error(message=self._buffer[:INTERNAL_ERROR_CHARACTERS].decode(errors="replace"))
+            self.record.fail(f"{status} {error.code or ''}".rstrip(), error.message)
+        elif not self._finished:
+            tokens = self.record.output_tokens
+            self.record.fail("incomplete stream", f"the stream ended after {tokens} tokens without its last event")
+        if not self.complete.done():
+            self.complete.set_result(self.parser.should_keep_alive())
 
-    def record(self, run_started: float, expected_tokens: int | None) -> RequestRecord:
-        ended = self._ended if self._ended is not None else time.perf_counter()
-        if expected_tokens is not None and self._output_tokens != expected_tokens:
-            self.fail("wrong length", f"{self._output_tokens} tokens came, {expected_tokens} were asked for")
-        reason, detail = self._failure or (None, "")
-        meta = self._meta or _Meta(0)
-        return RequestRecord(
-            started_s=self._started - run_started,
-            e2e_s=ended - self._started,
-            arrivals=self._arrivals,
-            prompt_tokens=meta.prompt_tokens,
-            cached_tokens=meta.cached_tokens,
-            timeline=meta.timeline,
-            failure=reason,
-            detail=detail,
-        )
-
-    @property
-    def _output_tokens(self) -> int:
-        return self._arrivals[-1][1] if self._arrivals else 0
-
-    def _event(self, line: bytes, now: float) -> None:
+    def _add_event(self, line: bytearray, now: float) -> None:
+        record = self.record
         if line == b"data: [DONE]":
             return
         try:
-            event = _decode_event(memoryview(line)[6:] if line.startswith(b"data: ") else line)
+            event = _decode_event(line.removeprefix(b"data: "))
         except msgspec.MsgspecError as error:
-            self.fail("malformed event", f"{error}: {line[:INTERNAL_ERROR_CHARACTERS]!r}")
+            record.fail("malformed event", f"{error}: {bytes(line[:INTERNAL_ERROR_CHARACTERS])!r}")
             return
         if event.error is not None:
-            self.fail(f"error event: {event.error.code or 'no code'}", event.error.message)
-        if event.meta_info is None:
+            record.fail(f"error event: {event.error.code or 'no code'}", event.error.message)
+        if (meta := event.meta_info) is None:
             return
-        self._meta = event.meta_info
-        new = event.meta_info.completion_tokens - self._output_tokens
+        record.prompt_tokens, record.cached_tokens = meta.prompt_tokens, meta.cached_tokens
+        record.timeline = meta.timeline
+        new = meta.completion_tokens - record.output_tokens
         if new > 0:
             self._client.tokens += new
-            self._arrivals.append((now - self._started, event.meta_info.completion_tokens))
-        finish = event.meta_info.finish_reason
-        if finish is not None:
-            self._ended = now
-            if finish.type == "abort":
-                self.fail("aborted", "the server ended the request")
-
-    def _fail_with_status(self) -> None:
-        try:
-            error = _decode_event(self._buffer).error or _Error()
-        except msgspec.MsgspecError:
-            error = _Error(message=self._buffer[:INTERNAL_ERROR_CHARACTERS].decode(errors="replace"))
-        self.fail(f"{self._status} {error.code or ''}".rstrip(), error.message)
+            record.arrivals.append((now - self.started, meta.completion_tokens))
+        if meta.finish_reason is not None:
+            self._finished = True
+            record.e2e_s = now - self.started
+            if meta.finish_reason.type == "abort":
+                record.fail("aborted", "the server ended the request")
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time. The methods named on_... are the parser's callbacks."""
+    """One connection, one request at a time."""
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._parser: Any = None  # untyped in httptools
-        self._response: _ResponseParser | None = None
-        self._done: asyncio.Future[None] | None = None
-        self.usable = False
-        """Open, and between two requests."""
+    _transport: asyncio.Transport
+    _response: _Response | None = None
+    usable = True
+    """Open, and between two requests."""
 
-    async def send(self, request: bytes, response: _ResponseParser) -> None:
+    async def send(self, request: bytes, response: _Response) -> None:
         """Returns when the response is complete; raises OSError when the connection ends before."""
-        assert self._transport is not None
         assert self.usable
         self.usable = False
         self._response = response
-        self._parser = httptools.HttpResponseParser(self)
-        self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
-        await self._done
+        keeps_alive = await response.complete
+        self._response = None
+        self.usable = keeps_alive and not self._transport.is_closing()
 
     def close(self) -> None:
         self.usable = False
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
-        self.usable = True
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:
+        if self._response is None:
             self.close()  # unexpected bytes
             return
         try:
-            self._parser.feed_data(data)
+            self._response.parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(ConnectionError(f"not HTTP: {error}"))
+            self._fail(ConnectionError(f"not HTTP: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False
-        self._end(
+        self._fail(
             error if isinstance(error, OSError) else ConnectionResetError("closed before the response was complete")
         )
 
-    def on_headers_complete(self) -> None:
-        assert self._response is not None
-        self._response.headers(self._parser.get_status_code())
-
-    def on_body(self, data: bytes) -> None:
-        assert self._response is not None
-        self._response.body(data)
-
-    def on_message_complete(self) -> None:
-        assert self._response is not None
-        self._response.complete()
-        self.usable = self._parser.should_keep_alive()
-        self._end(None)
-
-    def _end(self, error: OSError | None) -> None:
-        if self._done is None or self._done.done():
-            return
-        if error is None:
-            self._done.set_result(None)
-        else:
-            self.close()
-            self._done.set_exception(error)
+    def _fail(self, error: OSError) -> None:
+        if self._response is not None and not self._response.complete.done():
+            self._response.complete.set_exception(error)

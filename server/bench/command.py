@@ -12,9 +12,7 @@ import asyncio
 import random
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -61,12 +59,19 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
     Raises StartupError when the server does not respond, or cannot hold the requested lengths.
     """
     model_info, server_info = await _ask_server(options)
-    workload = make_workload(options, _limits(model_info, server_info))
+    workload = make_workload(
+        options,
+        ModelLimits(
+            vocab_size=model_info["vocab_size"],
+            special_token_ids=frozenset(model_info["eos_token_ids"]),
+            max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
+        ),
+    )
     client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s)
-    run = _Run(client, options)
     started_at = datetime.now(UTC)
     try:
-        with kept_for_now(), _progress(screen, run):  # prompts of a long run are millions of objects
+        with kept_for_now(), _progress(screen) as progress:  # prompts of a long run are millions of objects
+            run = _Run(client, options, progress)
             await run.carry_out(workload)
     finally:
         client.close()
@@ -79,30 +84,30 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
         server_info=server_info,
         records=run.records,
         summary=summarize(
-            run.records, run.duration_s, unfinished=run.unfinished, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s
+            run.records,
+            run.duration_s,
+            unfinished=run.sent - len(run.records),
+            slo_ttft_s=slo_ttft_s,
+            slo_itl_s=slo_itl_s,
         ),
         client_cpu_s=run.cpu_s,
         interrupted=run.interrupted,
     )
 
 
-@dataclass
 class _Run:
     """The load while it runs."""
 
-    client: BenchClient
-    options: BenchOptions
-    records: list[RequestRecord] = field(default_factory=list)
-    sent: int = 0
-    duration_s: float = 0.0
-    cpu_s: float = 0.0
-    interrupted: bool = False
-    changed: Callable[[], None] = lambda: None
-    """Called when a request has ended."""
-
-    @property
-    def unfinished(self) -> int:
-        return self.sent - len(self.records)
+    def __init__(self, client: BenchClient, options: BenchOptions, progress: Progress) -> None:
+        self.records: list[RequestRecord] = []
+        self.sent = 0
+        self.duration_s = self.cpu_s = 0.0
+        self.interrupted = False
+        self._client = client
+        self._options = options
+        self._progress = progress
+        self._task = progress.add_task("", total=options.requests, failed=0, tokens=0)
+        self._failed = 0
 
     async def carry_out(self, workload: Workload) -> None:
         """Returns when every request has ended, or on cancellation; `records` has the requests that have ended."""
@@ -111,15 +116,15 @@ class _Run:
                 record = await self._request(prompt, time.perf_counter())
                 if not record.ok:
                     raise StartupError(f"a warm-up request failed: {record.failure}: {record.detail}")
-            self.client.tokens = 0
+            self._client.tokens = 0
             started, cpu_started_s = time.perf_counter(), time.process_time()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    if self.options.rate_per_s is not None:
+                    if self._options.rate_per_s is not None:
                         await self._send_at_rate(workload.measured, started, tasks)
                     else:
                         waiting = iter(workload.measured)
-                        for _ in range(min(self.options.concurrency or 1, len(workload.measured))):
+                        for _ in range(min(self._options.concurrency or 1, len(workload.measured))):
                             tasks.create_task(self._send_in_turn(waiting, started))
             finally:
                 self.duration_s = time.perf_counter() - started
@@ -133,18 +138,20 @@ class _Run:
 
     async def _send_at_rate(self, prompts: Sequence[BenchPrompt], started: float, tasks: asyncio.TaskGroup) -> None:
         """Arrivals do not wait for responses, so the latencies of an overloaded server grow."""
-        for prompt, at_s in zip(prompts, arrival_times_s(len(prompts), self.options), strict=True):
+        for prompt, at_s in zip(prompts, arrival_times_s(len(prompts), self._options), strict=True):
             await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
             tasks.create_task(self._measure(prompt, started))
 
     async def _measure(self, prompt: BenchPrompt, started: float) -> None:
         self.sent += 1
-        self.records.append(await self._request(prompt, started))
-        self.changed()
+        record = await self._request(prompt, started)
+        self.records.append(record)
+        self._failed += not record.ok
+        self._progress.update(self._task, advance=1, failed=self._failed, tokens=self._client.tokens)
 
     async def _request(self, prompt: BenchPrompt, started: float) -> RequestRecord:
-        expected = prompt.output_len if self.options.ignore_eos else None
-        return await self.client.generate(prompt.body(self.options), started, expected_tokens=expected)
+        expected = prompt.output_len if self._options.ignore_eos else None
+        return await self._client.generate(prompt.body(self._options), started, expected_tokens=expected)
 
 
 def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
@@ -173,34 +180,16 @@ async def _ask_server(options: BenchOptions) -> tuple[Mapping[str, Any], Mapping
     return model_info, server_info
 
 
-def _limits(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ModelLimits:
-    return ModelLimits(
-        vocab_size=model_info["vocab_size"],
-        special_token_ids=frozenset(model_info["eos_token_ids"]),
-        max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
-    )
-
-
-@contextmanager
-def _progress(screen: Console, run: _Run) -> Iterator[None]:
+def _progress(screen: Console) -> Progress:
     """A live line on a terminal, nothing elsewhere."""
-    columns = (
+    return Progress(
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[failed]} failed"),
         TextColumn("{task.fields[tokens]} tokens"),
         TimeElapsedColumn(),
+        console=screen,
+        refresh_per_second=PROGRESS_PER_S,
+        transient=True,
+        disable=not screen.is_terminal,
     )
-    with Progress(
-        *columns, console=screen, refresh_per_second=PROGRESS_PER_S, transient=True, disable=not screen.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=run.options.requests, failed=0, tokens=0)
-        failed = 0
-
-        def changed() -> None:
-            nonlocal failed
-            failed += not run.records[-1].ok
-            progress.update(task, completed=len(run.records), failed=failed, tokens=run.client.tokens)
-
-        run.changed = changed
-        yield

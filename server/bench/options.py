@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import urlsplit
@@ -64,55 +64,45 @@ class BenchOptions:
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """All flags. What depends on other flags is checked by `read_bench_options`."""
     default = BenchOptions()
+
+    def count(group: argparse._ActionsContainer, name: str, meaning: str, *, least: int) -> None:
+        kind, value = whole_number(least), getattr(default, name)
+        meaning += " (default: %(default)s)"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, metavar="N", help=meaning)
+
     parser.add_argument("--url", default=default.url, metavar="URL", help="decode server (default: %(default)s)")
-    _number(parser, "--requests", default.requests, "requests to measure", least=1)
-    _number(parser, "--warmup", default.warmup, "requests sent before the measurement", least=0)
+    count(parser, "requests", "requests to measure", least=1)
+    count(parser, "warmup", "requests sent before the measurement", least=0)
 
     load = parser.add_argument_group("load (one of)").add_mutually_exclusive_group()
-    _number(load, "--concurrency", None, f"requests in flight (default: {DEFAULT_CONCURRENCY})", least=1)
-    load.add_argument(
-        "--rate", type=_positive, metavar="R", help="requests a second, arriving at random (Poisson); inf: all at once"
-    )
+    in_flight = f"requests in flight (default: {DEFAULT_CONCURRENCY})"
+    load.add_argument("--concurrency", type=whole_number(1), metavar="N", help=in_flight)
+    arriving = "requests a second, arriving at random (Poisson); inf: all at once"
+    load.add_argument("--rate", dest="rate_per_s", type=_positive, metavar="R", help=arriving)
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="default: %(default)s")
     data.add_argument("--dataset-path", type=Path, metavar="FILE", help="sharegpt: JSON list of conversations")
-    _number(data, "--input-len", default.input_len, "random: prompt tokens after the prefix", least=1)
-    _number(data, "--output-len", default.output_len, "new tokens asked for", least=1)
-    data.add_argument(
-        "--range-ratio",
-        type=_ratio,
-        default=default.range_ratio,
-        metavar="X",
-        help="random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)",
-    )
-    _number(data, "--prefix-len", default.prefix_len, "random: tokens that all prompts begin with", least=0)
-    _number(data, "--seed", default.seed, "seed of prompts, lengths and arrivals", least=0)
-    data.add_argument(
-        "--temperature", type=_not_negative, default=default.temperature, metavar="T", help="default: 0, greedy"
-    )
-    data.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="always generate --output-len tokens, and count a shorter output as failed (default: for random)",
-    )
+    count(data, "input_len", "random: prompt tokens after the prefix", least=1)
+    count(data, "output_len", "new tokens asked for", least=1)
+    spread = "random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)"
+    data.add_argument("--range-ratio", type=_ratio, default=default.range_ratio, metavar="X", help=spread)
+    count(data, "prefix_len", "random: tokens that all prompts begin with", least=0)
+    count(data, "seed", "seed of prompts, lengths and arrivals", least=0)
+    greedy = "default: 0, greedy"
+    data.add_argument("--temperature", type=_not_negative, default=default.temperature, metavar="T", help=greedy)
+    full = "always generate --output-len tokens, and count a shorter output as failed (default: for random)"
+    data.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=full)
 
     judge = parser.add_argument_group("result")
-    judge.add_argument(
-        "--timeout-s",
-        type=_positive,
-        default=default.timeout_s,
-        metavar="S",
-        help="time limit of one request (default: 600)",
-    )
+    limit = "time limit of one request (default: 600)"
+    judge.add_argument("--timeout-s", type=_positive, default=default.timeout_s, metavar="S", help=limit)
     judge.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: bound on the time to first token")
-    judge.add_argument(
-        "--slo-itl-ms", type=_positive, metavar="MS", help="goodput: bound on a request's mean time between tokens"
-    )
+    mean = "goodput: bound on a request's mean time between tokens"
+    judge.add_argument("--slo-itl-ms", type=_positive, metavar="MS", help=mean)
     judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
-    judge.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the result (.png, .svg or .pdf; needs matplotlib)"
-    )
+    picture = "plot the result (.png, .svg or .pdf; needs matplotlib)"
+    judge.add_argument("--plot", type=Path, metavar="FILE", help=picture)
     variable = SECRET_VARIABLES["api_key"]
     parser.epilog = f"For a server with an API key, set {variable}. Exit code 1 when a request failed, 130 on Ctrl-C."
 
@@ -132,28 +122,13 @@ def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) ->
     for flag, path in (("--output", given.output), ("--plot", given.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag} {path}: no such directory: {path.parent}")
-    api_key = secrets_in(environ).get("api_key")
-    return BenchOptions(
+    flags = {field.name: getattr(given, field.name) for field in fields(BenchOptions) if field.name in given}
+    return replace(
+        BenchOptions(**flags),
         url=given.url.rstrip("/"),
-        requests=given.requests,
-        concurrency=None if given.rate is not None else given.concurrency or DEFAULT_CONCURRENCY,
-        rate_per_s=given.rate,
-        dataset=given.dataset,
-        dataset_path=given.dataset_path,
-        input_len=given.input_len,
-        output_len=given.output_len,
-        range_ratio=given.range_ratio,
-        prefix_len=given.prefix_len,
-        seed=given.seed,
-        temperature=given.temperature,
+        concurrency=None if given.rate_per_s is not None else given.concurrency or DEFAULT_CONCURRENCY,
         ignore_eos=given.dataset == "random" if given.ignore_eos is None else given.ignore_eos,
-        warmup=given.warmup,
-        timeout_s=given.timeout_s,
-        slo_ttft_ms=given.slo_ttft_ms,
-        slo_itl_ms=given.slo_itl_ms,
-        output=given.output,
-        plot=given.plot,
-        api_key=None if api_key is None else str(api_key),
+        api_key=secrets_in(environ).get("api_key"),
     )
 
 
@@ -168,34 +143,21 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _number(group: argparse._ActionsContainer, flag: str, default: int | None, meaning: str, *, least: int) -> None:
-    shown = "" if default is None else " (default: %(default)s)"
-    group.add_argument(flag, type=whole_number(least), default=default, metavar="N", help=meaning + shown)
+def _number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of a flag: numbers that fit `limits`, which errors show."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}")
+        return value
+
+    return parse
 
 
-def _positive(text: str) -> float:
-    value = _float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number, at least 0, got {text!r}")
-    return value
-
-
-def _ratio(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text!r}")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+_positive = _number("a number above 0", lambda value: value > 0)
+_not_negative = _number("a number, at least 0", lambda value: 0 <= value < math.inf)
+_ratio = _number("at least 0 and below 1", lambda value: 0 <= value < 1)

@@ -16,18 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 SLOWEST_SHARE = 0.1
-_COLORS = (
-    "#56b4e9",
-    "#0072b2",
-    "#e69f00",
-    "#d55e00",
-    "#cc79a7",
-    "#f0e442",
-    "#000000",
-    "#009e73",
-    "#999999",
-    "#7f4f24",
-)
+_COLORS = ("#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#000000", "#009e73", "#999999", "#7f4f24")
 """The colours of Okabe and Ito, which colour-blind people can distinguish, and two more."""
 _MARKED_SHARES = (0.5, 0.95, 0.99)
 
@@ -91,10 +80,7 @@ def _draw_cdf(axes: "Axes", title: str, seconds: Sequence[float]) -> None:
         label = f"p{share * 100:.0f}"
         axes.annotate(label, (0.005, share), xycoords="axes fraction", fontsize="x-small", ha="left", va="top")
     if seconds:
-        ordered = [second * 1000 for second in sorted(seconds)]
-        # from (smallest, 0): a step at each value
-        shares = [index / len(ordered) for index in range(len(ordered) + 1)]
-        axes.step([ordered[0], *ordered], shares, where="post", color=_COLORS[1])
+        axes.ecdf([second * 1000 for second in seconds], color=_COLORS[1])
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
 

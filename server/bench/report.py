@@ -4,9 +4,8 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 from rich.console import RenderableType
@@ -64,8 +63,7 @@ def report(result: BenchResult) -> Iterator[RenderableType]:
 
 def to_json(result: BenchResult) -> bytes:
     """The whole run as JSON, from which the plot can be drawn again."""
-    options = asdict(result.options)
-    options["api_key"] = None if result.options.api_key is None else "set"
+    api_key = None if result.options.api_key is None else "set"
     document = {
         "command": result.command,
         "date": result.started_at.astimezone(UTC).isoformat(timespec="seconds"),
@@ -76,21 +74,15 @@ def to_json(result: BenchResult) -> bytes:
             "python": platform.python_version(),
             "pdserve": package_version(),
         },
-        "options": options,
+        "options": replace(result.options, api_key=api_key),
         "interrupted": result.interrupted,
         "client_cpu_s": result.client_cpu_s,
-        "summary": asdict(result.summary),
+        "summary": result.summary,
         "model_info": result.model_info,
         "server_info": result.server_info,
         "requests": [_request(record) for record in result.records],
     }
-    return msgspec.json.format(msgspec.json.encode(document, enc_hook=_as_text), indent=1) + b"\n"
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} in a result")
+    return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=1) + b"\n"
 
 
 def _request(record: RequestRecord) -> dict[str, object]:

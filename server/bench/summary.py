@@ -2,15 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .client import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of seconds. Percentiles interpolate linearly between the two nearest values, as numpy's do."""
+    """Statistics of seconds."""
 
     count: int
     mean: float
@@ -23,18 +25,11 @@ class Distribution:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
         """None for no values."""
-        ordered = sorted(values)
-        if not ordered:
+        given = list(values)
+        if not given:
             return None
-        return cls(
-            count=len(ordered),
-            mean=math.fsum(ordered) / len(ordered),
-            p50=percentile(ordered, 0.50),
-            p90=percentile(ordered, 0.90),
-            p95=percentile(ordered, 0.95),
-            p99=percentile(ordered, 0.99),
-            max=ordered[-1],
-        )
+        p50, p90, p95, p99 = np.percentile(given, (50, 90, 95, 99)).tolist()
+        return cls(len(given), math.fsum(given) / len(given), p50, p90, p95, p99, max(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +70,6 @@ class Summary:
     goodput: Goodput | None
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the sorted values lie."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def summarize(
     records: Sequence[RequestRecord],
     duration_s: float,
@@ -96,11 +83,11 @@ def summarize(
     ttfts = [record.ttft_s for record in ok if record.ttft_s is not None]
     input_tokens = sum(record.prompt_tokens for record in ok)
     output_tokens = sum(record.output_tokens for record in ok)
-    stages = {stage: None for record in ok for stage in record.timeline}
-    distributions = {
-        stage: Distribution.of(record.timeline[stage] for record in ok if stage in record.timeline) for stage in stages
-    }
-    transfer_s = math.fsum(record.timeline.get("transfer", 0.0) for record in ok)
+    stages: dict[str, list[float]] = {}
+    for record in ok:
+        for stage, seconds in record.timeline.items():
+            stages.setdefault(stage, []).append(seconds)
+    transfer_s = math.fsum(stages.get("transfer", ()))
 
     def rate(count: int) -> float:
         return count / duration_s if duration_s > 0 else 0.0
@@ -121,25 +108,17 @@ def summarize(
         itl_s=Distribution.of(gap for record in ok for gap in record.itl_s),
         tpot_s=Distribution.of(record.tpot_s for record in ok if record.tpot_s is not None),
         e2e_s=Distribution.of(record.e2e_s for record in ok),
-        stages_s={stage: found for stage, found in distributions.items() if found is not None},
+        stages_s={stage: found for stage, spent in stages.items() if (found := Distribution.of(spent)) is not None},
         transfer_share_of_ttft=transfer_s / math.fsum(ttfts) if "transfer" in stages and ttfts else None,
-        goodput=_goodput(records, duration_s, slo_ttft_s, slo_itl_s),
+        goodput=None if slo_ttft_s is slo_itl_s is None else _goodput(records, rate, slo_ttft_s, slo_itl_s),
     )
 
 
 def _goodput(
-    records: Sequence[RequestRecord], duration_s: float, slo_ttft_s: float | None, slo_itl_s: float | None
-) -> Goodput | None:
-    if slo_ttft_s is None and slo_itl_s is None:
-        return None
+    records: Sequence[RequestRecord], rate: Callable[[int], float], slo_ttft_s: float | None, slo_itl_s: float | None
+) -> Goodput:
     good = sum(_meets(record, slo_ttft_s, slo_itl_s) for record in records)
-    return Goodput(
-        slo_ttft_s,
-        slo_itl_s,
-        good=good,
-        share=good / len(records) if records else 0.0,
-        requests_per_s=good / duration_s if duration_s > 0 else 0.0,
-    )
+    return Goodput(slo_ttft_s, slo_itl_s, good, good / len(records) if records else 0.0, rate(good))
 
 
 def _meets(record: RequestRecord, slo_ttft_s: float | None, slo_itl_s: float | None) -> bool:

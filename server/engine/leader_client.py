@@ -1,7 +1,7 @@
 """The frontend's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
 
-Every request ends in exactly one terminal event, also when the leader dies. A caller that leaves early closes its
-`Inbox`; the leader gets Cancel, and the request id stays in use until the leader has confirmed.
+Every request ends in exactly one terminal event, also when the leader dies. When a caller
+leaves early, the leader gets Cancel, and the request id stays in use until the leader has confirmed.
 """
 
 import asyncio
@@ -10,10 +10,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 import zmq
@@ -83,17 +82,15 @@ class Inbox:
     """The events of the open requests of one HTTP call.
 
     Events that arrive while the caller is busy are merged per request, so a slow client costs only the memory of its
-    tokens. Leaving the `with` block cancels requests that have not ended.
+    tokens.
     """
 
-    def __init__(self, client: "LeaderClient", group: str | None, request_id: str | None) -> None:
+    def __init__(self, group: str | None, request_id: str | None) -> None:
         self.group = group
         self.request_id = request_id
         self.open_rids: set[str] = set()
-        self._client = client
         self._unread: dict[str, Progress] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
 
     async def receive(self) -> list[Progress]:
         """Wait for events and take all of them, one Progress per request with events. For one caller at a time."""
@@ -103,13 +100,7 @@ class Inbox:
         unread, self._unread = self._unread, {}
         return list(unread.values())
 
-    def stop_early(self, rid: str) -> None:
-        """The frontend has found a stop string: the request is complete, and only its terminal event follows."""
-        self._client.stop_early(rid)
-
     def put(self, message: RequestEvent) -> None:
-        if self._closed:
-            return
         progress = self._unread.get(message.rid)
         if progress is None:
             progress = self._unread[message.rid] = Progress(message.rid)
@@ -123,19 +114,6 @@ class Inbox:
                 progress.terminal = message
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def close(self) -> None:
-        self._closed = True
-        self._unread.clear()
-        self._client.cancel_all_of(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class LeaderClient:
@@ -159,7 +137,10 @@ class LeaderClient:
         self._overdue: set[str] = set()
         """Requests that failed here at their deadline; the leader has not ended them yet."""
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._status: Status | None = None
+        self.ready: Ready | None = None
+        """The leader's Ready message, once it serves."""
+        self.status: Status | None = None
+        """Its latest Status message."""
         self._status_at = time.monotonic()
         self._end_reason: str | None = None
         self._stopping = False
@@ -173,20 +154,9 @@ class LeaderClient:
         return "starting" if self.ready is None else "ready"
 
     @property
-    def ready(self) -> Ready | None:
-        """The leader's Ready message, once it serves."""
-        if not self._started.done() or self._started.cancelled() or self._started.exception() is not None:
-            return None
-        return self._started.result()
-
-    @property
-    def status(self) -> Status | None:
-        return self._status
-
-    @property
     def loop_age_s(self) -> float:
         """Time since the engine loop last turned: the age in the latest Status plus the age of that Status."""
-        reported = 0.0 if self._status is None else self._status.loop_age_s
+        reported = 0.0 if self.status is None else self.status.loop_age_s
         return reported + time.monotonic() - self._status_at
 
     @property
@@ -212,8 +182,12 @@ class LeaderClient:
         """
         return await asyncio.shield(self._started)
 
-    def open(self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None) -> Inbox:
-        """Submit requests to the leader. It admits all or none: the others follow the first.
+    @contextlib.contextmanager
+    def open(
+        self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None
+    ) -> Iterator[Inbox]:
+        """Submit requests to the leader. It admits all or none: the others follow the first. Leaving the block cancels
+        requests that have not ended.
 
         Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
@@ -221,21 +195,24 @@ class LeaderClient:
         first, *others = messages
         batch = [first, *(msgspec.structs.replace(message, follows=first.rid) for message in others)]
         seen: set[str] = set()
-        for rid in (rid for message in batch for rid in _rids(message)):
+        for rid in (rid for message in batch for rid in rids_of(message)):
             if rid in self._open or rid in self._overdue or rid in seen:
                 where = "twice in this call" if rid in seen else "by a request that has not ended"
                 raise DuplicateRequestError(f"rid {rid!r} is used {where}; request ids must be unique")
             seen.add(rid)
-        inbox = Inbox(self, group, request_id)
+        inbox = Inbox(group, request_id)
         now = time.monotonic()
         for message in batch:
-            for rid in _rids(message):
+            for rid in rids_of(message):
                 self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
                 inbox.open_rids.add(rid)
             if not self._send(message):
-                for rid in _rids(message):
+                for rid in rids_of(message):
                     self._dispatch(_unavailable(rid, "the engine process is not connected"))
-        return inbox
+        try:
+            yield inbox
+        finally:  # requests that were stopped early are cancelled already
+            self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
 
     def unavailable_reason(self) -> str | None:
         """Why the leader accepts no new requests; None when it does."""
@@ -249,20 +226,22 @@ class LeaderClient:
             case "ready":
                 return None
 
-    def check_available(self) -> None:
-        """Raises UnavailableError unless the leader accepts new requests."""
+    def check_available(self) -> Ready:
+        """The leader's Ready message; raises UnavailableError unless the leader accepts new requests."""
         if (reason := self.unavailable_reason()) is not None:
             raise UnavailableError(reason, retry_after_s=RETRY_AFTER_S)
+        assert self.ready is not None
+        return self.ready
 
     def problems(self) -> list[str]:
         """Why this server is unhealthy; empty when it is healthy."""
         if (unavailable := self.unavailable_reason()) is not None:
             return [unavailable]
-        reasons = []
+        reasons = list(self.status.problems) if self.status is not None else []
         age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
         if age_s > limit_s:
-            reasons.append(f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
-        return reasons + list(self._status.problems if self._status is not None else ())
+            reasons.insert(0, f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        return reasons
 
     def check_healthy(self) -> None:
         """Raises UnavailableError when this server is unhealthy: it then accepts no new requests."""
@@ -275,23 +254,17 @@ class LeaderClient:
             entry.stopped_early = True
             self._send(Cancel(rid, stopped=True))
 
-    def cancel_matching(self, rid: str) -> list[str]:
-        """Cancel the request with this id, all its samples, and every prompt of a call that has this id as a whole."""
+    def abort(self, rid: str | None) -> list[str]:
+        """Cancel the request with this id, all its samples, and every prompt of a call that has this id as a whole;
+        None cancels every open request. Returns the ids of the cancelled requests.
+        """
         matching = [
-            entry.rid for entry in self._open.values() if rid in (entry.rid, entry.submitted_as, entry.inbox.group)
+            entry.rid
+            for entry in self._open.values()
+            if rid in (None, entry.rid, entry.submitted_as, entry.inbox.group)
         ]
         self._cancel(matching)
         return matching
-
-    def cancel_everything(self) -> list[str]:
-        """Cancel every open request."""
-        rids = list(self._open)
-        self._cancel(rids)
-        return rids
-
-    def cancel_all_of(self, inbox: Inbox) -> None:
-        """The caller has left. Requests that were stopped early are cancelled already."""
-        self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
 
     def flush_cache(self) -> None:
         """Drop cached prefixes. Raises UnavailableError unless the leader serves."""
@@ -363,14 +336,13 @@ class LeaderClient:
             case Tokens() | Prefilled() | Finished() | Failed():
                 self._deliver(message)
             case Status():
-                self._status, self._status_at = message, time.monotonic()
-            case Ready():
-                self._status_at = time.monotonic()
-                if not self._started.done():
-                    self._started.set_result(message)
-            case StartupFailed():
-                if not self._started.done():
-                    self._set_startup_error(message.message)
+                self.status, self._status_at = message, time.monotonic()
+            case Ready() if not self._started.done():
+                self.ready, self._status_at = message, time.monotonic()
+                self._started.set_result(message)
+            case StartupFailed() if not self._started.done():
+                self._started.set_exception(StartupError(message.message))
+                self._started.exception()  # retrieved, so that asyncio does not warn when no task waits for it
 
     def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
         """The leader ends a request at its deadline. While the leader hangs, the frontend has to."""
@@ -424,13 +396,9 @@ class LeaderClient:
                 self._metrics.request_ended(message, elapsed_s, first_sample=first_sample)
         entry.inbox.put(message)
 
-    def _set_startup_error(self, message: str) -> None:
-        self._started.set_exception(StartupError(message))
-        with contextlib.suppress(StartupError):
-            self._started.exception()  # retrieved, so that asyncio does not warn when no task waits for it
 
-
-def _rids(message: Submit) -> tuple[str, ...]:
+def rids_of(message: Submit) -> tuple[str, ...]:
+    """The requests of a prompt: one for each sample."""
     return (message.rid, *message.more_rids)
 
 

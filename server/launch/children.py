@@ -12,9 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
@@ -36,21 +36,15 @@ class ChildEndedError(PdserveError):
         self.exit_code = 2 if child_code == 2 else 1
 
 
+@dataclass
 class Child:
     """One running process and the thread that reads its output."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], reader: threading.Thread) -> None:
-        self.name = name
-        self.process = process
-        self.reader = reader
-        self.started_at = time.monotonic()
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signal the child and its descendants; no effect when all of them have ended."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
+    name: str
+    process: subprocess.Popen[str]
+    reader: threading.Thread = field(init=False)
+    started_at: float = field(default_factory=time.monotonic)
+    last_line: str = ""
 
 
 class Children:
@@ -59,7 +53,6 @@ class Children:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._children: list[Child] = []
-        self._last_lines: dict[str, deque[str]] = {}
         self._lock = threading.Lock()
         self._held: list[Text] | None = None
 
@@ -76,11 +69,10 @@ class Children:
             errors="replace",
         )
         style = _STYLES[len(self._children) % len(_STYLES)]
-        self._last_lines[name] = deque(maxlen=20)
-        reader = threading.Thread(target=self._relay, args=(name, style, process), name=f"{name}-log", daemon=True)
-        child = Child(name, process, reader)
+        child = Child(name, process)
+        child.reader = threading.Thread(target=self._relay, args=(child, style), name=f"{name}-log", daemon=True)
+        child.reader.start()
         self._children.append(child)
-        reader.start()
         return child
 
     def check(self) -> None:
@@ -91,8 +83,7 @@ class Children:
                 continue
             child.reader.join(timeout=1.0)  # its last lines may still be in the pipe
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            last = next((line for line in reversed(self._last_lines[child.name]) if line.strip()), None)
-            words = f"; its last line: {last.strip()}" if last is not None else ""
+            words = f"; its last line: {child.last_line}" if child.last_line else ""
             age_s = time.monotonic() - child.started_at
             raise ChildEndedError(f"{child.name} {how} after {age_s:.1f} s{words}", code)
 
@@ -125,17 +116,18 @@ class Children:
                 time.sleep(0.05)
             if child.process.poll() is None:
                 self._print(Text(f"{child.name} did not stop in time: killing it", style="red"))
-            child.signal_group(signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the child and all its descendants have ended
+                os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
             child.reader.join(timeout=3.0)  # ends with the last process that holds the pipe
 
-    def _relay(self, name: str, style: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
+    def _relay(self, child: Child, style: str) -> None:
+        assert child.process.stdout is not None
+        with child.process.stdout as lines:
+            for line in lines:
                 text = line.rstrip("\r\n")
-                self._last_lines[name].append(text)
-                self._print(Text.assemble((f"[{name}]".ljust(10), style), without_role(text, name)))
+                child.last_line = text.strip() or child.last_line
+                self._print(Text.assemble((f"[{child.name}]".ljust(10), style), without_role(text, child.name)))
 
     def _print(self, line: Text) -> None:
         with self._lock:

@@ -25,9 +25,10 @@ from ...configs.gc_tuning import keep_for_good
 from ...configs.logs import configure_logging
 from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...configs.words import counted
 from ...models.loading.catalog import locate_model
 from ...scheduler.shutdown import exit_s
-from ..api.app import create_app
+from ..api.app import Routes, create_app
 from ..api.default_sampling import read_default_sampling
 from ..engine.leader_client import LeaderClient
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
@@ -131,10 +132,10 @@ class Frontend:
                 loop.remove_signal_handler(number)
 
     def _http_server(self, client: LeaderClient, metrics: Metrics) -> HttpServer:
-        app = create_app(self._config, self._tokenizer, client, metrics, self._default_sampling)
+        routes = Routes(self._config, self._tokenizer, client, metrics, self._default_sampling)
         return HttpServer(
             uvicorn.Config(
-                app,
+                create_app(routes),
                 http=PatientHttpProtocol,
                 ws="none",
                 lifespan="off",
@@ -185,7 +186,7 @@ class Frontend:
             count, what = len(client.open_rids), "request"
         else:
             count, what = sum(client.status.states.values()) if client.status is not None else 0, "transfer"
-        return f"{count} {what}" if count == 1 else f"{count} {what}s"
+        return counted(count, what)
 
     async def _drain(self, client: LeaderClient, process: LeaderProcess, first: signal.Signals) -> int:
         """Let the leader finish its requests and exit, within a bound. A second signal kills it."""

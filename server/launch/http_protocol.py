@@ -10,6 +10,7 @@ import fcntl
 import logging
 import re
 import termios
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
 import msgspec
@@ -32,24 +33,23 @@ class HeadersTooLargeError(Exception):
     """The response 431 was sent while the headers were parsed."""
 
 
-class UnframedSend:
+def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
     """`send` for an HTTP/1.0 client: a body of unknown length ends with the connection, which uvicorn closes after
     every response to such a client.
     """
+    framed_send, unframed = cycle.send, False
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
-        self._unframed = False
-
-    async def __call__(self, message: Any) -> None:  # Any: each library types ASGI messages differently
+    async def send(message: Any) -> None:  # Any: each library types ASGI messages differently
+        nonlocal unframed
         if message["type"] == "http.response.start":
-            self._unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            if self._unframed:
-                self._cycle.chunked_encoding = False
-        elif self._unframed:
-            self._cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
-        await self._send(message)
+            unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if unframed:
+                cycle.chunked_encoding = False
+        elif unframed:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+        await framed_send(message)
+
+    return send
 
 
 class PatientHttpProtocol(HttpToolsProtocol):
@@ -101,7 +101,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self._in_body = True
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[method-assign]  # uvicorn makes the cycle itself
+            # uvicorn makes the cycle itself
+            self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -162,7 +163,6 @@ class PatientHttpProtocol(HttpToolsProtocol):
         if self._unread_bytes() < unread_bytes:
             self._wait()
             return
-        self._waiting = None
         log.warning("client %s has read nothing for %g s: connection closed", self.client, self.patience_s)
         self.transport.abort()
 
@@ -175,7 +175,6 @@ class PatientHttpProtocol(HttpToolsProtocol):
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
-            self._waiting = None
 
 
 def without_upgrade(data: bytes) -> bytes:

@@ -42,7 +42,7 @@ PAIR_FIELDS: Mapping[str, FieldInfo] = _pair_fields()
 
 def load_pair_config(file: Path | None, flags: Mapping[str, str | bool], environ: Mapping[str, str]) -> PairConfig:
     """Both configurations, from the preset `local`, then `file`, then the environment, then `flags`."""
-    given = read_config_file(file) if file is not None else {}
+    given = read_config_file(file)
     for name in sorted(_DECIDED_HERE & given.keys()):
         raise StartupError(f"{name} in {file}: 'pdserve up' sets it itself; remove it")
     layers = (
@@ -67,24 +67,20 @@ def check_ports(pair: PairConfig) -> None:
         (pair.prefill.host, pair.prefill.port, "--prefill-port"),
         (pair.prefill.host, pair.prefill.bootstrap_port, "--bootstrap-port"),
     )
-    flag_of_port: dict[int, str] = {}
+    flags: dict[int, str] = {}
     for host, port, flag in wanted:
-        if port in flag_of_port:
-            raise StartupError(f"{flag_of_port[port]} and {flag} are both {port}: choose different ports")
-        flag_of_port[port] = flag
+        if (other := flags.setdefault(port, flag)) != flag:
+            raise StartupError(f"{other} and {flag} are both {port}: choose different ports")
         check_port(host, port, flag)
 
 
 def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:
-    part = {name: value for name, value in layer.items() if name in PrefillConfig.model_fields}
-    part.pop("host", None)
-    part.pop("port", None)
-    if "prefill_port" in layer:
-        part["port"] = layer["prefill_port"]
-    return part
+    names = PrefillConfig.model_fields.keys() - {"host", "port"}
+    part = {name: value for name, value in layer.items() if name in names}
+    return part | ({"port": layer["prefill_port"]} if "prefill_port" in layer else {})
 
 
 def _decode_part(layer: Mapping[str, object]) -> dict[str, object]:
     """All but the settings that only prefill has. Refuses unknown names."""
-    own = PrefillConfig.model_fields.keys() - DecodeConfig.model_fields.keys()
-    return {name: value for name, value in layer.items() if name not in own and name != "prefill_port"}
+    others = PrefillConfig.model_fields.keys() - DecodeConfig.model_fields.keys() | {"prefill_port"}
+    return {name: value for name, value in layer.items() if name not in others}

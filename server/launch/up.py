@@ -14,7 +14,6 @@ from types import FrameType
 import httpx
 from pydantic import SecretStr
 from rich.console import Console
-from rich.status import Status
 
 from ...configs.errors import PdserveError
 from ...configs.flags import to_flags
@@ -67,7 +66,9 @@ class RunningPair:
             ("decode", f"{self.url}/health"),
             ("a first token through both", f"{self.url}/health_generate"),
         ]
-        with self._progress() as progress, self.client(POLL_S * 25) as client:
+        printed_at_s = 0.0
+        live = self.console.status("starting") if self.console.is_terminal else nullcontext()
+        with live as status, self.client(POLL_S * 25) as client:
             while steps:
                 self.children.check()
                 name, url = steps[0]
@@ -78,7 +79,12 @@ class RunningPair:
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
                     raise NotReadyError(f"gave up after {waited_s:.0f} s: waiting for {name}, {reason}")
-                progress.show(f"waiting for {name} ({reason})", waited_s)
+                line = f"waiting for {name} ({reason}), {waited_s:.0f} s"
+                if status is not None:
+                    status.update(line)
+                elif waited_s - printed_at_s >= PROGRESS_LINE_S:
+                    printed_at_s = waited_s
+                    self.console.print(line)
                 time.sleep(POLL_S)
         self.console.print(f"ready after {time.monotonic() - started:.1f} s")
 
@@ -87,28 +93,6 @@ class RunningPair:
         while True:
             self.children.check()
             time.sleep(POLL_S)
-
-    @contextmanager
-    def _progress(self) -> Iterator["_Progress"]:
-        with self.console.status("starting") if self.console.is_terminal else nullcontext() as status:
-            yield _Progress(self.console, status)
-
-
-class _Progress:
-    """Shows what the command waits for: a live line on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console, status: Status | None) -> None:
-        self._console = console
-        self._status = status
-        self._printed_at_s = 0.0
-
-    def show(self, text: str, waited_s: float) -> None:
-        line = f"{text}, {waited_s:.0f} s"
-        if self._status is not None:
-            self._status.update(line)
-        elif waited_s - self._printed_at_s >= PROGRESS_LINE_S:
-            self._printed_at_s = waited_s
-            self._console.print(line)
 
 
 @contextmanager
@@ -122,14 +106,15 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
         check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)
     hurry = threading.Event()
-    signalled = threading.Event()
+    signalled = False
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if signalled.is_set():
+        nonlocal signalled
+        if signalled:
             hurry.set()
-            return
-        signalled.set()
-        raise KeyboardInterrupt
+        else:
+            signalled = True
+            raise KeyboardInterrupt
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -137,7 +122,7 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
             children.start(server.role, server_command(server), server_environ(server))
         yield RunningPair(config, children, console)
     finally:
-        signalled.set()
+        signalled = True
         grace_s = max(config.prefill.shutdown_timeout_s, config.decode.shutdown_timeout_s) + KILL_MARGIN_S
         children.stop(grace_s, hurry=hurry)
         for number, handler in previous.items():
@@ -217,14 +202,8 @@ def probe(client: httpx.Client, url: str) -> str | None:
         return None
     if response.status_code not in RETRIED_STATUSES:
         raise NotReadyError(f"{url} returned {response.status_code}: {response.text[:200]}")
-    return _reason(response)
-
-
-def _reason(response: httpx.Response) -> str:
-    """The first of the server's `reasons`, or its `status`."""
-    try:
+    try:  # the first of the server's `reasons`, or its `status`
         body = response.json()
-        reasons = body.get("reasons") or [body["status"]]
-        return str(reasons[0])
+        return str((body.get("reasons") or [body["status"]])[0])
     except (ValueError, AttributeError, LookupError, TypeError):
         return f"status {response.status_code}"

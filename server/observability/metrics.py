@@ -5,7 +5,8 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -29,36 +30,23 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped there; *_created doubles the series
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "pdserve_requests", "Requests that have ended, by outcome.", ["outcome"], registry=self.registry
-        )
-        self._refused = Counter(
-            "pdserve_requests_refused",
-            "HTTP requests refused before they reached the engine, by error code.",
-            ["code"],
-            registry=self.registry,
-        )
-        self._first_token = Histogram(
-            "pdserve_time_to_first_token_seconds",
-            "From acceptance to the first output token.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
+        counter = partial(Counter, registry=self.registry)
+        latency = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=self.registry)
+        self._requests = counter("pdserve_requests", "Requests that have ended, by outcome.", ["outcome"])
+        refused = "HTTP requests refused before they reached the engine, by error code."
+        self._refused = counter("pdserve_requests_refused", refused, ["code"])
+        to_first_token = "From acceptance to the first output token."
+        self._first_token = latency("pdserve_time_to_first_token_seconds", to_first_token)
         self._tokens = _TokenCollector()
         self.registry.register(self._tokens)
-        self._end_to_end = Histogram(
-            "pdserve_e2e_request_latency_seconds",
-            "From acceptance to the end of a request that finished.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._prompt_tokens = Counter(
-            "pdserve_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
-        )
+        to_end = "From acceptance to the end of a request that finished."
+        self._end_to_end = latency("pdserve_e2e_request_latency_seconds", to_end)
+        self._prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens of finished requests.")
 
     def watch_leader(self, status: Callable[[], Status | None], loop_age_s: Callable[[], float]) -> None:
         """Export the leader's latest Status from now on."""
-        self.registry.register(_LeaderCollector(status, loop_age_s, frozenset(self._own_names())))
+        taken = frozenset(family.name for family in self.registry.collect())
+        self.registry.register(_LeaderCollector(status, loop_age_s, taken))
 
     def tokens_arrived(self, count: int, opened_at: float, last_token_at: float | None, now: float) -> None:
         """Count `count` output tokens that arrived together; they share the latency evenly."""
@@ -86,10 +74,6 @@ class Metrics:
         """The metrics and their content type, in the format that the scraper accepts."""
         encoder, content_type = choose_encoder(accept)
         return encoder(_WithSamples(self.registry)), content_type
-
-    def _own_names(self) -> Iterator[str]:
-        for family in self.registry.collect():
-            yield family.name
 
 
 class _WithSamples(CollectorRegistry):
@@ -154,14 +138,13 @@ class _LeaderCollector(Collector):
         age.add_metric([], self._loop_age_s())
         yield age
         seen = {*self._taken, age.name}
-        for name, value in status.gauges.items():
-            if (full_name := self._full_name(name)) not in seen and METRIC_NAME.match(name):
-                seen.add(full_name)
-                yield GaugeMetricFamily(full_name, f"Reported by the engine: {name}.", value)
-        for name, value in status.counters.items():
-            if (full_name := self._full_name(name).removesuffix("_total")) not in seen and METRIC_NAME.match(name):
-                seen.add(full_name)
-                yield CounterMetricFamily(full_name, f"Reported by the engine: {name}.", value)
+        families = ((GaugeMetricFamily, "", status.gauges), (CounterMetricFamily, "_total", status.counters))
+        for family, suffix, reported in families:
+            for name, value in reported.items():
+                full_name = PREFIX + name.removeprefix(PREFIX).removesuffix(suffix)
+                if full_name not in seen and METRIC_NAME.match(name):
+                    seen.add(full_name)
+                    yield family(full_name, f"Reported by the engine: {name}.", value)
         states = GaugeMetricFamily("pdserve_requests_in_state", "Live requests by state.", labels=["state"])
         for state, count in status.states.items():
             states.add_metric([state], count)
@@ -177,7 +160,3 @@ class _LeaderCollector(Collector):
                 round_trip.add_metric(names, peer.round_trip_ms / 1000)
         yield paired
         yield round_trip
-
-    @staticmethod
-    def _full_name(name: str) -> str:
-        return name if name.startswith(PREFIX) else PREFIX + name

@@ -82,8 +82,8 @@ class TokenFloor:
 def _keeps_every_byte(backend: tokenizers.Tokenizer) -> bool:
     """Whether the tokenizer keeps all text and puts a bounded amount of it into each token."""
     return (
-        all(_keeps(step, _KEEPING_NORMALIZERS) for step in _steps(backend.normalizer))
-        and all(_keeps(step, _KEEPING_PRE_TOKENIZERS) for step in _steps(backend.pre_tokenizer))
+        all(_keeps(step, _KEEPING_NORMALIZERS) for step in steps_of(backend.normalizer))
+        and all(_keeps(step, _KEEPING_PRE_TOKENIZERS) for step in steps_of(backend.pre_tokenizer))
         and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
         and _is_made_of_bytes(backend)
     )
@@ -108,11 +108,11 @@ def _is_made_of_bytes(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    return any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer))
+    return any(step["type"] == "ByteLevel" for step in steps_of(backend.pre_tokenizer))
 
 
-def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer. Only its pickled state, which is JSON, lists them."""
+def steps_of(component: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder. Only its pickled state, which is JSON, lists them."""
     if component is not None:
         yield from _flattened(json.loads(component.__getstate__()))
 
@@ -120,5 +120,5 @@ def _steps(component: Any) -> Iterator[dict[str, Any]]:
 def _flattened(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if state["type"] != "Sequence":
         yield state
-    for step in (*state.get("normalizers", ()), *state.get("pretokenizers", ())):
+    for step in (*state.get("normalizers", ()), *state.get("pretokenizers", ()), *state.get("decoders", ())):
         yield from _flattened(step)

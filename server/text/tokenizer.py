@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
 from ...models.loading.catalog import ModelSource
 from .byte_level import BYTE_LEVEL
-from .token_floor import TokenFloor
+from .token_floor import TokenFloor, steps_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
@@ -87,10 +88,12 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._decoder_kinds = _decoder_kinds(backend)
+        self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
         self.floor = TokenFloor(backend, self._find_bytes)
-        self._lengths_alone: dict[int, int] = {}
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes = cache(self._find_bytes)
+        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
+        self.length_alone = cache(lambda token_id: len(self.decode((token_id,), skip_special_tokens=False)))
+        """Characters of a token that is decoded alone."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,23 +113,6 @@ class Tokenizer:
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` always leaves this id out: it is outside the vocabulary, or skipped."""
         return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
-
-    def length_alone(self, token_id: int) -> int:
-        """Characters of a token that is decoded alone. Cached: it is used after every token."""
-        length = self._lengths_alone.get(token_id)
-        if length is None:
-            length = self._lengths_alone[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
-        return length
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id.
-
-        Cached: log-probabilities use it several times for every token.
-        """
-        data = self._bytes.get(token_id)
-        if data is None:
-            data = self._bytes[token_id] = self._find_bytes(token_id)
-        return data
 
     def token_text(self, token_id: int) -> str:
         """A single token as text; a part of a character shows as a replacement character."""
@@ -241,14 +227,6 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    """The types of the decoder's steps. Only its pickled state, which is JSON, lists them."""
-    if backend.decoder is None:
-        return frozenset()
-    state = json.loads(backend.decoder.__getstate__())
-    return frozenset(step["type"] for step in (state, *state.get("decoders", ())))
 
 
 def _compile_template(text: str) -> jinja2.Template:

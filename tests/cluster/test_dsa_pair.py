@@ -19,7 +19,7 @@ from tests.cluster.servers import HTTP, Cluster, Server, cluster
 TOPK = 16
 LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
 """Below, at and far above index_topk; the last two take several chunks."""
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 PREFILL_PAGE = 16
 
 Layout = tuple[int, int]

@@ -25,11 +25,11 @@ from tests.processes import gone, stop_process
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
 SLACK_S = 1.0  # two busy cores
-LONG_PROMPT = [index % VOCAB_SIZE for index in range(3000)]
+LONG_PROMPT = [index % VOCAB_SIZE for index in range(2000)]
 SHORT_PROMPT = [5, 6, 7]
 COMMON = ("--kv-tokens", "16384", "--shutdown-timeout-s", "30")
 SLOW_PREFILL = (*COMMON, "--page-size", "8", "--chunk-size", "8")
-"""Slow enough for tests to see a prompt being computed: the state in /server_info may be half a second old."""
+"""Slow enough for tests to see a prompt being computed: the state in /server_info may be a tenth of a second old."""
 DECODE = (*COMMON, "--quarantine-s", "1.5")
 
 

@@ -4,34 +4,43 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.cluster.servers import python_path
+from tests.cluster.servers import fork_server, python_path
 from tests.ports import free_port
 
 
 def launch(*arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of a command that ends without a signal."""
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    command = [sys.executable, "-P", "-m", "pdserve.server", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    return result.returncode, result.stderr
+    """Exit code and output of a command that ends without a signal; its process is forked."""
+    with tempfile.TemporaryFile() as output:
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        code = fork_server().start(arguments, output, environment, ranks=0).wait(60)
+        output.seek(0)
+        return code, output.read().decode()
 
 
 def check_refused(arguments: list[str], *words: str) -> None:
-    code, stderr = launch(*arguments)
-    assert code == 2, stderr
-    assert "Traceback" not in stderr
-    (line,) = [line for line in stderr.splitlines() if line.startswith("pdserve: error: ")]
+    check_refusal(*launch(*arguments), *words)
+
+
+def check_refusal(code: int, output: str, *words: str) -> None:
+    assert code == 2, output
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("pdserve: error: ")]
     for word in words:
         assert word in line
 
 
 def test_missing_model_is_refused() -> None:
-    check_refused(["decode", "--model", "/no/such/model"], "/no/such/model", "--model")
+    """From the command line, on stderr."""
+    command = [sys.executable, "-P", "-m", "pdserve.server", "decode", "--model", "/no/such/model"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    check_refusal(result.returncode, result.stderr, "/no/such/model", "--model")
 
 
 def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:

@@ -161,18 +161,30 @@ def test_request_ended_by_a_stop_string_has_a_timeline(pair: Pair) -> None:
     assert answer["meta_info"]["timeline"]["decode"] > 0
 
 
+class Twelve(NamedTuple):
+    """Prompts, and their tokens."""
+
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def twelve(llama: Path) -> Twelve:
+    reference = load_reference(llama)
+    prompts = [prompt_of(20 + index, seed=20 + index) for index in range(12)]
+    return Twelve(prompts, [reference_greedy(reference, prompt, 80) for prompt in prompts])
+
+
 @pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "computed anew"])
 def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
-    source: Source, llama: Path, retract_memory_gib: str
+    source: Source, twelve: Twelve, retract_memory_gib: str
 ) -> None:
     """Each request gets the tokens of a single request, and none fails."""
     flags = ("--kv-tokens", str(3 * 112), "--growth-tokens", "16", "--retract-memory-gib", retract_memory_gib)
     decode = source.decode(*flags)
-    reference = load_reference(llama)
-    prompts = [prompt_of(20 + index, seed=20 + index) for index in range(12)]
     with ThreadPoolExecutor(12) as pool:
-        outputs = list(pool.map(lambda prompt: decode.generate(prompt, 80), prompts))
-    assert outputs == [reference_greedy(reference, prompt, 80) for prompt in prompts]
+        outputs = list(pool.map(lambda prompt: decode.generate(prompt, 80), twelve.prompts))
+    assert outputs == twelve.expected
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0
     copied = counters["retractions"] - counters["retractions_recomputed"]
@@ -215,14 +227,14 @@ def test_request_past_its_deadline_responds_504(pair: Pair) -> None:
 
 def test_higher_priority_goes_first(source: Source) -> None:
     """The pool serves one request at a time: of those that wait, the one with the highest priority is next."""
-    decode = source.decode("--kv-tokens", "1536", "--growth-tokens", "2000")
+    decode = source.decode("--kv-tokens", "832", "--growth-tokens", "1000")
     ended: list[str] = []
 
     def send(name: str, priority: int) -> None:
-        decode.post(prompt_of(20, seed=len(name)), 800, priority=priority).raise_for_status()
+        decode.post(prompt_of(20, seed=len(name)), 420, priority=priority).raise_for_status()
         ended.append(name)
 
-    first = body(prompt_of(20, seed=5), 1500, stream=True)
+    first = body(prompt_of(20, seed=5), 800, stream=True)
     with (
         ThreadPoolExecutor(3) as pool,
         HTTP.stream("POST", f"{decode.url}/generate", json=first, timeout=60) as running,

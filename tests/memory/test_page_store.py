@@ -97,7 +97,7 @@ def test_store_without_page_locked_memory_still_saves(
 
     cache = make_cache()
     assert PageStore.allocate(cache, 10 * sum(pool.page_bytes for pool in cache.pools)).free_pages == 10
-    monkeypatch.setattr(page_store, "_StoredPool", refuse)
+    monkeypatch.setattr(page_store, "_host_pool", refuse)
     assert PageStore.allocate(cache, 1 << 20).free_pages == 0
     assert "not page-locked: the locked-memory limit is 64 KiB" in caplog.text
 

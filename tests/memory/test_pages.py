@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, PageLeakError, pages_holding
-from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.memory.prefix_cache import InsertedPrefix, PrefixCache
 
 PAGE_SIZE = 2
 
@@ -26,6 +26,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages.divide(3)
         self.cache = PrefixCache(self.pages, PAGE_SIZE)
         self.requests: dict[PageGrant[KvPage], list[int]] = {}
+        self.inserted: dict[PageGrant[KvPage], InsertedPrefix] = {}
         self.loans: list[PageGrant[KvPage]] = []
         self.content: dict[int, tuple[int, ...]] = {}
         """The whole prefix up to the end of each page, by page."""
@@ -50,7 +51,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(page not in other.pages for other in others), "a new page had a holder"
             self.content[page] = tuple(tokens[: (index + 1) * PAGE_SIZE])
         self.requests[grant] = tokens
-        self.cache.insert(tokens, grant.pages)
+        self.inserted[grant] = InsertedPrefix()
+        for end in (len(tokens) // 2, len(tokens)):
+            self.cache.insert(tokens, grant.pages, self.inserted[grant], end=end)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -73,8 +76,9 @@ class PoolMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, remember: bool) -> None:
         grant = data.draw(st.sampled_from(list(self.requests)))
         tokens = self.requests.pop(grant)
+        inserted = self.inserted.pop(grant)
         if remember:
-            self.cache.insert(tokens, grant.pages)
+            self.cache.insert(tokens, grant.pages, inserted)
         self.pages.release(grant)
 
     @rule(units=st.integers(1, 3), keep=st.integers(0, 3))
@@ -123,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
 
 def test_fresh_pool_gives_adjacent_pages() -> None:

@@ -1,9 +1,11 @@
 """Real rank processes for tests of sharded models: started once, reconnected for every topology.
 
-They do not import transformers, which would be most of their start-up time.
+They do not import transformers, which would be most of their start-up time. One of them imports the rest and forks the
+others.
 """
 
 import multiprocessing
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,17 +52,14 @@ class RankProcesses:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
         self.store_port = 0
         """The rendezvous of the last process group."""
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        self._process = context.Process(target=_serve_all, args=([theirs for _, theirs in pipes],), daemon=True)
+        self._process.start()
+        for _, theirs in pipes:
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
     @contextmanager
     def connected(self, tp_size: int, stages: int, *, whole_experts: bool = False) -> Iterator[list[Shard]]:
@@ -108,10 +107,8 @@ class RankProcesses:
     def stop(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(10)
-            process.kill()
-            process.join()
+        self._process.join(10)
+        assert self._process.exitcode == 0, "a rank did not end"
 
 
 def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
@@ -138,6 +135,19 @@ def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | Non
         token_ids = torch.tensor(each.token_ids if shard.tp_rank == 0 else [0] * len(each.slices))
         runner.parallel.broadcast_tokens(token_ids)
     return runner.forward(cache, each.slices, token_ids)
+
+
+def _serve_all(pipes: list[Connection]) -> None:
+    """The first rank process: forks the others before any of them uses torch."""
+    others = []
+    for pipe in pipes[1:]:
+        if (pid := os.fork()) == 0:
+            _serve(pipe)
+            os._exit(0)
+        others.append(pid)
+    _serve(pipes[0])
+    for pid in others:
+        os.waitpid(pid, 0)
 
 
 def _serve(pipe: Connection) -> None:

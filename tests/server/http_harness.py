@@ -18,7 +18,7 @@ from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
-from pdserve.server.api.app import create_app
+from pdserve.server.api.app import Routes, create_app
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.launch.frontend import HttpServer
 from pdserve.server.launch.http_protocol import PatientHttpProtocol
@@ -101,7 +101,7 @@ async def running_server(
     metrics = Metrics()
     client = LeaderClient(metrics, config)
     metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
-    app = create_app(config, tokenizer, client, metrics, default_sampling)
+    app = create_app(Routes(config, tokenizer, client, metrics, default_sampling))
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -7,20 +7,20 @@ import socket as sockets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
 
 from ...configs.allowed_hosts import ANY_HOST, AllowedHosts
-from ..plan.pairing import describe_versions
-from ..protocol.messages import Hello, InstanceId, Load, Refused, Welcome
+from ..protocol.messages import Hello, Load, Refused, Welcome
 from ..protocol.wire import Buffer
 from .curve import AUTHENTICATION_FAILED, ClusterKeys
-from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable, PeerUp
+from .events import Event, PeerAlias, PeerRefused, PeerSnapshot, PeersUnreachable
+from .peers import PeerControl
 from .reachability import Reachability
 from .session import Session, SessionState, Timing
-from .thread import MESSAGES_PER_TURN, Control
+from .thread import MESSAGES_PER_TURN
 from .wakeup import ConnectionMonitor
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,8 @@ _PAIRED = (SessionState.PAIRED, SessionState.ALIAS, SessionState.LOST)
 """States of a connection whose server has paired. A lost server may come back; its PeerClosed follows later."""
 
 
-class DecodeControl(Control):
-    """Connects to prefill servers, introduces itself, and reconnects when a connection ends.
-
-    `check(welcome)` returns one sentence if the servers must not pair; protocol versions are compared before.
-    """
+class DecodeControl(PeerControl[_Connection, Welcome]):
+    """Connects to prefill servers, introduces itself, and reconnects when a connection ends."""
 
     def __init__(
         self,
@@ -113,14 +110,11 @@ class DecodeControl(Control):
         unpaired_s: float = UNPAIRED_S,
     ) -> None:
         """`allowed_hosts` applies to endpoints named by requests, after their host names are resolved."""
-        super().__init__(role="decode", on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
-        self._hello = me
-        self._check = check
+        super().__init__(me, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
         self._keys = keys
         self._allowed_hosts = allowed_hosts
         self._unpaired_s = unpaired_s
         self._endpoints: dict[str, _Endpoint] = {}
-        self._connection_of: dict[InstanceId, _Connection] = {}  # of each instance with a PeerUp
         self._attempts = 0
         self._reachability = Reachability()
 
@@ -136,21 +130,10 @@ class DecodeControl(Control):
             raise ValueError(f"a prefill endpoint is HOST:PORT, got {endpoint!r}")
         self._post(partial(self._add, endpoint, client))
 
-    @property
-    def _me(self) -> Hello:
-        return self._hello
-
-    def _sessions(self) -> Iterable[Session]:
-        return self._connections()
-
-    def _connections(self) -> list[_Connection]:
+    def _sessions(self) -> list[_Connection]:
         return [endpoint.connection for endpoint in self._endpoints.values() if endpoint.connection is not None]
 
-    def _session_of(self, instance: InstanceId) -> Session | None:
-        return self._connection_of.get(instance)
-
-    def _transmit(self, session: Session, frames: Sequence[Buffer]) -> None:
-        assert isinstance(session, _Connection)
+    def _transmit(self, session: _Connection, frames: Sequence[Buffer]) -> None:
         session.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def _add(self, name: str, client: str | None) -> None:
@@ -222,7 +205,7 @@ class DecodeControl(Control):
             self._end_attempt(endpoint, f"host name {endpoint.host} cannot be resolved", self._clock())
         elif endpoint.client is not None and not self._allowed_hosts.allows_at(endpoint.host, address):
             reason = f"{endpoint.host} resolves to {address}, which bootstrap_allow does not permit for requests"
-            self._report_refused(endpoint.name, reason)
+            self._report_refused(endpoint, reason)
             self._end_attempt(endpoint, reason, self._clock())
         else:
             self._open(endpoint, address, self._clock())
@@ -281,12 +264,9 @@ class DecodeControl(Control):
         endpoint.backoff_s = min(2 * endpoint.backoff_s, self.timing.reconnect_max_s)
 
     def _end_connection(self, connection: _Connection, reason: str) -> None:
-        instance = connection.instance
-        if instance is not None and self._connection_of.get(instance) is connection:
-            del self._connection_of[instance]
         self._end(connection, reason)
-        for other in self._connections():
-            if other.state is SessionState.ALIAS and other.instance == instance:
+        for other in self._sessions():
+            if other.state is SessionState.ALIAS and other.instance == connection.instance:
                 other.state = SessionState.MEETING
                 other.hello_at = self._clock()
 
@@ -353,13 +333,12 @@ class DecodeControl(Control):
             return
         endpoint.refused = True
         endpoint.detail = reason
-        self._report_refused(endpoint.name, reason)
+        self._report_refused(endpoint, reason)
 
-    def _admits(self, session: Session, now: float) -> bool:  # noqa: ARG002
+    def _admits(self, session: _Connection, now: float) -> bool:  # noqa: ARG002
         return session.state is SessionState.PAIRED
 
-    def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
-        assert isinstance(session, _Connection)
+    def _introduce(self, session: _Connection, message: Hello | Welcome | Refused, now: float) -> None:
         match message:
             case Welcome():
                 self._welcomed(session, message, now)
@@ -368,11 +347,9 @@ class DecodeControl(Control):
                     self._lose(session, "it no longer had this server as a peer")
                     session.hello_at = now
             case Refused(code="mismatch", reason=reason):
-                self._set_refused(session, reason, now)
+                self._set_refused(session, reason)
             case Refused(reason=reason):
-                self._counts["complaints_received"] += 1
-                if self._first_time(str(session), "complaint"):
-                    self._refusals.warning("%s could not read a message of this server: %s", session, reason)
+                self._note_complaint(session, reason)
             case Hello():
                 self._complain(
                     session, "received Hello, but this is a decode server: only prefill servers accept Hello", now
@@ -385,54 +362,28 @@ class DecodeControl(Control):
             # A proxy connected the same stream to another process.
             self._end_attempt(self._endpoints[connection.name], "another instance took its endpoint", now)
             return
-        connection.instance = welcome.instance
-        connection.introduction = welcome
-        if welcome.protocol_version != self._me.protocol_version:
-            self._refuse_version(connection, welcome.protocol_version)
+        if not self._accepts(connection, welcome):
             return
-        reason = self._check(welcome)
-        if reason is not None:
-            self._refuse(connection, reason, now)
-            return
-        connection.detail = None
-        paired = self._connection_of.get(welcome.instance)
+        paired = self._session_of.get(welcome.instance)
         if paired is not None and paired is not connection:
             # Prefill keeps using the other connection as long as only Hello is sent on this one.
             connection.state = SessionState.ALIAS
             connection.detail = f"same server as {paired.name}"
             self._emit(PeerAlias(connection.name, welcome.instance))
             return
-        self._connection_of[welcome.instance] = connection
-        connection.state = SessionState.PAIRED
-        connection.announced = True
-        connection.channel.restart()
         self._endpoints[connection.name].backoff_s = self.timing.reconnect_min_s
         self._beat(connection, now)  # tells prefill that its Welcome arrived
-        self._counts["peers_up"] += 1
-        logger.info("paired with prefill %s", connection)
-        self._emit(PeerUp(welcome.instance, connection.name, welcome))
+        self._set_paired(connection, connection.name)
 
-    def _refuse_version(self, session: Session, version: int) -> None:
-        assert isinstance(session, _Connection)
-        self._refuse(session, describe_versions(prefill=version, decode=self._me.protocol_version), self._clock())
+    def _set_refused(self, session: _Connection, reason: str) -> None:
+        super()._set_refused(session, reason)
+        session.hello_at = self._clock() + self.timing.refused_retry_s
 
-    def _refuse(self, connection: _Connection, reason: str, now: float) -> None:
-        self._set_refused(connection, reason, now)
-        self._reply(connection, Refused("mismatch", reason))
-
-    def _set_refused(self, connection: _Connection, reason: str, now: float) -> None:
-        if connection.state is SessionState.PAIRED:
-            self._lose(connection, reason)
-        connection.state = SessionState.REFUSED
-        connection.detail = reason
-        connection.hello_at = now + self.timing.refused_retry_s
-        self._report_refused(connection.name, reason)
-
-    def _report_refused(self, endpoint: str, reason: str) -> None:
+    def _report_refused(self, session: _Connection | _Endpoint, reason: str) -> None:
         self._counts["refused"] += 1
-        if self._first_time(endpoint, reason):
-            self._refusals.warning("no pair with prefill %s: %s", endpoint, reason)
-            self._emit(PeerRefused(endpoint, reason))
+        if self._first_time(session.name, reason):
+            self._refusals.warning("no pair with prefill %s: %s", session.name, reason)
+            self._emit(PeerRefused(session.name, reason))
 
     def _tick(self, now: float) -> None:
         for endpoint in list(self._endpoints.values()):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import zmq
 
 from ...configs.errors import StartupError
-from ..plan.pairing import describe_versions
-from ..protocol.messages import Hello, InstanceId, Load, Refused, Welcome
+from ..protocol.messages import Hello, Load, Refused, Welcome
 from ..protocol.wire import MAX_FRAME_BYTES, Buffer
 from .curve import AUTHENTICATION_FAILED, ClientGate, ClusterKeys
-from .events import Event, PeerRefused, PeerSnapshot, PeerUp
+from .events import Event, PeerRefused, PeerSnapshot
+from .peers import PeerControl
 from .session import Session, SessionState, Timing
-from .thread import MESSAGES_PER_TURN, Control
+from .thread import MESSAGES_PER_TURN
 from .unknown_peers import UnknownPeers
 from .wakeup import ConnectionMonitor
 
@@ -37,10 +37,9 @@ class _Route(Session):
         self.fd = fd
 
 
-class PrefillControl(Control):
+class PrefillControl(PeerControl[_Route, Hello]):
     """Binds the bootstrap port and pairs with every decode server that sends Hello and passes `check`.
 
-    `check(hello)` returns one sentence if the servers must not pair; protocol versions are compared before.
     Port 0 binds a free port; `port` is the bound one. Raises StartupError if it cannot bind.
     """
 
@@ -57,12 +56,9 @@ class PrefillControl(Control):
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(role="prefill", on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
-        self._welcome = me
-        self._check = check
+        super().__init__(me, check=check, on_event=on_event, load=load, timing=timing, clock=clock)
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
-        self._route_of: dict[InstanceId, _Route] = {}  # the route of each instance with a PeerUp
         self._connections = UnknownPeers(MAX_MESSAGE_BYTES, self._report_cut)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
@@ -80,18 +76,10 @@ class PrefillControl(Control):
             self._release()
             raise
 
-    @property
-    def _me(self) -> Welcome:
-        return self._welcome
-
-    def _sessions(self) -> Iterable[Session]:
+    def _sessions(self) -> Iterable[_Route]:
         return self._routes.values()
 
-    def _session_of(self, instance: InstanceId) -> Session | None:
-        return self._route_of.get(instance)
-
-    def _transmit(self, session: Session, frames: Sequence[Buffer]) -> None:
-        assert isinstance(session, _Route)
+    def _transmit(self, session: _Route, frames: Sequence[Buffer]) -> None:
         self._router.send_multipart([session.routing_id, *frames], zmq.NOBLOCK)
 
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
@@ -145,8 +133,7 @@ class PrefillControl(Control):
                     if self._first_time("", "handshake"):
                         logger.warning("a client that does not speak ZMQ connected to the control port")
 
-    def _admits(self, session: Session, now: float) -> bool:
-        assert isinstance(session, _Route)
+    def _admits(self, session: _Route, now: float) -> bool:
         match session.state:
             case SessionState.PAIRED:
                 return True
@@ -158,17 +145,14 @@ class PrefillControl(Control):
                 self._reply(session, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
                 return False
 
-    def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
-        assert isinstance(session, _Route)
+    def _introduce(self, session: _Route, message: Hello | Welcome | Refused, now: float) -> None:
         match message:
             case Hello():
                 self._greet(session, message, now)
             case Refused(code="mismatch", reason=reason) if session.instance is not None:
                 self._set_refused(session, reason)
             case Refused(reason=reason):
-                self._counts["complaints_received"] += 1
-                if self._first_time(str(session), "complaint"):
-                    self._refusals.warning("%s could not read a message of this server: %s", session, reason)
+                self._note_complaint(session, reason)
             case Welcome():
                 self._complain(
                     session, "received Welcome, but this is a prefill server: only decode servers accept Welcome", now
@@ -187,14 +171,7 @@ class PrefillControl(Control):
             self._forget(previous, "its connection was closed")
         self._routes[route.routing_id] = route
         self._route_of_fd[route.fd] = route
-        route.instance = hello.instance
-        route.introduction = hello
-        if hello.protocol_version != self._me.protocol_version:
-            self._refuse_version(route, hello.protocol_version)
-            return
-        reason = self._check(hello)
-        if reason is not None:
-            self._refuse(route, reason)
+        if not self._accepts(route, hello):
             return
         if route.state is SessionState.PAIRED:
             self._lose(route, "it had lost this server and sent Hello again")
@@ -203,35 +180,15 @@ class PrefillControl(Control):
 
     def _pair(self, route: _Route, now: float) -> None:
         """Decode has received our Welcome and uses this connection."""
-        instance, hello = route.instance, route.introduction
-        assert instance is not None
-        assert hello is not None
-        previous = self._route_of.get(instance)
+        assert route.instance is not None
+        previous = self._session_of.get(route.instance)
         if previous is not None and previous is not route:
             self._forget(previous, "it connected again")
-        self._route_of[instance] = route
         self._connections.introduced(route.fd)
-        route.state = SessionState.PAIRED
-        route.announced = True
-        route.detail = None
         route.heartbeat_at = now
-        route.channel.restart()
-        self._counts["peers_up"] += 1
-        logger.info("paired with decode %s", route)
-        self._emit(PeerUp(instance, None, hello))
+        self._set_paired(route, endpoint=None)
 
-    def _refuse_version(self, session: Session, version: int) -> None:
-        self._refuse(session, describe_versions(prefill=self._me.protocol_version, decode=version))
-
-    def _refuse(self, session: Session, reason: str) -> None:
-        self._set_refused(session, reason)
-        self._reply(session, Refused("mismatch", reason))
-
-    def _set_refused(self, session: Session, reason: str) -> None:
-        if session.state is SessionState.PAIRED:
-            self._lose(session, reason)
-        session.state = SessionState.REFUSED
-        session.detail = reason
+    def _report_refused(self, session: _Route, reason: str) -> None:
         self._counts["refused"] += 1
         peer = session.instance or session.name
         if self._first_time(peer, reason):
@@ -241,8 +198,6 @@ class PrefillControl(Control):
     def _forget(self, route: _Route, reason: str) -> None:
         self._routes.pop(route.routing_id, None)
         self._route_of_fd.pop(route.fd, None)
-        if route.instance is not None and self._route_of.get(route.instance) is route:
-            del self._route_of[route.instance]
         self._end(route, reason)
 
     def _tick(self, now: float) -> None:  # noqa: ARG002

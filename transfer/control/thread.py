@@ -1,57 +1,36 @@
-"""The control thread of a server: the common part of prefill (`prefill.py`) and decode (`decode.py`).
+"""The control thread of a server: it owns all sockets and sleeps in one poller.
 
-One thread owns all sockets and sleeps in one poller. Other threads post work to it (`send`), and it calls `on_event`,
-whose owner puts the event into its own queue and returns. Messages of peers and exceptions of callbacks never end the
-thread: they are logged and counted.
-
-How two servers pair, on every connection (one ZMQ connection = one Session = one ReliableChannel):
-
-    decode                     prefill
-    Hello             ->                          repeated every second until it is answered
-                      <-       Welcome            or Refused(mismatch)
-    Heartbeat         ->                          decode is paired when Welcome arrives, prefill when this arrives
-
-A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
-for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
-the connection.
-
-Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
-counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process
-(SIGSTOP), and a closed connection means that the process cannot write any more.
+Other threads post work to it (`send`), and it calls `on_event`, whose owner puts the event into its own queue and
+returns. Messages of peers and exceptions of callbacks never end the thread: they are logged and counted.
 """
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import zmq
 
 from ...configs.logs import rate_limited
-from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
-from ..protocol.wire import MAX_FRAME_BYTES, Body, Buffer, IntArray, OtherVersionError, WireError, decode, encode, split
-from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, SendFailed
-from .reliable_channel import ChannelFullError, ChannelProtocolError, is_sequenced
-from .session import Session, SessionState, Timing
+from ..protocol.messages import AnyMessage, InstanceId, Load
+from ..protocol.wire import MAX_FRAME_BYTES, Body, IntArray, encode
+from .events import Event, PeerSnapshot
+from .reliable_channel import is_sequenced
+from .session import Timing
 from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 4096
 """Messages read from one socket before the next socket is read."""
-ACK_EVERY = 64
-"""After this many received messages, an acknowledgement is sent before the next regular heartbeat."""
 SEND_QUEUE_MESSAGES = 10_000
 """ZMQ's own queue per peer. A channel has at most its window in flight, so only heartbeats can fill this queue."""
 MAX_SOCKETS = 8192
 """ZMQ sockets in one process. Decode has three per prefill endpoint."""
 REMEMBERED_WARNINGS = 1024
-ANNOUNCE_SHUTDOWN_S = 0.3
-"""How long close() waits for paired peers to acknowledge that this server shuts down."""
 LAST_WORDS_S = 1.0
 """How long close() waits for paired peers to acknowledge the messages sent before."""
 
@@ -79,7 +58,7 @@ COUNTERS = (
 
 
 class Control(ABC):
-    """The thread and all that does not depend on the role. `start()` once, `close()` once.
+    """The thread and all that does not depend on its peers. `start()` once, `close()` once.
 
     `send`, `peers`, `stats` and `progress_age_s` may be called from any thread; the rest runs on the control thread.
     """
@@ -156,236 +135,24 @@ class Control(ABC):
         return self._clock() - self._turned_at
 
     @abstractmethod
-    def _sessions(self) -> Iterable[Session]:
-        """All sessions, in any state."""
+    def _turn(self) -> None:
+        """One iteration of the loop: sleep in the poller, then handle what is ready."""
 
     @abstractmethod
-    def _session_of(self, instance: InstanceId) -> Session | None:
-        """The session to send to this instance on."""
+    def _flush(self) -> None:
+        """Deliver what was sent before close()."""
 
     @abstractmethod
-    def _transmit(self, session: Session, frames: Sequence[Buffer]) -> None:
-        """Hand one message to ZMQ without blocking; may raise zmq.ZMQError."""
-
-    @abstractmethod
-    def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
-        """Read the role's sockets; False if some input is left for the next iteration."""
-
-    @abstractmethod
-    def _admits(self, session: Session, now: float) -> bool:
-        """Whether to process heartbeats and numbered messages of this session now."""
-
-    @abstractmethod
-    def _introduce(self, session: Session, message: Hello | Welcome | Refused, now: float) -> None:
-        """Handle a message of the introduction."""
-
-    @abstractmethod
-    def _refuse_version(self, session: Session, version: int) -> None:
-        """The peer sent a Hello or Welcome of another protocol version that we cannot decode."""
-
-    @abstractmethod
-    def _tick(self, now: float) -> None:
-        """Periodic work of the role."""
-
-    @abstractmethod
-    def _take_snapshot(self) -> list[PeerSnapshot]: ...
+    def _send_numbered(self, instance: InstanceId, message: AnyMessage, body: Body) -> None: ...
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                try:
-                    self._turn()
-                except Exception:
-                    self._counts["handler_errors"] += 1
-                    self._errors.exception("error in the control loop; it continues")
+                if not self._guard(self._turn):
                     self._stopping.wait(self.timing.tick_s)
             self._guard(self._flush)
         finally:
             self._release()
-
-    def _flush(self) -> None:
-        """Wait until paired peers have acknowledged everything: the answer to a heartbeat is an acknowledgement."""
-        ends_at = time.monotonic() + LAST_WORDS_S
-        self._announce_shutdown()
-        while self._work or any(_has_pending(session) for session in self._sessions()):
-            if time.monotonic() >= ends_at:
-                pending = {
-                    str(session): session.channel.pending for session in self._sessions() if _has_pending(session)
-                }
-                logger.warning("closing with unacknowledged messages, by peer: %s", pending)
-                return
-            for session in self._sessions():
-                session.heartbeat_at = self._clock()
-            self._turn()
-
-    def _announce_shutdown(self) -> None:
-        """Send heartbeats with accepting=False and wait for the answers. A peer that has answered does not log the end
-        of this server as a loss.
-        """
-        peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
-        for session in peers:
-            session.round_trip_s = None
-            self._beat(session, self._clock())
-        ends_at = time.monotonic() + ANNOUNCE_SHUTDOWN_S
-        while time.monotonic() < ends_at and any(
-            session.state is SessionState.PAIRED and session.round_trip_s is None for session in peers
-        ):
-            self._turn()
-
-    def _turn(self) -> None:
-        ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
-        now = self._clock()
-        self._exclude_own_absence(now)
-        self._turned_at = now
-        if self._wakeup.receiver in ready:
-            self._wakeup.drain()
-        while self._work:
-            self._guard(self._work.popleft())
-        all_read = self._read(ready, now)
-        for session in list(self._sessions()):
-            if session.state is SessionState.PAIRED:
-                if all_read and now - session.heard_at > self.timing.peer_timeout_s:
-                    self._lose(session, f"no heartbeat for {now - session.heard_at:.1f} s")
-                else:
-                    self._guard(partial(self._keep_up, session, now))
-        self._tick(now)
-        self._snapshot = self._take_snapshot()
-
-    def _exclude_own_absence(self, now: float) -> None:
-        absence = now - self._turned_at - self.timing.tick_s
-        if absence > self.timing.peer_timeout_s / 2:
-            # This process was stopped or starved. Messages that peers sent meanwhile may still be in kernel buffers.
-            logger.info("the control thread did not run for %.1f s", absence)
-            for session in self._sessions():
-                session.heard_at += absence
-
-    def _keep_up(self, session: Session, now: float) -> None:
-        """Heartbeat, acknowledgement and (re-)sending of a paired session."""
-        if now >= session.heartbeat_at or session.channel.unacknowledged_received >= ACK_EVERY:
-            self._beat(session, now)
-        resent_before = session.channel.resent
-        for frames in session.channel.due(now):
-            self._hand_to_zmq(session, frames)
-        self._counts["messages_resent"] += session.channel.resent - resent_before
-
-    def _beat(self, session: Session, now: float) -> None:
-        session.heartbeat_at = now + self.timing.heartbeat_interval_s
-        self._reply(session, Heartbeat(self._me.instance, self._clock(), self._current_load()))
-
-    @property
-    @abstractmethod
-    def _me(self) -> Hello | Welcome: ...
-
-    def _receive(self, session: Session, frames: Sequence[Buffer], now: float) -> None:
-        """Handle one message of this session; never raises."""
-        try:
-            self._dispatch(session, frames, now)
-        except OtherVersionError as error:
-            self._refuse_version(session, error.version)
-        except (WireError, ChannelProtocolError) as error:
-            self._complain(session, str(error), now)
-        except Exception:
-            self._counts["handler_errors"] += 1
-            self._errors.exception("error while handling a message of %s", session)
-
-    def _dispatch(self, session: Session, frames: Sequence[Buffer], now: float) -> None:
-        envelope, body = split(frames)
-        session.heard_at = now
-        if envelope.seq:
-            if not self._admits(session, now):
-                return
-            session.channel.acknowledge(envelope.ack, now)
-            if not session.channel.accept(envelope.seq):
-                self._counts["messages_out_of_order"] += 1
-                return
-            # From here on the number is consumed: an unreadable message must not block the following ones.
-            message, arrays = decode(body)
-            if not is_sequenced(message):
-                raise WireError(f"{type(message).__name__} has number {envelope.seq}, but is not numbered")
-            assert session.instance is not None
-            self._counts["messages_received"] += 1
-            self._emit(MessageReceived(session.instance, message, arrays))
-            return
-        message, _ = decode(body)
-        match message:
-            case Hello() | Welcome() | Refused():
-                self._introduce(session, message, now)
-            case Heartbeat() | HeartbeatAck():
-                if self._admits(session, now):
-                    session.channel.acknowledge(envelope.ack, now)
-                    self._hear(session, message)
-            case _:
-                raise WireError(f"{type(message).__name__} has no number")
-
-    def _hear(self, session: Session, message: Heartbeat | HeartbeatAck) -> None:
-        assert session.instance is not None
-        self._counts["heartbeats_received"] += 1
-        if isinstance(message, Heartbeat):
-            self._reply(session, HeartbeatAck(self._me.instance, message.sent_at, self._current_load()))
-        else:
-            session.round_trip_s = max(0.0, self._clock() - message.sent_at)
-        if message.load != session.load:
-            session.load = message.load
-            self._emit(LoadReported(session.instance, message.load))
-
-    def _complain(self, session: Session, reason: str, now: float) -> None:
-        """Count, log once per peer, and answer once per heartbeat interval: the peer may not understand it."""
-        self._counts["malformed"] += 1
-        if self._first_time(str(session), "malformed"):
-            self._noise.warning("malformed message from %s: %s (later ones are counted, not logged)", session, reason)
-        if now >= session.complaint_at:
-            session.complaint_at = now + self.timing.heartbeat_interval_s
-            self._reply(session, Refused("malformed", reason))
-
-    def _send_numbered(self, instance: InstanceId, message: AnyMessage, body: Body) -> None:
-        session = self._session_of(instance)
-        if session is None:
-            self._counts["sends_to_unknown_instance"] += 1
-            logger.debug("%s to %s dropped: no such instance", type(message).__name__, instance)
-            return
-        try:
-            session.channel.put(body)
-        except ChannelFullError as error:
-            self._counts["sends_over_limit"] += 1
-            if self._first_time(str(session), "full"):
-                logger.error("%s to %s dropped: %s", type(message).__name__, session, error)
-            self._emit(SendFailed(instance, message, str(error)))
-            return
-        self._counts["messages_sent"] += 1
-
-    def _reply(self, session: Session, message: Hello | Welcome | Refused | Heartbeat | HeartbeatAck) -> None:
-        self._hand_to_zmq(session, [session.channel.envelope(), *encode(message)])
-
-    def _hand_to_zmq(self, session: Session, frames: Sequence[Buffer]) -> None:
-        try:
-            self._transmit(session, frames)
-        except zmq.ZMQError as error:
-            # The queue is full, or the connection has just ended. The channel sends the message again.
-            self._counts["sends_dropped_by_zmq"] += 1
-            logger.debug("a message to %s was dropped: %s", session, error)
-
-    def _lose(self, session: Session, reason: str) -> None:
-        """A paired peer is lost; it may come back on the same connection."""
-        assert session.instance is not None
-        session.state = SessionState.LOST
-        session.detail = reason
-        self._counts["peers_lost"] += 1
-        if session.load.accepting:
-            logger.warning("lost %s: %s", session, reason)
-        else:
-            logger.info("%s has stopped", session)
-        self._emit(PeerLost(session.instance, reason))
-
-    def _end(self, session: Session, reason: str) -> None:
-        """The connection has ended: emit the pending PeerLost and PeerClosed. The role removes the session."""
-        if session.state is SessionState.PAIRED:
-            self._lose(session, reason)
-        if session.announced:
-            assert session.instance is not None
-            session.announced = False
-            self._counts["peers_closed"] += 1
-            logger.info("closed %s: %s", session, reason)
-            self._emit(PeerClosed(session.instance))
 
     def _emit(self, event: Event) -> None:
         try:
@@ -394,12 +161,15 @@ class Control(ABC):
             self._counts["event_errors"] += 1
             self._errors.exception("error while handling event %s", type(event).__name__)
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[], None]) -> bool:
+        """Run it; count and log an exception. Returns whether there was none."""
         try:
             action()
         except Exception:
             self._counts["handler_errors"] += 1
             self._errors.exception("error in the control loop; it continues")
+            return False
+        return True
 
     def _current_load(self) -> Load:
         try:
@@ -444,8 +214,3 @@ class Control(ABC):
     def _release(self) -> None:
         self._wakeup.close()
         self._context.destroy(linger=0)
-
-
-def _has_pending(session: Session) -> bool:
-    """Whether messages wait for the acknowledgement of a paired peer."""
-    return session.state is SessionState.PAIRED and session.channel.pending > 0

@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
 from ...configs.schema import PrefillConfig
-from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import KvRoute, drop_unusable_rdma, possible_routes, resolve_transport
@@ -28,11 +26,12 @@ from ..plan.copy_regions import CopyRegion
 from ..plan.copy_runs import CopyRuns, expand_runs, expand_token_runs
 from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
 from ..protocol.checksum import add_sums, block_sum
-from ..protocol.messages import Hello, InstanceId, Pool, Rank, TransferKey, Welcome
+from ..protocol.messages import Hello, InstanceId, TransferKey, Welcome
 from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from .local_pool import LocalPool
 from .part_writer import PartJob, PartWriter, StageBuffers
-from .sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from .routed_engine import PoolPair
+from .sender import PeerSender, SendJob, SendResult
 
 log = logging.getLogger(__name__)
 
@@ -45,25 +44,18 @@ STALL_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _RegionPlan:
-    """The source, destination and routes of one region, before its sender is started."""
+    """The source, destination and routes of one region.
+
+    A staged region has an empty plan: its KV goes through the decode rank's PartWriter.
+    """
 
     region: CopyRegion
     source: LocalPool
     pools: PoolPair
     routes: tuple[KvRoute, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _RegionRoute(_RegionPlan):
-    """One region with its sender thread.
-
-    A staged region has an empty plan: its KV goes through the decode rank's PartWriter.
-    """
-
-    sender: PeerSender
     staged: bool
 
-    def plan(self, chunk: ChunkWrite) -> CopyRuns:
+    def runs(self, chunk: ChunkWrite) -> CopyRuns:
         """The copies of a chunk. Raises PlanError."""
         if self.staged:
             return NO_RUNS
@@ -91,8 +83,9 @@ class _Route:
     """All regions from this rank to one decode server."""
 
     decode_ranks: int
-    senders: tuple[PeerSender, ...]
-    regions: tuple[_RegionRoute, ...]
+    regions: list[_RegionPlan]
+    senders: dict[tuple[KvRoute, ...], PeerSender]
+    """By routes: one sender thread for the regions with the same ones."""
     part_writers: dict[int, PartWriter]
     """By decode rank."""
 
@@ -109,7 +102,7 @@ class _RegionJob(SendJob):
     """The copies of a chunk for one region."""
 
     chunk: "_Chunk"
-    route: _RegionRoute
+    sender: PeerSender
 
 
 @dataclass(slots=True, eq=False)
@@ -140,18 +133,23 @@ class _Chunk:
     def cancel(self) -> None:
         """Cancel the jobs that have not ended; each still reports a result."""
         for job in self.jobs:
-            job.route.sender.cancel_job(job)
+            job.sender.cancel_job(job)
 
     def written(self) -> ChunkWritten:
+        command = self.command
         failed = [result for result in self.results if not result.ok]
         causes = [result for result in failed if not result.cancelled] or failed
-        return _written(
-            self.command,
-            reason=(causes[0].reason or "cancelled") if causes else None,
+        return ChunkWritten(
+            command.instance,
+            command.key,
+            command.token_start,
+            command.token_end,
+            ok=not failed,
+            reason=(causes[0].reason or "cancelled") if causes else "",
             late_writes=any(result.late_writes for result in self.results),
             writes=sum(result.writes for result in self.results),
             bytes_written=sum(result.bytes_written for result in self.results),
-            checksums=tuple(self.checksums),
+            checksums=() if failed else tuple(self.checksums),
         )
 
 
@@ -175,12 +173,11 @@ class ChunkWriter:
         on_written: Callable[[ChunkWritten], None],
         on_part_written: Callable[[PartWritten], None] = lambda _: None,
         on_routed: Callable[[InstanceId, dict[str, str], dict[str, str]], None] = lambda *_: None,
-        sysfs: Path = SYSFS,
     ) -> None:
         self._rank = rank
         self._pools = {pool.layout.kind: pool for pool in pools}
         self._transport = drop_unusable_rdma(
-            resolve_transport(config, local_rank, sysfs=sysfs),
+            resolve_transport(config, local_rank),
             [Region(pool.memory.base_address, pool.memory.registered_bytes) for pool in pools],
         )
         self._send_window = config.send_window
@@ -221,7 +218,7 @@ class ChunkWriter:
             self._closers = [closer for closer in self._closers if closer.is_alive()]
             if route is None:
                 return
-            for sender in route.senders:  # on other threads: closing waits for the writes in flight
+            for sender in route.senders.values():  # on other threads: closing waits for the writes in flight
                 closer = threading.Thread(target=route.close, args=(sender,), name=f"close-{sender.session}")
                 closer.start()
                 self._closers.append(closer)
@@ -241,7 +238,10 @@ class ChunkWriter:
         with self._lock:
             route = self._routes.get(chunk.instance)
             if route is None:
-                ended: ChunkWritten | None = _written(chunk, reason=self._unopened.get(chunk.instance, GONE))
+                reason = self._unopened.get(chunk.instance, GONE)
+                ended: ChunkWritten | None = ChunkWritten(
+                    chunk.instance, chunk.key, chunk.token_start, chunk.token_end, ok=False, reason=reason
+                )
             else:
                 ended = self._submit(route, chunk, ready)
         if ended is not None:
@@ -267,13 +267,13 @@ class ChunkWriter:
             return
         for writer in route.part_writers.values():
             writer.cancel(key)
-        for sender in route.senders:
+        for sender in route.senders.values():
             sender.cancel(key)
 
     def problems(self) -> list[str]:
         """One sentence for each sender that is stuck."""
         with self._lock:
-            senders = [sender for route in self._routes.values() for sender in route.senders]
+            senders = [sender for route in self._routes.values() for sender in route.senders.values()]
         return [
             f"the sender to {sender.session} has made no progress for {stalled_s:.0f} s"
             for sender in senders
@@ -284,11 +284,11 @@ class ChunkWriter:
         """Submit the jobs of a chunk. Returns the result if there is nothing to send."""
         pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
         regions = [region for region in route.regions if chunk.verify or not region.staged]
-        pending.jobs = [_region_job(pending, region, ready) for region in regions]
+        pending.jobs = [_region_job(pending, region, route.senders[region.routes], ready) for region in regions]
         if not pending.jobs:
             return pending.written()
         for job in pending.jobs:
-            job.route.sender.submit(job)
+            job.sender.submit(job)
         if pending.failed:  # a job failed before the last one was submitted
             pending.cancel()
         return None
@@ -308,9 +308,9 @@ class ChunkWriter:
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
         """Plan the regions to a decode server, and start a sender for each of its sessions."""
-        staged = {one.region: one for one in staged_regions(hello, welcome) if one.region.source == self._rank}
-        buffers = self._make_buffers(staged.values())
-        plans = list(self._plan_regions(hello, welcome, {region: buffers[region.destination] for region in staged}))
+        staged = [one for one in staged_regions(hello, welcome) if one.region.source == self._rank]
+        buffers = self._make_buffers(staged)
+        plans = list(self._plan_regions(hello, welcome, {one.region for one in staged}, buffers))
         by_routes: dict[tuple[KvRoute, ...], list[_RegionPlan]] = {}
         for plan in plans:
             by_routes.setdefault(plan.routes, []).append(plan)
@@ -318,39 +318,35 @@ class ChunkWriter:
         writers: dict[int, PartWriter] = {}
         try:
             for plan in plans:
-                rank = plan.region.destination
-                if plan.region in staged and rank not in writers:
-                    writers[rank] = self._start_part_writer(plan, buffers[rank], senders[plan.routes])
+                rank, data = plan.region.destination, plan.source.data
+                if plan.staged and rank not in writers:
+                    assert data is not None, "_make_buffers() has checked it"
+                    writers[rank] = PartWriter(
+                        data, plan.source.layout, buffers[rank], senders[plan.routes], on_written=self._on_part_written
+                    )
         except BaseException:
             for writer in writers.values():
                 writer.close()
             for sender in senders.values():
                 sender.close()
             raise
-        regions = (
-            _RegionRoute(plan.region, plan.source, plan.pools, plan.routes, senders[plan.routes], plan.region in staged)
-            for plan in plans
-        )
-        return _Route(len(hello.ranks), tuple(senders.values()), tuple(regions), writers)
+        return _Route(len(hello.ranks), plans, senders, writers)
 
     def _plan_regions(
-        self, hello: Hello, welcome: Welcome, staged: Mapping[CopyRegion, StageBuffers]
+        self, hello: Hello, welcome: Welcome, staged: set[CopyRegion], buffers: Mapping[int, StageBuffers]
     ) -> Iterator[_RegionPlan]:
         """The destinations of this rank's KV: pools of decode ranks or, for staged regions, their rings."""
         for kind, source in self._pools.items():
             ours = Region(source.memory.base_address, source.memory.registered_bytes)
-            direct = [PoolPair(ours, _pool_of(rank, kind), source.memory.probe) for rank in hello.ranks]
+            theirs = [pool for rank in hello.ranks for pool in rank.pools if pool.layout.kind == kind]
+            direct = [PoolPair(ours, pool, source.memory.probe) for pool in theirs]
             for region in pair_regions(hello, welcome, kind):
                 if region.source != self._rank:
                     continue
-                pools = staged[region].pair if region in staged else direct[region.destination]
-                routes = possible_routes(
-                    self._transport,
-                    hello.ranks[region.destination],
-                    pools.destination,
-                    on_gpu=source.memory.on_gpu,
-                )
-                yield _RegionPlan(region, source, pools, routes)
+                rank = hello.ranks[region.destination]
+                pools = buffers[rank.rank].pair if region in staged else direct[rank.rank]
+                routes = possible_routes(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
+                yield _RegionPlan(region, source, pools, routes, region in staged)
 
     def _make_buffers(self, staged: Iterable[StagedRegion]) -> dict[int, StageBuffers]:
         """Gather buffers for each decode rank with staged regions."""
@@ -366,16 +362,6 @@ class ChunkWriter:
         total = sum(len(buffer.data) for buffer in buffers.values())
         log.info("rank %d stages KV for decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
         return buffers
-
-    def _start_part_writer(self, plan: _RegionPlan, buffers: StageBuffers, sender: PeerSender) -> PartWriter:
-        assert plan.source.data is not None, "_make_buffers() has checked it"
-        return PartWriter(
-            plan.source.data,
-            plan.source.layout,
-            buffers,
-            sender,
-            on_written=self._on_part_written,
-        )
 
     def _start_sender(
         self, instance: InstanceId, routes: tuple[KvRoute, ...], plans: Sequence[_RegionPlan]
@@ -396,52 +382,24 @@ class ChunkWriter:
             on_result=self._take_result,
             on_routed=routed,
             device=plans[0].source.memory.probe.device,
-            rdma=RdmaSender(self._transport.host, self._transport.rdma_devices, self._transport.gid_index),
+            local=self._transport,
         )
 
 
-def _region_job(chunk: _Chunk, route: _RegionRoute, ready: Callable[[], None] | None) -> _RegionJob:
+def _region_job(chunk: _Chunk, plan: _RegionPlan, sender: PeerSender, ready: Callable[[], None] | None) -> _RegionJob:
     command = chunk.command
 
     def prepare() -> None:
         if ready is not None:
             ready()
         if command.verify:
-            chunk.add_checksum(route.region.destination, route.checksum(command))
+            chunk.add_checksum(plan.region.destination, plan.checksum(command))
 
     return _RegionJob(
         key=command.key,
-        runs=partial(route.plan, command),
+        runs=partial(plan.runs, command),
         ready=prepare,
-        pools=route.pools,
+        pools=plan.pools,
         chunk=chunk,
-        route=route,
-    )
-
-
-def _pool_of(rank: Rank, kind: tuple[str, ...]) -> Pool:
-    return next(pool for pool in rank.pools if pool.layout.kind == kind)
-
-
-def _written(
-    chunk: ChunkWrite,
-    *,
-    reason: str | None,
-    late_writes: bool = False,
-    writes: int = 0,
-    bytes_written: int = 0,
-    checksums: tuple[int, ...] = (),
-) -> ChunkWritten:
-    """The result of a chunk; without a reason it succeeded."""
-    return ChunkWritten(
-        instance=chunk.instance,
-        key=chunk.key,
-        token_start=chunk.token_start,
-        token_end=chunk.token_end,
-        ok=reason is None,
-        reason=reason or "",
-        late_writes=late_writes,
-        writes=writes,
-        bytes_written=bytes_written,
-        checksums=checksums if reason is None else (),
+        sender=sender,
     )

@@ -12,7 +12,8 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
     every page is sent to the ranks once. Both start with the page that holds token `token_start`; indices are pages of
-    the decode server or, with granularity "token", one row per token.
+    the decode server or, with granularity "token", one row per token. `after` is the step that
+    computes the KV, if it has not yet; that command comes after this one.
     """
 
     instance: InstanceId
@@ -23,6 +24,7 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
     indices: list[int]
     granularity: Literal["page", "token"] = "page"
     verify: bool = False
+    after: int | None = None
 
 
 class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):

@@ -8,25 +8,29 @@ import torch
 from ..protocol.layout import KvLayout
 
 
-class KvMemory(Protocol):
-    """The interface of a KV pool (`memory/kv_pool.py`) for transfers."""
+class RegisteredMemory(Protocol):
+    """Memory that peers read or write: a KV pool, or a staging ring (`memory/ring_memory.py`)."""
 
     @property
     def base_address(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
 
     @property
     def on_gpu(self) -> bool: ...
 
     @property
     def probe(self) -> torch.Tensor:
-        """Bytes behind the pages, registered with them, for transport probes."""
+        """Bytes behind the content, registered with it, for transport probes."""
 
     @property
     def registered_bytes(self) -> int:
         """From `base_address` to the end of `probe`."""
+
+
+class KvMemory(RegisteredMemory, Protocol):
+    """A KV pool (`memory/kv_pool.py`)."""
+
+    @property
+    def size_bytes(self) -> int: ...
 
     def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor: ...
 

@@ -46,9 +46,8 @@ class PartScatterer:
         self._on_scattered = on_scattered
         self._on_failed = on_failed
         self._commands: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
-        if pool.device.type == "cuda":
-            warm_up_kv_stage(pool)
-            wait_for_stream(pool.device)  # before the first scatter, on another stream
+        warm_up_kv_stage(pool)
+        wait_for_stream(pool.device)  # before the first scatter, on another stream
         self._thread = threading.Thread(target=self._work, name="scatter", daemon=True)
         self._thread.start()
 

@@ -22,7 +22,8 @@ from ..plan.ring import aligned
 from ..protocol.layout import KvLayout, Plane
 from ..protocol.messages import Pool, StageRing, TransferKey
 from .chunks import PartWrite, PartWritten
-from .sender import PeerSender, PoolPair, SendJob, SendResult
+from .routed_engine import PoolPair
+from .sender import PeerSender, SendJob, SendResult
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +36,6 @@ class PartJob(SendJob):
 
     command: PartWrite
     ended: Callable[[SendResult], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Gathering:
-    command: PartWrite
-    cancelled: bool = False
 
 
 def gather_bytes(part_bytes: int) -> int:
@@ -91,7 +86,9 @@ class PartWriter:
         self._changed = threading.Condition()
         self._queue: collections.deque[PartWrite] = collections.deque()
         self._free = list(range(BUFFERS))
-        self._gathering: _Gathering | None = None
+        self._gathering: PartWrite | None = None
+        self._cancelled = False
+        """Whether the part that is being gathered is cancelled."""
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"gather-{sender.session}", daemon=True)
         self._thread.start()
@@ -111,46 +108,43 @@ class PartWriter:
             stopped = [command for command in self._queue if command.part.key == key]
             for command in stopped:
                 self._queue.remove(command)
-            if self._gathering is not None and self._gathering.command.part.key == key:
-                self._gathering.cancelled = True
+            if self._gathering is not None and self._gathering.part.key == key:
+                self._cancelled = True
         for command in stopped:
             self._on_written(_stopped(command, "cancelled"))
 
     def close(self) -> None:
         """End the thread; parts not submitted to the sender are reported as stopped. May be called twice."""
         with self._changed:
-            self._closing = True
-            if self._gathering is not None:
-                self._gathering.cancelled = True
+            self._closing = self._cancelled = True
             self._changed.notify_all()
         self._thread.join()
 
     def _work(self) -> None:
         use_own_stream(self._pool.device)
         while (taken := self._take()) is not None:
-            gathering, slot = taken
-            command = gathering.command
+            command, slot = taken
             try:
                 ready = self._gather(command, slot)
             except Exception as error:
                 self._free_slot(slot)
                 self._on_written(_stopped(command, f"gathering the part failed: {error!r}"))
                 continue
-            self._submit(gathering, slot, ready)
+            self._submit(command, slot, ready)
         with self._changed:
             left = list(self._queue)
             self._queue.clear()
         for command in left:
             self._on_written(_stopped(command, "cancelled"))
 
-    def _take(self) -> tuple[_Gathering, int] | None:
+    def _take(self) -> tuple[PartWrite, int] | None:
         """The next part and a buffer for it; None when closing."""
         with self._changed:
             self._gathering = None
             self._changed.wait_for(lambda: self._closing or (self._queue and self._free))
             if self._closing:
                 return None
-            self._gathering = _Gathering(self._queue.popleft())
+            self._gathering, self._cancelled = self._queue.popleft(), False
             return self._gathering, self._free.pop()
 
     def _gather(self, command: PartWrite, slot: int) -> Callable[[], None] | None:
@@ -171,8 +165,7 @@ class PartWriter:
         gathered.record(torch.cuda.current_stream(self._pool.device))
         return gathered.synchronize
 
-    def _submit(self, gathering: _Gathering, slot: int, ready: Callable[[], None] | None) -> None:
-        command = gathering.command
+    def _submit(self, command: PartWrite, slot: int, ready: Callable[[], None] | None) -> None:
         span = (slot * self._buffers.slot_bytes, command.offset, command.size_bytes)
         job = PartJob(
             key=command.part.key,
@@ -183,7 +176,7 @@ class PartWriter:
             ended=lambda result: self._sent(command, slot, result),
         )
         with self._changed:  # so that cancel() finds the part either here or in the sender
-            reason = "cancelled" if gathering.cancelled else None
+            reason = "cancelled" if self._cancelled else None
             if reason is None:
                 try:
                     self.sender.submit(job)

@@ -1,27 +1,14 @@
 """The receive engines of one decode rank: one per transport."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
 
 from ...configs.errors import StartupError
 from ...configs.schema import ServerConfig
 from ..mooncake.engine import ReceiveEngine
-from ..mooncake.infiniband import SYSFS
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import open_receiver, resolve_transport
-from .local_pool import LocalPool
-
-
-class RingBytes(Protocol):
-    """The interface of a staging ring (`memory/ring_memory.py`)."""
-
-    @property
-    def base_address(self) -> int: ...
-
-    registered_bytes: int
-    on_gpu: bool
+from .local_pool import LocalPool, RegisteredMemory
 
 
 class Receivers:
@@ -37,10 +24,9 @@ class Receivers:
         pools: Sequence[LocalPool],
         *,
         local_rank: int,
-        ring: RingBytes | None = None,
-        sysfs: Path = SYSFS,
+        ring: RegisteredMemory | None = None,
     ) -> None:
-        local = resolve_transport(config, local_rank, sysfs=sysfs)
+        local = resolve_transport(config, local_rank)
         held = [pool.memory for pool in pools] + ([ring] if ring is not None else [])
         memory = [Region(part.base_address, part.registered_bytes) for part in held]
         on_gpu = [region for part, region in zip(held, memory, strict=True) if part.on_gpu]

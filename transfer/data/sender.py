@@ -10,7 +10,6 @@ has `late_writes`, and the peer must not reuse these destination pages for a whi
 """
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -23,13 +22,13 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.backends.streams import use_own_stream
-from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine, WriteId, WriteState
+from ..mooncake.engine import SendEngine, WriteId, WriteState
 from ..mooncake.library import Transport
-from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
-from ..mooncake.transports import KvRoute, remedy
+from ..mooncake.sockets import PeerUnreachableError
+from ..mooncake.transports import KvRoute, LocalTransport
 from ..plan.copy_runs import CopyRuns, PlanError, check_bounds
-from ..protocol.messages import Pool, TransferKey
-from .probe import probe
+from ..protocol.messages import TransferKey
+from .routed_engine import PoolPair, RoutedEngine
 
 log = logging.getLogger(__name__)
 
@@ -47,30 +46,10 @@ rate: the peer may be busy copying them. After a cancellation they must end with
 """
 DELIVERY_LOOK_S: Final = 0.1
 """How often a sender checks for delivered bytes while no write ends."""
-NAP_MIN_S: Final = 0.0002
+NAP_MIN_S: Final = 0.00005
 NAP_MAX_S: Final = 0.002
 ABSENCE_S: Final = 0.25
 """If two checks of the writes in flight are further apart, this process was stopped or starved, not the peer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PoolPair:
-    """The base of the offsets of copies: our memory, and a pool of the peer. `probe` is local memory for the probe of a
-    transport; without it the pool is not probed.
-    """
-
-    source: Region
-    destination: Pool
-    probe: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RdmaSender:
-    """Settings of a sender over RDMA: the host at which the peer reaches us, and our HCAs."""
-
-    host: str
-    devices: tuple[str, ...]
-    gid_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +88,8 @@ class _Pending:
     job: SendJob
     cancelled: bool = False
     started_at: float = 0.0
-    complete: bool = False
-    total_bytes: int = 0
+    total_bytes: int | None = None
+    """None until the job is planned."""
     bytes_written: int = 0
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
@@ -168,9 +147,8 @@ class PeerSender:
     """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
     `routes` are tried in this order at start, before the first job: a route is used if a probe of every pool succeeds
-    over it. A route that does not work, or fails later, is not used again while another is left. `rdma` is for that
-    transport only. `on_result` and `on_routed` (the transport in use, and why others are not) run on the sender's
-    thread and should only pass the result on. Owns a thread and a SendEngine; close() ends both.
+    over it (`routed_engine.py`). `on_result` and `on_routed` (the transport in use, and why others are not) run on the
+    sender's thread and should only pass the result on. Owns a thread and an engine; close() ends both.
     """
 
     def __init__(
@@ -182,19 +160,15 @@ class PeerSender:
         on_result: Callable[[SendResult], None],
         on_routed: Callable[[Transport, Mapping[Transport, str]], None] = lambda *_: None,
         device: torch.device = _CPU,
-        rdma: RdmaSender | None = None,
+        local: LocalTransport | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
-        self._routes = list(routes)
-        self._pools = list(pools)
+        self._routed = RoutedEngine(routes, pools, local or LocalTransport("auto", "127.0.0.1"), on_routed)
+        self._default_pools = pools[0]
         self._window = window
         self._on_result = on_result
-        self._on_routed = on_routed
         self._device = device
-        self._rdma = rdma or RdmaSender("127.0.0.1", ())
-        self._dropped: dict[Transport, str] = {}
-        self._engine: SendEngine | None = None
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
         self._unreported: set[_Pending] = set()
@@ -208,11 +182,11 @@ class PeerSender:
     @property
     def transport(self) -> Transport:
         """The transport in use. May be read from another thread, like `session`."""
-        return self._routes[0].transport
+        return self._routed.transport
 
     @property
     def session(self) -> str:
-        return self._routes[0].session
+        return self._routed.session
 
     def submit(self, job: SendJob) -> None:
         """Queue a job. Raises PlanError, and queues nothing, if `runs` is a plan with a copy outside either pool."""
@@ -269,7 +243,7 @@ class PeerSender:
     def _work(self) -> None:
         use_own_stream(self._device)
         try:
-            self._open_engine()
+            self._routed.open()
         except (PeerUnreachableError, StartupError) as error:  # the first job tries again and reports it
             log.debug("no connection to %s yet: %s", self.session, error)
         except Exception:
@@ -291,22 +265,24 @@ class PeerSender:
                 log.exception("error while sending to %s", self.session)
                 reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
             if reason is not None:
-                self._drop_engine()
+                self._routed.close()
                 if failed_write:
-                    self._drop_failed_route(reason)
+                    self._routed.drop_failed_route(reason)
             self._finish(pending, reason, late_writes)
             if unreachable:
                 # All queued jobs are for the same peer: another attempt would take a second per job.
-                for waiting in self._take_all():
-                    self._finish(waiting, reason, False)
-        self._drop_engine()
+                with self._changed:
+                    waiting = list(self._queue)
+                    self._queue.clear()
+                for other in waiting:
+                    self._finish(other, reason, False)
+        self._routed.close()
 
     def _take(self) -> _Pending | None:
         """The next job to send; None when closed and empty. Reports cancelled jobs."""
         while True:
             with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._queue or self._closing)
                 cancelled = [pending for pending in self._queue if pending.cancelled]
                 for pending in cancelled:
                     self._queue.remove(pending)
@@ -315,15 +291,11 @@ class PeerSender:
             for pending in cancelled:
                 self._finish(pending, None, False)
 
-    def _take_all(self) -> list[_Pending]:
-        with self._changed:
-            waiting = list(self._queue)
-            self._queue.clear()
-            return waiting
-
     def _send(self, pending: _Pending) -> None:
         """Write all of a job. Returns early, with nothing in flight, when it is cancelled; raises when it fails."""
         job = pending.job
+        runs = self._planned(job)
+        pending.total_bytes = runs.total_bytes
         if job.ready is not None:
             try:
                 job.ready()
@@ -331,19 +303,14 @@ class PeerSender:
                 raise _SendError(f"the KV did not become ready: {error!r}", late_writes=False) from error
         if pending.cancelled:
             return
-        runs = self._planned(job)
-        pending.total_bytes = runs.total_bytes
-        if not len(runs):
-            pending.complete = True
-            return
-        engine = self._open_engine()
-        pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
-        self._write(pending, pieces, engine)
-        pending.complete = pending.bytes_written == pending.total_bytes
+        if len(runs):
+            engine = self._routed.open()
+            pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+            self._write(pending, pieces, engine)
 
     def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
         """Keep a window of writes in flight until all have ended; after a cancellation, until those in flight have."""
-        pools = pending.job.pools or self._pools[0]
+        pools = pending.job.pools or self._default_pools
         waiting = zip(
             (pieces.source + pools.source.addr).tolist(),
             (pieces.destination + pools.destination.base_address).tolist(),
@@ -386,7 +353,7 @@ class PeerSender:
         return runs
 
     def _check_bounds(self, job: SendJob, runs: CopyRuns) -> None:
-        pools = job.pools or self._pools[0]
+        pools = job.pools or self._default_pools
         check_bounds(runs, pools.source.length, pools.destination.size_bytes)
 
     def _collect(self, pending: _Pending, engine: SendEngine) -> bool:
@@ -425,7 +392,7 @@ class PeerSender:
     def _finish(self, pending: _Pending, reason: str | None, late_writes: bool) -> None:
         """Report a job. A job that was cancelled and is not complete counts as cancelled, not as failed."""
         job = pending.job
-        complete = reason is None and pending.complete
+        complete = reason is None and pending.bytes_written == pending.total_bytes
         cancelled = pending.cancelled and not complete
         result = SendResult(
             key=job.key,
@@ -443,72 +410,3 @@ class PeerSender:
             self._on_result(result)
         except Exception:
             log.exception("error in on_result of the sender to %s", self.session)
-
-    def _open_engine(self) -> SendEngine:
-        """The engine of the first route that works. If none works, raises the error of the last one and drops no route:
-        then the peer is gone.
-        """
-        problem = ""
-        for index, route in enumerate(self._routes):
-            if self._engine is not None:
-                break
-            try:
-                self._engine = self._try_route(route)
-            except (PeerUnreachableError, StartupError) as error:
-                if index + 1 == len(self._routes):
-                    raise
-                problem = problem or str(error)
-            else:
-                self._drop_routes(index, problem)
-                self._on_routed(self.transport, self._dropped)
-        assert self._engine is not None, "a sender has at least one route"
-        return self._engine
-
-    def _try_route(self, route: KvRoute) -> SendEngine:
-        """An engine whose probes of all pools succeeded. Raises PeerUnreachableError and StartupError."""
-        sources = {pair.source for pair in self._pools}
-        targets = {Region(pair.destination.base_address, pair.destination.size_bytes) for pair in self._pools}
-        engine = SendEngine(
-            route.session,
-            sorted(targets, key=lambda region: region.addr),
-            transport=route.transport,
-            host=self._rdma.host,
-            devices=self._rdma.devices,
-            gid_index=self._rdma.gid_index,
-            sources=sorted(sources, key=lambda region: region.addr),
-        )
-        for pair in self._pools:
-            problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
-            if problem is not None:
-                engine.destroy()
-                raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
-        return engine
-
-    def _drop_failed_route(self, reason: str) -> None:
-        """Use the next route from the next job on, if it reaches the peer: then the transport is at fault."""
-        if len(self._routes) > 1:
-            with contextlib.suppress(PeerUnreachableError):
-                describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)
-                self._drop_routes(1, reason)
-
-    def _drop_routes(self, count: int, reason: str) -> None:
-        """Remove the first `count` routes."""
-        for _ in range(count):
-            route = self._routes.pop(0)
-            self._dropped[route.transport] = reason
-            log.warning(
-                "KV for decode %s goes over %s from now on, because %s does not work: %s. %s",
-                self.session,
-                self.transport,
-                route.transport,
-                reason,
-                remedy(route.transport),
-            )
-
-    def _drop_engine(self) -> None:
-        if self._engine is not None:
-            try:
-                self._engine.destroy()
-            except Exception:
-                log.exception("error while destroying the engine to %s", self.session)
-            self._engine = None

@@ -51,10 +51,10 @@ SETTINGS: Final = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
 }
 _PROGRESS_VARIABLE: Final = "MC_TCP_PROGRESS_TIMEOUT_SEC"
-TRANSPORT_SETTINGS: Final[dict[Transport, dict[str, str]]] = {
-    "tcp": {"MC_FORCE_TCP": "1"},
-    "nvlink": {"MC_INTRANODE_NVLINK": "1"},
-    "rdma": {"MC_FORCE_HCA": "1"},  # without it Mooncake silently falls back to TCP if the HCA cannot be opened
+_TRANSPORT_VARIABLES: Final[dict[Transport, str]] = {
+    "tcp": "MC_FORCE_TCP",
+    "nvlink": "MC_INTRANODE_NVLINK",
+    "rdma": "MC_FORCE_HCA",  # without it Mooncake silently falls back to TCP if the HCA cannot be opened
 }
 GID_INDEX_VARIABLE: Final = "MC_GID_INDEX"
 FORBIDDEN: Final = (
@@ -131,10 +131,9 @@ def create_engine(
 def _load(transport: Transport) -> _EngineModule:
     global _module
     os.environ.update(SETTINGS)
-    for settings in TRANSPORT_SETTINGS.values():
-        for name in settings:
-            os.environ.pop(name, None)
-    os.environ.update(TRANSPORT_SETTINGS[transport])
+    for name in _TRANSPORT_VARIABLES.values():
+        os.environ.pop(name, None)
+    os.environ[_TRANSPORT_VARIABLES[transport]] = "1"
     for name in FORBIDDEN:
         if os.environ.pop(name, None) is not None:
             log.warning("%s is set in the environment and does not work with pdserve: ignored", name)

@@ -6,19 +6,18 @@ address, the *session*) and one for data. The handshake frame is `uint64 length,
 engine's description, which names the data port and the registered regions.
 """
 
-import os
 import socket
 import struct
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from ...configs.errors import PdserveError
-from ..tcp_info import NO_LINGER, tcp_counters
+from ..tcp_info import NO_LINGER, borrowed_socket, tcp_counters
 
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
@@ -89,12 +88,10 @@ def split_session(session: str) -> tuple[str, int]:
 
 def confine_to_loopback(ports: set[int]) -> None:
     """Make this process's listeners on `ports` accept only local connections. Raises OSError if not permitted."""
-    confined = set()
-    with _own_sockets() as sockets:
-        for sock in sockets:
-            if _is_listener(sock) and sock.getsockname()[1] in ports:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
-                confined.add(sock.getsockname()[1])
+    with _listeners(ports) as listeners:
+        for sock in listeners:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+        confined = {sock.getsockname()[1] for sock in listeners}
     if confined != ports:
         raise OSError(f"this process has no listeners on ports {sorted(ports - confined)}")
 
@@ -106,11 +103,10 @@ def ignore_idle_connections(port: int) -> None:
     all others. A connection that stalls in the middle of the handshake still does. Raises OSError if there is no such
     listener.
     """
-    with _own_sockets() as sockets:
-        found = [sock for sock in sockets if _is_listener(sock) and sock.getsockname()[1] == port]
-        for sock in found:
+    with _listeners({port}) as listeners:
+        for sock in listeners:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _IDLE_S)
-    if not found:
+    if not listeners:
         raise OSError(f"this process has no listener on port {port}")
 
 
@@ -120,9 +116,9 @@ def wake_listener(port: int) -> None:
     Mooncake's destructor joins a thread that blocks in accept() for up to a second, and holds the GIL meanwhile. Call
     this directly before the destructor: until then the thread spins on the dead socket.
     """
-    with _own_sockets() as sockets:
-        for sock in sockets:
-            if _is_listener(sock) and sock.getsockname()[1] == port:
+    with _listeners({port}) as listeners:
+        for sock in listeners:
+            with suppress(OSError):  # already done: another thread has a duplicate of the same listener
                 sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -189,25 +185,22 @@ def _connected_to(sockets: Iterable[socket.socket], addresses: Collection[str], 
 def _own_sockets() -> Iterator[list[socket.socket]]:
     """Duplicates of all TCP sockets of this process; closing them does not close the originals."""
     sockets: list[socket.socket] = []
-    try:
+    with ExitStack() as stack:
         for entry in Path("/proc/self/fd").iterdir():
-            try:
+            with suppress(OSError):  # closed by another thread in the meantime
                 if str(entry.readlink()).startswith("socket:"):
-                    sockets.append(socket.socket(fileno=os.dup(int(entry.name))))
-            except OSError:
-                continue  # closed by another thread in the meantime
-        yield [
-            sock
-            for sock in sockets
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-        ]
-    finally:
-        for sock in sockets:
-            sock.close()
+                    sock = stack.enter_context(borrowed_socket(int(entry.name)))
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                        sockets.append(sock)
+        yield sockets
 
 
-def _is_listener(sock: socket.socket) -> bool:
-    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+@contextmanager
+def _listeners(ports: set[int]) -> Iterator[list[socket.socket]]:
+    """Duplicates of this process's listeners on `ports`."""
+    with _own_sockets() as sockets:
+        listening = (sock for sock in sockets if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        yield [sock for sock in listening if sock.getsockname()[1] in ports]
 
 
 def _receive(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:

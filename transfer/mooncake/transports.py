@@ -19,7 +19,7 @@ from ...configs.errors import StartupError
 from ...configs.schema import ServerConfig, TransportSetting
 from ..protocol.messages import Pool, Rank
 from .engine import ReceiveEngine
-from .infiniband import SYSFS, devices_for_rank
+from .infiniband import devices_for_rank
 from .library import Transport
 from .sockets import Region
 
@@ -50,14 +50,14 @@ class LocalTransport:
     gid_index: int | None = None
 
 
-def resolve_transport(config: ServerConfig, local_rank: int, *, sysfs: Path = SYSFS) -> LocalTransport:
+def resolve_transport(config: ServerConfig, local_rank: int) -> LocalTransport:
     """The settings of the rank on GPU `local_rank` of this machine, with its HCAs.
 
     Raises StartupError if `ib_device` names a missing device, and if there is no HCA for `rdma`.
     """
     if config.transport not in ("auto", "rdma"):
         return LocalTransport(config.transport, config.public_host)
-    devices = devices_for_rank(config.ib_device, local_rank, sysfs=sysfs)
+    devices = devices_for_rank(config.ib_device, local_rank)
     if config.transport == "rdma" and not devices:
         raise StartupError(
             "transport rdma needs an InfiniBand or RoCE device with an active port; this machine has none: use "

@@ -213,20 +213,16 @@ def _copy_pages(cells: _Cells, segments: _Segments) -> tuple[Int64s, Int64s, Int
 
 def _copy_rows(cells: _Cells, segments: _Segments) -> tuple[Int64s, Int64s, Int64s]:
     """Parts of pages: one block per (segment, layer, plane, head)."""
-    source, destination, layers, heads = cells.source, cells.destination, cells.layers, cells.heads
-    plane_bytes = np.array([plane.token_bytes for plane in source.planes], dtype=np.int64)
-    token_bytes = np.tile(np.repeat(plane_bytes, len(heads)), len(layers))
-    from_offset = (
-        segments.source_page[:, None] * source.page_bytes
-        + segments.source_slot[:, None] * token_bytes
-        + _block_offsets(source, layers, heads)
-    )
-    to_offset = (
-        segments.destination_page[:, None] * destination.page_bytes
-        + segments.destination_slot[:, None] * token_bytes
-        + _block_offsets(destination, layers, heads)
-    )
-    return from_offset.ravel(), to_offset.ravel(), (segments.tokens[:, None] * token_bytes).ravel()
+    plane_bytes = np.array([plane.token_bytes for plane in cells.source.planes], dtype=np.int64)
+    token_bytes = np.tile(np.repeat(plane_bytes, len(cells.heads)), len(cells.layers))
+
+    def offsets(layout: KvLayout, page: Int64s, slot: Int64s) -> Int64s:
+        blocks = _block_offsets(layout, cells.layers, cells.heads)
+        return (page[:, None] * layout.page_bytes + slot[:, None] * token_bytes + blocks).ravel()
+
+    from_offset = offsets(cells.source, segments.source_page, segments.source_slot)
+    to_offset = offsets(cells.destination, segments.destination_page, segments.destination_slot)
+    return from_offset, to_offset, (segments.tokens[:, None] * token_bytes).ravel()
 
 
 def _block_offsets(layout: KvLayout, layers: range, heads: range) -> Int64s:

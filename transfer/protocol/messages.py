@@ -102,26 +102,21 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     staging: StagingSetting = "off"
 
 
-class Hello(Message, frozen=True):
+class _Introduction(Message, frozen=True):
+    protocol_version: int
+    instance: InstanceId
+    model_fingerprint: str
+    model_name: str
+    ranks: tuple[Rank, ...]
+    enable_hisparse: bool = False
+
+
+class Hello(_Introduction, frozen=True):
     """Decode introduces itself. Sent on every connection, and again after Refused(unknown_peer)."""
 
-    protocol_version: int
-    instance: InstanceId
-    model_fingerprint: str
-    model_name: str
-    ranks: tuple[Rank, ...]
-    enable_hisparse: bool = False
 
-
-class Welcome(Message, frozen=True):
+class Welcome(_Introduction, frozen=True):
     """Prefill accepts the pair."""
-
-    protocol_version: int
-    instance: InstanceId
-    model_fingerprint: str
-    model_name: str
-    ranks: tuple[Rank, ...]
-    enable_hisparse: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -313,18 +308,18 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     tokens_per_s: float = 0.0
 
 
-class Heartbeat(Message, frozen=True):
+class _Beat(Message, frozen=True):
+    instance: InstanceId
+    sent_at: float
+    load: Load = Load()
+
+
+class Heartbeat(_Beat, frozen=True):
     """`sent_at` is the sender's monotonic clock, echoed in the ack to measure the round trip."""
 
-    instance: InstanceId
-    sent_at: float
-    load: Load = Load()
 
-
-class HeartbeatAck(Message, frozen=True):
-    instance: InstanceId
-    sent_at: float
-    load: Load = Load()
+class HeartbeatAck(_Beat, frozen=True):
+    """The answer, with `sent_at` of the heartbeat."""
 
 
 AnyMessage = (

@@ -41,8 +41,6 @@ class Output:
         """With log-probabilities: the position in the text where each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
         self.cached_tokens = 0
-        self.stop_string: str | None = None
-        """The stop string that completed the output."""
         self.terminal: Finished | Failed | None = None
         self._prompt_tokens = prompt_tokens
         self._text = text
@@ -53,6 +51,11 @@ class Output:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that completed the output."""
+        return self._text.stop_string
 
     @property
     def complete(self) -> bool:
@@ -93,7 +96,6 @@ class Output:
         text = self._take_tokens(progress)
         if progress.terminal is not None:
             text += self._text.finish()
-            self.stop_string = self._text.stop_string
             self.terminal = progress.terminal
             if isinstance(self.terminal, Finished):
                 self.cached_tokens = self.terminal.cached_tokens
@@ -114,5 +116,4 @@ class Output:
                 self.logprobs.append(progress.logprobs[index])
                 self.text_offsets.append(self._text.decoded_characters)
             visible += self._text.push(token)
-            self.stop_string = self._text.stop_string
         return visible

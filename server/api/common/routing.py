@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator
 
 from ....configs.words import counted, shown
+from ....scheduler.messages.frontend import Submit
 from .fields import (
     Body,
     Characters,
@@ -55,22 +56,6 @@ def _check_host(host: str) -> str:
 Rid = Annotated[Text, Characters(MAX_RID_CHARACTERS), AfterValidator(_check_printable)]
 Host = Annotated[Text, Characters(MAX_HOST_CHARACTERS), AfterValidator(_check_host)]
 TimeoutS = Annotated[Number, Within(0, MAX_TIMEOUT_S, above=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The request ids of one prompt, first sample first, and how it is to be served."""
-
-    rid: str
-    more_rids: tuple[str, ...] = ()
-    endpoint: str | None = None
-    room: int | None = None
-    priority: int = 0
-    timeout_s: float | None = None
-
-    @property
-    def rids(self) -> tuple[str, ...]:
-        return (self.rid, *self.more_rids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +102,26 @@ class RoutingFields(Body):
         "The router's id of the request, the same on prefill and decode."
     )
 
-    def routes(self, shape: CallShape, limits: Limits) -> tuple[Sequence[Route], str | None]:
-        """A route for each prompt, and the one id of the whole call where it has one."""
+    def submits(
+        self, shape: CallShape, limits: Limits, prompts: Sequence[tuple[int, ...]]
+    ) -> tuple[Sequence[Submit], str | None]:
+        """The message for each prompt, with default sampling, and the one id of the whole call where it has one."""
         rids, group = self._rids(shape)
-        routes = [
-            Route(
+        endpoints, rooms = self._endpoints(shape, limits), self._rooms(shape)
+        submits = [
+            Submit(
                 rid=rid,
+                prompt_ids=prompt,
+                sampling=limits.default_sampling,
                 more_rids=tuple(f"{rid}_{sample}" for sample in range(1, shape.samples)),
                 endpoint=endpoint,
                 room=room,
                 priority=self.priority or 0,
                 timeout_s=self.timeout if self.timeout_s is None else self.timeout_s,
             )
-            for rid, endpoint, room in zip(rids, self._endpoints(shape, limits), self._rooms(shape), strict=True)
+            for rid, prompt, endpoint, room in zip(rids, prompts, endpoints, rooms, strict=True)
         ]
-        return routes, group
+        return submits, group
 
     def _rids(self, shape: CallShape) -> tuple[Sequence[str], str | None]:
         if isinstance(self.rid, list):
@@ -168,9 +158,9 @@ class RoutingFields(Body):
         ]
 
 
-def check_rooms(routes: Iterable[Route]) -> None:
+def check_rooms(submits: Iterable[Submit]) -> None:
     """On a prefill server: a decode server was sent every prompt, too."""
-    if any(route.room is None for route in routes):
+    if any(submit.room is None for submit in submits):
         raise FieldError(
             "bootstrap_room",
             "is required for every prompt: a prefill server computes what a decode server asks for; "

@@ -48,33 +48,30 @@ class CumulativeResult:
     """One output in SGLang's shape. Each part is encoded only once."""
 
     def __init__(self, token_text: TokenText | None) -> None:
-        self._token_text = token_text
         self._text = GrowingString()
         self._token_ids = GrowingArray()
         self._logprobs = LogprobColumns(token_text)
-        self._input_logprobs: LogprobColumns | None = None
+        self._input_logprobs = LogprobColumns(token_text)
+        self._has_inputs = False
 
     def add(self, output: Output, delta: Delta) -> bool:
         """Add the new part of the output; False when there is none."""
         self._text.append(delta.text)
         for token in output.token_ids[delta.first_token :]:
             self._token_ids.append(token)
-        for logprob in output.logprobs[delta.first_token :]:
-            self._logprobs.append(logprob)
-        if output.input_logprobs and self._input_logprobs is None:
-            self._input_logprobs = LogprobColumns(self._token_text)
-            for logprob in output.input_logprobs:
-                self._input_logprobs.append(logprob)
+        self._logprobs.extend(output.logprobs[delta.first_token :])
+        if not self._has_inputs:
+            self._has_inputs = bool(output.input_logprobs)
+            self._input_logprobs.extend(output.input_logprobs)
         return bool(delta.text) or delta.first_token < len(output.token_ids)
 
     def render(self, output: Output) -> dict[str, object]:
         meta = _meta_info(output)
         if output.wanted_logprobs is not None:
-            inputs = self._input_logprobs or LogprobColumns(None)
-            meta["input_token_logprobs"] = inputs.chosen.encoded()
+            meta["input_token_logprobs"] = self._input_logprobs.chosen.encoded()
             meta["output_token_logprobs"] = self._logprobs.chosen.encoded()
             if output.wanted_logprobs.top:
-                meta["input_top_logprobs"] = inputs.top.encoded()
+                meta["input_top_logprobs"] = self._input_logprobs.top.encoded()
                 meta["output_top_logprobs"] = self._logprobs.top.encoded()
         rendered: dict[str, object] = {
             "text": self._text.encoded(),
@@ -97,10 +94,11 @@ class LogprobColumns:
         self.chosen = GrowingArray()
         self.top = GrowingArray()
 
-    def append(self, token: TokenLogprob) -> None:
-        self.chosen.append(self._entry(token.token, token.logprob))
-        has_top = token.logprob is not None
-        self.top.append([self._entry(token_id, logprob) for token_id, logprob in token.top] if has_top else None)
+    def extend(self, tokens: Sequence[TokenLogprob]) -> None:
+        for token in tokens:
+            self.chosen.append(self._entry(token.token, token.logprob))
+            top = [self._entry(token_id, logprob) for token_id, logprob in token.top]
+            self.top.append(None if token.logprob is None else top)
 
     def _entry(self, token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
         return logprob, token_id, None if self._token_text is None else self._token_text(token_id)
@@ -127,12 +125,8 @@ def _finish_reason(output: Output) -> dict[str, object] | None:
     if output.stop_string is not None:
         return {"type": "stop", "matched": output.stop_string}
     if isinstance(terminal, Failed):
-        return {
-            "type": "abort",
-            "message": terminal.message,
-            "status_code": terminal.status,
-            "err_type": terminal.code,
-        }
+        failure = {"message": terminal.message, "status_code": terminal.status, "err_type": terminal.code}
+        return {"type": "abort", **failure}
     reason = terminal.reason
     if reason.type == "stop":
         return {"type": "stop", "matched": reason.matched}

@@ -1,82 +1,76 @@
 """A `/generate` body as checked, tokenized prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ....configs.sampling import LogprobParams, SamplingParams
+import msgspec
+
+from ....configs.sampling import LogprobParams
 from ....configs.words import counted
 from ....scheduler.messages.frontend import Submit
 from ...text.output_text import TextRules
+from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, check_token_ids, check_within, parse_body
 from ..common.limits import ContextLengthError, Limits
-from ..common.routing import CallShape, Route
-from ..common.sampling_fields import check_samples
+from ..common.routing import CallShape, RoutingFields
+from ..common.sampling_fields import SamplingFields, check_samples
 from .models import GenerateBody, NativeSampling, is_id_batch
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One checked, tokenized prompt and how to continue it."""
+class Call:
+    """A checked body of a generation route. `group` is the single rid of a list of prompts; aborting it aborts all."""
 
-    route: Route
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    text_rules: TextRules
-    logprobs: LogprobParams | None = None
-
-    def submit(self, client: str = "") -> Submit:
-        return Submit(
-            rid=self.route.rid,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            endpoint=self.route.endpoint,
-            room=self.route.room,
-            timeout_s=self.route.timeout_s,
-            more_rids=self.route.more_rids,
-            logprobs=self.logprobs,
-            priority=self.route.priority,
-            client=client,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """A checked `/generate` body. `group` is the single rid of a list of prompts; aborting it aborts all of them.
-
-    `listed`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`.
-    """
-
-    prompts: tuple[Prompt, ...]
-    listed: bool
+    submits: tuple[Submit, ...]
+    """A message to the leader for each prompt."""
+    text_rules: tuple[TextRules, ...]
+    """Of each prompt's output."""
     stream: bool
-    group: str | None = None
+    group: str | None
+    listed: bool
+    """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
     text_in_logprobs: bool = False
+    include_usage: bool = False
+    echoes: tuple[Echo, ...] = ()
+    """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 
 
-def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> GenerateCall:
+def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
     """Check and tokenize a body. Pure and thread-safe; long bodies are parsed off the event loop."""
     fields = parse_body(GenerateBody, body, limits.vocab_size)
     prompt_ids, batched = _read_prompts(fields, limits, tokenizer)
     shape = CallShape(len(prompt_ids), batched, samples=1)
     given = shape.spread(fields.sampling_params, "sampling_params")
     listed = isinstance(fields.sampling_params, list)
-    paths = [f"sampling_params[{index}]." if listed else "sampling_params." for index in range(shape.prompts)]
-    params = [(sampling or NativeSampling(), path) for sampling, path in zip(given, paths, strict=True)]
-    shape = CallShape(shape.prompts, batched, check_samples(params, limits))
-    routes, group = fields.routes(shape, limits)
+    params = [
+        (sampling or NativeSampling(), f"sampling_params[{index}]." if listed else "sampling_params.")
+        for index, sampling in enumerate(given)
+    ]
     logprobs = _read_logprobs(fields, prompt_ids, shape)
-    prompts = []
-    for index, ((asked, path), ids) in enumerate(zip(params, prompt_ids, strict=True)):
-        sampling = asked.sampling(limits, len(ids), path)
-        prompts.append(Prompt(routes[index], ids, sampling, asked.text_rules(sampling, limits), logprobs[index]))
-    return GenerateCall(
-        prompts=tuple(prompts),
-        listed=batched or shape.samples > 1,
-        stream=bool(fields.stream),
-        group=group,
-        text_in_logprobs=bool(fields.return_text_in_logprobs),
-    )
+    call = make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
+    return replace(call, text_in_logprobs=bool(fields.return_text_in_logprobs))
+
+
+def make_call(
+    fields: RoutingFields,
+    params: Sequence[tuple[SamplingFields, str]],
+    prompt_ids: Sequence[tuple[int, ...]],
+    batched: bool,
+    logprobs: Sequence[LogprobParams | None],
+    limits: Limits,
+    *,
+    stream: bool | None,
+) -> Call:
+    """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body."""
+    shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
+    routed, group = fields.submits(shape, limits, prompt_ids)
+    submits, text_rules = [], []
+    for submit, (asked, path), wanted in zip(routed, params, logprobs, strict=True):
+        sampling = asked.sampling(limits, len(submit.prompt_ids), path)
+        submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
+        text_rules.append(asked.text_rules(sampling, limits))
+    return Call(tuple(submits), tuple(text_rules), bool(stream), group, listed=batched or shape.samples > 1)
 
 
 def read_prompts(

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
+from ...engine.leader_client import rids_of
+from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
 from ..common.outputs import Delta, Output
-from .requests import OpenAiCall
+from ..native.requests import Call
 
 
 class OpenAiRendering(ABC):
@@ -23,8 +25,8 @@ class OpenAiRendering(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
-        first = call.group or call.prompts[0].route.rid
+    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
+        first = call.group or call.submits[0].rid
         self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
         self._include_usage = call.include_usage
         self._tokenizer = tokenizer
@@ -72,8 +74,17 @@ class OpenAiRendering(ABC):
 
 
 class CompletionRendering(OpenAiRendering):
+    """With `echo`, the text and the log-probabilities begin with those of the prompt."""
+
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
+
+    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
+        super().__init__(call, model_name, tokenizer)
+        echoes = call.echoes or [Echo("", ())] * len(call.submits)
+        self._echo_of = {
+            rid: echo for submit, echo in zip(call.submits, echoes, strict=True) for rid in rids_of(submit)
+        }
 
     def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
         return [self._choice(index, output, text, first)] if text or output.ended else ()
@@ -82,19 +93,21 @@ class CompletionRendering(OpenAiRendering):
         return self._choice(index, output, output.text, 0)
 
     def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
+        begin = self._echo_of[output.rid].text if first == 0 else ""
         logprobs = self._logprobs(output, first)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
+        return {"index": index, "text": begin + text, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
         if output.wanted_logprobs is None:
             return None
-        return self._columns(output.logprobs[first:], output.text_offsets[first:], output.wanted_logprobs.top > 0)
-
-    def _columns(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], with_top: bool) -> dict[str, object]:
+        echo, entries = self._echo_of[output.rid], output.logprobs[first:]
+        offsets = [len(echo.text) + offset for offset in output.text_offsets[first:]]
+        if first == 0:
+            entries, offsets = [*output.input_logprobs, *entries], [*echo.offsets, *offsets]
         return {
             "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries] if with_top else None,
+            "top_logprobs": [self._top(entry) for entry in entries] if output.wanted_logprobs.top else None,
             "text_offset": offsets,
         }
 
@@ -107,35 +120,12 @@ class CompletionRendering(OpenAiRendering):
         return top
 
 
-class EchoRendering(CompletionRendering):
-    """Completions that begin with their prompts (`echo`), in the text and in the log-probabilities."""
-
-    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
-        super().__init__(call, model_name, tokenizer)
-        echoes = zip(call.prompts, call.echoes, strict=True)
-        self._echo_of = {rid: echo for prompt, echo in echoes for rid in prompt.route.rids}
-
-    def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
-        begin = self._echo_of[output.rid].text if first == 0 else ""
-        return super()._choice(index, output, begin + text, first)
-
-    def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
-        if output.wanted_logprobs is None:
-            return None
-        echo = self._echo_of[output.rid]
-        entries = output.logprobs[first:]
-        offsets = [len(echo.text) + offset for offset in output.text_offsets[first:]]
-        if first == 0:
-            entries, offsets = [*output.input_logprobs, *entries], [*echo.offsets, *offsets]
-        return self._columns(entries, offsets, output.wanted_logprobs.top > 0)
-
-
 class ChatRendering(OpenAiRendering):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, call: OpenAiCall, model_name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
         self._started: set[int] = set()
 

@@ -1,31 +1,17 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions` as checked, tokenized prompts, as for `/generate`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....configs.sampling import LogprobParams
-from ...text.prompt_echo import Echo, make_echo
+from ...text.prompt_echo import make_echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
-from ..common.routing import CallShape
-from ..common.sampling_fields import check_samples
-from ..native.requests import Prompt, check_prompt, check_text, read_prompts
+from ..native.requests import Call, check_prompt, check_text, make_call, read_prompts
 from .models import ChatBody, CompletionBody, Message, OpenAiBody, TemplateFields, is_prompt_batch
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAiCall:
-    """A checked body of either route."""
-
-    prompts: tuple[Prompt, ...]
-    stream: bool
-    include_usage: bool
-    group: str | None = None
-    echoes: tuple[Echo, ...] = ()
-    """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
-
-
-def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
+def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
     fields = parse_body(CompletionBody, body, limits.vocab_size)
     batched = is_prompt_batch(fields.prompt)
     prompts = read_prompts(fields.prompt, "prompt", batched, limits, tokenizer)
@@ -41,7 +27,7 @@ def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenA
     )
 
 
-def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> OpenAiCall:
+def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
     """`messages` are rendered with the model's own chat template."""
     fields = parse_body(ChatBody, body, limits.vocab_size)
     if not tokenizer.has_chat_template:
@@ -74,20 +60,12 @@ def render_chat(fields: TemplateFields, given: list[Message], tokenizer: Tokeniz
 
 def _make_call(
     fields: OpenAiBody, limits: Limits, prompts: list[tuple[int, ...]], batched: bool, logprobs: LogprobParams | None
-) -> OpenAiCall:
-    shape = CallShape(len(prompts), batched, check_samples([(fields, "")] * len(prompts), limits))
-    if fields.best_of not in (None, 1, shape.samples):
+) -> Call:
+    samples = fields.samples
+    if fields.best_of not in (None, 1, samples):
         raise FieldError(
-            "best_of", f"must equal n ({shape.samples}): every sample that is drawn is returned; got {fields.best_of}"
+            "best_of", f"must equal n ({samples}): every sample that is drawn is returned; got {fields.best_of}"
         )
-    routes, group = fields.routes(shape, limits)
-    checked = []
-    for route, ids in zip(routes, prompts, strict=True):
-        sampling = fields.sampling(limits, len(ids))
-        checked.append(Prompt(route, ids, sampling, fields.text_rules(sampling, limits), logprobs))
-    return OpenAiCall(
-        prompts=tuple(checked),
-        stream=bool(fields.stream),
-        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-        group=group,
-    )
+    count = len(prompts)
+    call = make_call(fields, [(fields, "")] * count, prompts, batched, [logprobs] * count, limits, stream=fields.stream)
+    return replace(call, include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage))

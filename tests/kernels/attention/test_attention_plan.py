@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.kernels.attention.attention_plan import PIECE_TOKENS, TILE_QUERIES, cut_decode, cut_prefill
+from pdserve.kernels.attention.attention_plan import (
+    COPY_TOKENS,
+    PIECE_TOKENS,
+    TILE_QUERIES,
+    cut_decode,
+    cut_prefill,
+)
 
 
 @given(
@@ -35,9 +41,10 @@ def test_long_sequence_is_split_evenly_and_comes_before_short_ones() -> None:
 
 @pytest.mark.parametrize("query_len", [2, TILE_QUERIES, TILE_QUERIES + 1, 1000])
 def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: int) -> None:
-    query_lens = np.array([query_len, 1, 300], dtype=np.int32)
+    query_lens = np.array([query_len, 0, 300], dtype=np.int32)
     kv_lens = np.array([query_len, 50, 5000], dtype=np.int32)
-    tiles = cut_prefill(query_lens, kv_lens).T.tolist()
+    found, copies, copy_starts = cut_prefill(query_lens, kv_lens)
+    tiles = found.T.tolist()
     covered: dict[int, list[int]] = {0: [], 2: []}
     for sequence, first in tiles:
         covered[sequence] += range(first, min(first + TILE_QUERIES, int(query_lens[sequence])))
@@ -46,3 +53,8 @@ def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: in
         2: list(range(300)),
     }
     assert tiles[0][0] == 2
+    own = -(-query_len // COPY_TOKENS)  # blocks of the first sequence
+    assert copies.T.tolist() == [[0, at * COPY_TOKENS] for at in range(own)] + [
+        [2, at * COPY_TOKENS] for at in range(-(-5000 // COPY_TOKENS))
+    ]
+    assert copy_starts[[0, 2]].tolist() == [0, own * COPY_TOKENS]

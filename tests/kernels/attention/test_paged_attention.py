@@ -30,6 +30,7 @@ LONG_BATCHES = {
     "several tiles": [(300, 300)],
     "several tiles of later chunks": [(200, 777), (129, 1000), (128, 256)],
     "everything": [(1, 2000), (257, 300), (1, 65), (2, 900), (130, 130)],
+    "many tiles": [(3000, 3000), (64, 64), (65, 4161), (1000, 2001), (2, 2), (129, 129)],
 }
 
 
@@ -122,11 +123,13 @@ def test_equals_float64(
     ],
 )
 @pytest.mark.parametrize("batch", LONG_BATCHES)
+@pytest.mark.parametrize("impl", ["triton", "auto"])
 @pytest.mark.gpu
 def test_long_sequences_equal_float64(
-    batch: str, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype
+    batch: str, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, impl: Impl
 ) -> None:
-    where: tuple[Impl, torch.device] = ("triton", torch.device("cuda"))
+    """`auto` uses the CUDA kernel for heads of 128 16-bit elements on Hopper."""
+    where = (impl, torch.device("cuda"))
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
 
 

@@ -300,7 +300,7 @@ GEOMETRIES = [
 
 @given(data=st.data())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
     """Requests start at any length, change from fully resident to evicting and back, select any tokens, finish and

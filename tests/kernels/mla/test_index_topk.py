@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.mla.index_plan import IndexPlan, select_top_reference
 from pdserve.kernels.mla.index_topk import index_topk, position_rows
+from tests.kernels.mla.padded_plan import padded_plan
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -131,7 +132,7 @@ def test_lower_position_wins_ties_and_zeros_are_equal(where: Where) -> None:
 
 def test_padded_plan_is_filled_in_place(where: Where) -> None:
     case = Case([1, 1, 1], [70, 3, 41], page_size=16, where=where)
-    plan = IndexPlan.padded(5, max_pages=9, page_size=16, device=case.device)
+    plan = padded_plan(5, max_pages=9, page_size=16, device=case.device)
     case.query = torch.cat((case.query, torch.full((2, 5, 16), torch.nan)))
     case.weights = torch.cat((case.weights, torch.full((2, 5), torch.nan)))
     assert case.result(8, plan) == [[-1] * 8] * 5
@@ -225,7 +226,7 @@ def test_graph_of_the_real_geometry_follows_its_plan() -> None:
     keys = pool[:, 2:3]
     query = torch.randint(-2, 3, (6, 64, 128), device=device).to(torch.bfloat16)
     weights = torch.randint(-32, 33, (6, 64), device=device) / 64
-    plan = IndexPlan.padded(6, max_pages=pages_each, page_size=page_size, device=device)
+    plan = padded_plan(6, max_pages=pages_each, page_size=page_size, device=device)
 
     def fill(lens: list[int]) -> IndexPlan:
         """Fill the padded plan with `lens`, and return a new plan for the same."""

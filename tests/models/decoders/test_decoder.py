@@ -225,5 +225,10 @@ def test_step_accepts_tokens_on_the_device(tiny: tuple[ModelRunner, Any]) -> Non
     found = runner.forward(cache, unknown, torch.tensor([9, 8]))
     assert found is not None
     assert found.equal(expected)
-    with pytest.raises(ValueError, match="1 token ids for 2 slices of 2 tokens"):
+    with pytest.raises(ValueError, match="1 token ids for 2 slices"):
         runner.forward(cache, unknown, torch.tensor([9]))
+    beside_chunk = [SequenceSlice([8], 5, second), SequenceSlice(prompt(9, 2), 6, first)]
+    expected = run(runner, cache, *beside_chunk).clone()
+    found = runner.forward(cache, [unknown[1], beside_chunk[1]], torch.tensor([8, 3]))
+    assert found is not None
+    assert found.equal(expected)

@@ -17,6 +17,7 @@ from pdserve.models.layers.latent_rows import RowPlaces, new_token_rows
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+from tests.kernels.mla.padded_plan import padded_plan
 
 # The logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds no selection, of
 # a token or of an expert, is closer than 1e-5: rounding decides none.
@@ -184,7 +185,7 @@ def test_padded_rows_write_nothing_and_change_no_result(glm: tuple[ModelRunner, 
         run(runner, cache, [SequenceSlice(token_ids[:-1], 0, pages)])
     before = [pool.data.clone() for pool in cache.pools]
 
-    plan = IndexPlan.padded(5, max_pages=8, page_size=4, device=CPU)
+    plan = padded_plan(5, max_pages=8, page_size=4, device=CPU)
     fields = torch.zeros(4, 5, dtype=torch.int32)
     for row, (token_ids, pages) in enumerate(sequences[:live]):
         last = len(token_ids) - 1

@@ -151,6 +151,38 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(name: str, request: pytes
             assert decode(executor, model.first) == model.expected
 
 
+@pytest.mark.parametrize("decode_rows", [False, True])
+def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(gpu: PretendGpu, dense: Model, decode_rows: bool) -> None:
+    """Whole prompts, chunks over earlier ones, and a decode token beside a chunk, whose token is only on the device."""
+    short, long = PROMPTS
+    steps = [
+        [SequenceSlice(long[:20], 0, PAGES[1])],
+        [SequenceSlice(short, 0, PAGES[0]), SequenceSlice(long[20:31], 20, PAGES[1])],
+        [SequenceSlice([dense.first[0]], len(short), PAGES[0]), SequenceSlice(long[31:], 31, PAGES[1])],
+    ]
+    on_cpu = ModelRunner.load(dense.source, device=CPU, dtype=dense.dtype)
+    cpu_cache = on_cpu.make_cache(NUM_PAGES, PAGE_SIZE)
+    expected = [on_cpu.forward(cpu_cache, slices) for slices in steps]
+    runner = ModelRunner.load(dense.source, device=DEVICE, dtype=dense.dtype)
+    cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
+    graphs = runner.capture_chunk_graphs(
+        cache, max_tokens=32, max_slices=4, max_context=MAX_CONTEXT, decode_rows=decode_rows
+    )
+    assert graphs is not None
+    assert all(graphs.fits(slices) for slices in steps)
+    steps[2][0] = SequenceSlice([0], len(short), PAGES[0])
+    following = upload([dense.first[0], 0], torch.long, DEVICE)
+    found = []
+    for slices in steps:
+        with gpu.no_waits():
+            logits = runner.forward(cache, slices, following if slices is steps[2] else None)
+        assert logits is not None
+        found.append(logits.to(CPU))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02)
+
+
 def test_hot_buffers_change_between_steps_in_flight(gpu: PretendGpu, sparse: Model) -> None:
     """The long sequence is evicting at first, then fully resident again. The short one has to give up its pages; steps
     and commands do not wait for each other.

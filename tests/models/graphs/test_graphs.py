@@ -9,7 +9,7 @@ import torch
 
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.graphs.capture import DecodeGraphs, graph_batch_sizes
+from pdserve.models.graphs.capture import ChunkGraphs, DecodeGraphs, graph_batch_sizes, graph_token_counts
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -28,6 +28,13 @@ def test_batch_sizes_are_closer_together_for_small_batches() -> None:
     assert graph_batch_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
     assert graph_batch_sizes(72) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72]
     assert graph_batch_sizes(256)[-9:] == [64, 80, 96, 112, 128, 160, 192, 224, 256]
+
+
+def test_token_counts_are_multiples_of_a_tile_from_128_on() -> None:
+    assert graph_token_counts(16) == [16]
+    assert graph_token_counts(40) == [16, 32, 40]
+    assert graph_token_counts(512) == [16, 32, 64, 128, 256, 384, 512]
+    assert graph_token_counts(2048)[-6:] == [896, 1024, 1280, 1536, 1792, 2048]
 
 
 class Setup:
@@ -143,3 +150,66 @@ def test_batches_that_fit_a_graph(setup: Setup) -> None:
     assert not setup.graphs.fits([one, SequenceSlice([1, 2], 10, pages)])
     with pytest.raises(ValueError, match="have 2 pages"):
         setup.graphs.run([SequenceSlice([1], 10, [3, 4])])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decode_rows", [False, True])
+def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, decode_rows: bool, dtype: torch.dtype) -> None:
+    """Heads of 128 elements, which have a kernel of their own in 16 bits. Prompts in chunks of random lengths, several
+    at a time, beside single tokens; everything else in the pool is NaN.
+    """
+    device, page_size, max_tokens, max_slices = torch.device("cuda"), 16, 700, 6
+    directory = make_checkpoint(
+        tmp_path,
+        "qwen3",
+        hidden_size=256,
+        head_dim=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    source = locate_model(str(directory))
+    parameters = DecoderParameters.allocate(source.config, device=device, dtype=dtype)
+    load_weights(source, parameters.slots())
+    decoder = Decoder(parameters)
+    caches = [decoder.make_cache(1024, page_size) for _ in range(2)]
+    for cache in caches:
+        cache.pools[0].data.fill_(torch.nan)
+    graphs = ChunkGraphs(
+        decoder,
+        caches[0],
+        max_tokens=max_tokens,
+        max_slices=max_slices,
+        max_context=4096,
+        decode_rows=decode_rows,
+    )
+    eager = ModelRunner(decoder, device=device, dtype=dtype)
+    choice = random.Random(3)
+    free = choice.sample(range(1024), 1024)
+    prompts = [choice.choices(range(256), k=length) for length in (1500, 40, 300, 129, 1000, 64, 7, 700)]
+    pages = [[free.pop() for _ in range(-(-len(prompt) // page_size))] for prompt in prompts]
+    done = [0] * len(prompts)
+    steps = 0
+    while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
+        slices, left = [], max_tokens
+        for index in choice.sample(range(len(prompts)), 5):
+            count = min(choice.choice([1, 2, 16, 100, 128, 300, 699]), len(prompts[index]) - done[index], left)
+            if count > 0:
+                start = done[index]
+                slices.append(SequenceSlice(prompts[index][start : start + count], start, pages[index]))
+                done[index] += count
+                left -= count
+        if not slices:
+            continue
+        steps += 1
+        assert graphs.fits(slices)
+        found, expected = graphs.run(slices).clone(), eager.forward(caches[1], slices)
+        tolerance = TOLERANCE if dtype == torch.float32 else 0.06
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert steps > 10
+    unwritten = [cache.pools[0].data.isnan() for cache in caches]
+    assert unwritten[0].equal(unwritten[1])
+    assert not graphs.fits([SequenceSlice([1], 10, pages[0])] * (max_slices + 1))
+    assert not graphs.fits([SequenceSlice([1] * (max_tokens + 1), 0, pages[0])])
+    assert not graphs.fits([SequenceSlice([1], 4096, pages[0])])

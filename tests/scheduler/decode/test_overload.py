@@ -49,22 +49,23 @@ class Flood:
         return self._simulator.now + self._draw.uniform(0.1, 0.5)
 
 
+@pytest.mark.slow
 def test_full_prefill_server_does_not_count_as_absent() -> None:
-    """600 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
+    """300 prompts at a server that computes ten per second, queues two and reports no window. They wait in our queue up
     to `queue_timeout_s`, not only the three seconds of `prefill_wait_s`.
     """
     limits = decode_limits(max_queued_requests=1000, queue_timeout_s=20.0, prefill_wait_s=3.0)
     simulator = TimedSimulator(
         tokens_per_s=160, limits=limits, chunk_size=16, max_queued=2, prefill_tokens=64, reports=False
     )
-    for number in range(600):
+    for number in range(300):
         simulator.ask(f"r{number}", 16)
     simulator.run(lambda: not simulator.decode.requests)
     assert simulator.decode.counters["redispatches"] > 10, "nothing was refused"
     late = {rid: failed for rid, failed in simulator.failures.items() if simulator.ended_at[rid] < 20.0}
     assert not late, next(iter(late.values()))
     assert max(simulator.ended_at.values()) < 20.5, "a refusal does not restart the clock"
-    assert len(simulator.failures) == pytest.approx(400, abs=10)
+    assert len(simulator.failures) == pytest.approx(100, abs=10)
     (message,) = {failed.message for failed in simulator.failures.values()}
     assert message == "prefill did not get to the prompt within 20 s (queue_timeout_s)"
 
@@ -97,6 +98,7 @@ def test_prefill_server_that_shuts_down_counts_as_absent() -> None:
     assert "waited 3 s (prefill_wait_s): the prefill server is shutting down" in simulator.failures["r"].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [16, 2000])
 def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens: int) -> None:
     """40 clients, whose prompts take prefill 20 s in total, keep both queues full of higher priorities."""
@@ -172,6 +174,7 @@ def test_retracted_request_of_low_priority_is_resumed() -> None:
     simulator.finish()
 
 
+@pytest.mark.slow
 def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     """64 clients keep a queue of 16 full, so it rarely has room for eight prompts at once."""
     limits = decode_limits(max_queued_requests=16)
@@ -179,7 +182,7 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     Flood(simulator, 64, 500)
     simulator.run_for(2.0)
     accepted, draw = dict.fromkeys(["single", "batch"], 0), random.Random(1)
-    for attempt in range(200):
+    for attempt in range(100):
         simulator.ask(f"single {attempt}", 500)
         simulator.run_for(draw.uniform(0.1, 0.3))
         first = f"batch {attempt} 0"
@@ -190,11 +193,12 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
         assert len(set(refused)) == 1, "a part of it was accepted"
         accepted["batch"] += not refused[0]
         accepted["single"] += f"single {attempt}" not in simulator.failures
-    assert accepted["batch"] >= 10
+    assert accepted["batch"] >= 5
     assert accepted["batch"] > accepted["single"] / 3
     assert len(simulator.decode.dispatcher.queue) < 16 + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False])
 def test_retry_after_is_the_expected_wait_in_the_queue(full: bool) -> None:
     """Ten prompts per second: 40 in the queue take four seconds. No prompt waits longer than the timeout."""

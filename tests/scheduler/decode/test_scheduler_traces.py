@@ -3,6 +3,7 @@
 import collections
 from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -10,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdserve.configs.schema import LocalPrefillSetting
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
+
+pytestmark = pytest.mark.slow
 
 WHICH = st.integers(0, 7)
 
@@ -138,7 +141,7 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def test_random_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(120):
+    for seed in range(77):
         simulator = MODES[seed % len(MODES)].simulator()
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)

@@ -86,7 +86,7 @@ class Engine:
         assert self.ranks.tell.call_args.args == (OpenPeer(HELLO, WELCOME),)
 
     def turn(self) -> None:
-        self.loop._handle_events(1.0)
+        self.loop._handle_events()
 
     def answer(self) -> object:
         while not isinstance(event := self.heard.get(timeout=10), MessageReceived):
@@ -177,8 +177,7 @@ def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Eng
     engine.loop._turn()
     engine.inbox.put(StepDone(0, 1, (StepResult((TokenLogprob(1, None),), ()),)))
     engine.turn()
-    ((chunk,), _) = engine.ranks.tell.call_args
-    assert isinstance(chunk, ChunkWrite)
+    (chunk,) = [call.args[0] for call in engine.ranks.tell.call_args_list if isinstance(call.args[0], ChunkWrite)]
 
     def rank(command: object) -> None:
         """Cancelled writes end, or hang."""

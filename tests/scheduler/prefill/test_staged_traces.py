@@ -2,14 +2,17 @@
 
 import collections
 
+import pytest
+
 from tests.scheduler.simulation.random_workloads import STAGED_ACTIONS, run_workload
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
 
 
+@pytest.mark.slow
 def test_random_staged_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(80):
+    for seed in range(48):
         simulator = StagedSimulator(stages=1 + seed % 2, overlap=seed % 4 == 0, verifies=seed % 3 == 0)
         run_workload(simulator, STAGED_ACTIONS, seed, steps=800)
         seen.update(simulator.decode.counters)

@@ -661,13 +661,18 @@ class Simulator:
             assert sum(row.end - row.start for row in step.rows) <= self.prefill.chunk_size
             server.steps.append(step)
         if server.steps and (step is None or len(server.steps) > 1):
-            done = server.steps.popleft()
-            tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
-            server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
+            self._end_prefill_step(server)
         self.act()
+
+    def _end_prefill_step(self, server: Server) -> None:
+        done = server.steps.popleft()
+        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
+        server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
 
     def _end_write(self, server: Server, ok: bool, late: bool) -> None:
         write = server.writes.pop(0)
+        while any(step.command_id == write.chunk.after for step in server.steps):
+            self._end_prefill_step(server)  # the write waits for its KV
         ok = ok and not write.cancelled
         self._land(write, intact=ok)
         chunk = write.chunk

@@ -73,6 +73,8 @@ class TimedSimulator(Simulator):
         self._stepping = False
         self._other_priority = 0
         self._computing: set[str] = set()
+        self._after_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
+        """The ends of writes that wait for a step, by prefill server and command id."""
         self.busy_s = 0.0
         """Compute time of all prefill servers."""
         self.ended_at: dict[str, float] = {}
@@ -191,9 +193,18 @@ class TimedSimulator(Simulator):
     def _end_prefill_step(self, server: Server) -> None:
         self._computing.discard(server.instance)
         done = server.steps.popleft()
+        for end_write in self._after_step.pop((server.instance, done.command_id), ()):
+            self.at(self.now + LATENCY_S, end_write)
         tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
         server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
         self.act()
+
+    def _when_computed(self, server: Server, chunk: ChunkWrite, end_write: Callable[[], None]) -> None:
+        """Call `end_write` when the chunk has been computed and sent."""
+        if chunk.after is not None:
+            self._after_step.setdefault((server.instance, chunk.after), []).append(end_write)
+        else:
+            self.at(self.now + LATENCY_S, end_write)
 
     def _end_step(self) -> None:
         self._stepping = False
@@ -237,13 +248,13 @@ class TimedSimulator(Simulator):
                 return
             case ChunkWrite(instance=instance) if instance == OTHER:
                 written = ChunkWritten(OTHER, effect.key, effect.token_start, effect.token_end, ok=True)
-                self.at(self.now + LATENCY_S, lambda: server.scheduler.chunk_written(written, self.now))
+                self._when_computed(server, effect, lambda: server.scheduler.chunk_written(written, self.now))
                 return
         super()._of_prefill(server, effect)
         if isinstance(effect, SendToPeer):
             self.at(self.now + LATENCY_S, lambda: self._deliver_up(server))
         elif isinstance(effect, ChunkWrite):
-            self.at(self.now + LATENCY_S, lambda: self._end_write(server, ok=True, late=False))
+            self._when_computed(server, effect, lambda: self._end_write(server, ok=True, late=False))
 
 
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:

@@ -513,5 +513,5 @@ class LossyStaging(RuleBasedStateMachine):
             assert transfer.landed or transfer.broken
 
 
-LossyStaging.TestCase.settings = settings(max_examples=120, stateful_step_count=80, deadline=None)
+LossyStaging.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
 TestLossyStaging = LossyStaging.TestCase

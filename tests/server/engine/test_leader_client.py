@@ -37,17 +37,16 @@ async def pair() -> AsyncIterator[tuple[LeaderClient, ScriptedLeader]]:
 async def test_message_that_arrives_during_a_send_is_received(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
     """ZMQ's descriptor signals an arrival once, and a send may consume the signal."""
     client, leader = pair
-    inbox = client.open([Submit("r", (1,), SamplingParams())])
-    await leader.expect(Submit)
-    for token in range(20):
-        await leader.send(Tokens("r", (token,)))
-        time.sleep(0.01)
-        client.flush_cache()
-        (progress,) = await asyncio.wait_for(inbox.receive(), 2)
-        assert progress.token_ids == [token]
-    await leader.send(make_finished("r", 20))
-    await inbox.receive()
-    inbox.close()
+    with client.open([Submit("r", (1,), SamplingParams())]) as inbox:
+        await leader.expect(Submit)
+        for token in range(20):
+            await leader.send(Tokens("r", (token,)))
+            time.sleep(0.01)
+            client.flush_cache()
+            (progress,) = await asyncio.wait_for(inbox.receive(), 2)
+            assert progress.token_ids == [token]
+        await leader.send(make_finished("r", 20))
+        await inbox.receive()
 
 
 async def test_socket_refuses_other_users() -> None:
@@ -72,20 +71,19 @@ async def test_frontend_that_has_fallen_behind_receives_everything_in_order(
     pair: tuple[LeaderClient, ScriptedLeader],
 ) -> None:
     client, leader = pair
-    inbox = client.open([Submit("a", (1,), SamplingParams(), more_rids=("b",))])
-    await leader.expect(Submit)
     count = 2 * BATCHES_PER_TURN + 10
-    for token in range(count):
-        await leader.send(Tokens("a", (token,)), Tokens("b", (-token,)))
-    await leader.send(make_finished("a", count), make_finished("b", count))
     taken: dict[str, list[int]] = {"a": [], "b": []}
     looks = ended = 0
-    while ended < 2:
-        looks += 1
-        for progress in await asyncio.wait_for(inbox.receive(), 2):
-            taken[progress.rid] += progress.token_ids
-            ended += progress.terminal is not None
-    inbox.close()
+    with client.open([Submit("a", (1,), SamplingParams(), more_rids=("b",))]) as inbox:
+        await leader.expect(Submit)
+        for token in range(count):
+            await leader.send(Tokens("a", (token,)), Tokens("b", (-token,)))
+        await leader.send(make_finished("a", count), make_finished("b", count))
+        while ended < 2:
+            looks += 1
+            for progress in await asyncio.wait_for(inbox.receive(), 2):
+                taken[progress.rid] += progress.token_ids
+                ended += progress.terminal is not None
     assert taken == {"a": list(range(count)), "b": [-token for token in range(count)]}
     assert looks < count, "tokens that wait are taken together"
 
@@ -97,7 +95,7 @@ async def test_request_fails_at_its_deadline_while_the_leader_hangs(tokenizer: T
         body = {"text": "a", "rid": "r", **({"timeout_s": 0.2} if by == "timeout_s" else {})}
         before = time.monotonic()
         response = await server.http.post("/generate", json=body)
-        assert time.monotonic() - before < 0.2 + OVERDUE_S + 1.0
+        assert time.monotonic() - before < 0.2 + OVERDUE_S + 3.0
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
         words = f"not finished within its deadline of 0.2 s ({by}); the engine does not respond"
         assert response.json()["error"]["message"] == words

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.transfer.data import sender as sender_module
+from pdserve.transfer.data import routed_engine
 from pdserve.transfer.data.probe import PATTERN_BYTES, probe
-from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake.library import Transport
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
@@ -179,9 +180,9 @@ class StubEngine:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines()
-    monkeypatch.setattr(sender_module, "SendEngine", made.open)
-    monkeypatch.setattr(sender_module, "describe_engine", made.describe)
-    monkeypatch.setattr(sender_module, "probe", made.probe)
+    monkeypatch.setattr(routed_engine, "SendEngine", made.open)
+    monkeypatch.setattr(routed_engine, "describe_engine", made.describe)
+    monkeypatch.setattr(routed_engine, "probe", made.probe)
     return made
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pdserve.transfer.data import sender as sender_module
-from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
 from pdserve.transfer.plan.copy_runs import CopyRuns, PlanError

@@ -12,7 +12,8 @@ from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
-from pdserve.transfer.data.sender import PeerSender, PoolPair, SendJob, SendResult
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
 from pdserve.transfer.plan.copy_regions import CopyRegion

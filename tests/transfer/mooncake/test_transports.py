@@ -7,7 +7,9 @@ used to test that an RDMA engine is refused without an HCA, and that `auto` cont
 import logging
 import os
 import queue
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,10 +23,13 @@ from pdserve.memory.kv_pool import PROBE_BYTES
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.receivers import Receivers
-from pdserve.transfer.data.sender import PeerSender, PoolPair, RdmaSender, SendJob, SendResult
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake import engine as engine_module
 from pdserve.transfer.mooncake import library as mooncake_library
+from pdserve.transfer.mooncake import transports as transports_module
 from pdserve.transfer.mooncake.engine import SendEngine
+from pdserve.transfer.mooncake.infiniband import devices_for_rank
 from pdserve.transfer.mooncake.sockets import EngineDescription, Region
 from pdserve.transfer.mooncake.transports import (
     KvRoute,
@@ -126,8 +131,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
 
 
 @pytest.fixture
-def hca(tmp_path: Path) -> Path:
-    """The sysfs of a machine with two HCAs."""
+def hca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The sysfs of a machine with two HCAs, which this test sees instead of that of the machine."""
+    monkeypatch.setattr(transports_module, "devices_for_rank", partial(devices_for_rank, sysfs=tmp_path))
     for device in ("mlx5_0", "mlx5_1"):
         port = tmp_path / device / "ports" / "1"
         port.mkdir(parents=True)
@@ -190,34 +196,36 @@ def test_impossible_transport_is_refused_at_pairing() -> None:
     assert "decode rank 3 has no RDMA session" in str(describe_transport_mismatch("rdma", HERE, third))
 
 
-def test_settings_are_resolved_against_the_machine(hca: Path, tmp_path: Path) -> None:
-    def resolve(*, rank: int = 0, sysfs: Path = hca, **settings: object) -> LocalTransport:
-        return resolve_transport(PrefillConfig.model_validate(settings), rank, sysfs=sysfs)
+def test_settings_are_resolved_against_the_machine(hca: Path) -> None:
+    def resolve(*, rank: int = 0, **settings: object) -> LocalTransport:
+        return resolve_transport(PrefillConfig.model_validate(settings), rank)
 
     assert resolve() == LocalTransport("auto", "127.0.0.1", ("mlx5_0", "mlx5_1"))
     assert resolve(advertise_host="10.0.0.1", transport="rdma", ib_device="mlx5_1,mlx5_0", ib_gid_index=3, rank=1) == (
         LocalTransport("rdma", "10.0.0.1", ("mlx5_0",), 3)
     )
     assert resolve(transport="tcp", ib_device="mlx5_9") == LocalTransport("tcp", "127.0.0.1")
-    assert resolve(sysfs=tmp_path / "nothing") == LocalTransport("auto", "127.0.0.1")
-    with pytest.raises(StartupError, match=r"transport rdma needs .* this machine has none"):
-        resolve(transport="rdma", sysfs=tmp_path / "nothing")
     with pytest.raises(StartupError, match=r"mlx5_9 does not exist; devices of this machine: mlx5_0 \(ACTIVE\)"):
         resolve(ib_device="mlx5_9")
+    shutil.rmtree(hca)
+    assert resolve() == LocalTransport("auto", "127.0.0.1")
+    with pytest.raises(StartupError, match=r"transport rdma needs .* this machine has none"):
+        resolve(transport="rdma")
 
 
-def test_auto_ignores_a_broken_hca_and_rdma_raises(hca: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("hca")
+def test_auto_ignores_a_broken_hca_and_rdma_raises(caplog: pytest.LogCaptureFixture) -> None:
     """The real Mooncake: the machine lists an HCA, but it cannot be opened."""
     pools = [LocalPool(Memory(), LAYOUT)]
     with caplog.at_level(logging.WARNING):
-        receivers = Receivers(DecodeConfig(), pools, local_rank=0, sysfs=hca)
+        receivers = Receivers(DecodeConfig(), pools, local_rank=0)
     try:
         assert list(receivers.sessions) == ["tcp"]
         assert "transport rdma is not available: Mooncake could not start an engine for rdma with mlx5_0" in caplog.text
     finally:
         receivers.close()
     with pytest.raises(StartupError, match=r"could not start an engine for rdma with mlx5_0, mlx5_1"):
-        Receivers(DecodeConfig(transport="rdma"), pools, local_rank=0, sysfs=hca)
+        Receivers(DecodeConfig(transport="rdma"), pools, local_rank=0)
     with pytest.raises(StartupError, match="could not start an engine for rdma with mlx5_1"):
         ChunkWriter(
             0,
@@ -225,14 +233,14 @@ def test_auto_ignores_a_broken_hca_and_rdma_raises(hca: Path, caplog: pytest.Log
             PrefillConfig(transport="rdma", ib_device="mlx5_1"),
             local_rank=0,
             on_written=print,
-            sysfs=hca,
         )
 
 
-def test_receivers_open_the_transports_that_their_pools_support(engines: list[RecordingEngine], hca: Path) -> None:
+@pytest.mark.usefixtures("hca")
+def test_receivers_open_the_transports_that_their_pools_support(engines: list[RecordingEngine]) -> None:
     device, host = Memory(on_gpu=True), Memory()
     pools = [LocalPool(device, LAYOUT), LocalPool(host, LAYOUT)]
-    receivers = Receivers(DecodeConfig(advertise_host="10.0.0.9", ib_gid_index=5), pools, local_rank=0, sysfs=hca)
+    receivers = Receivers(DecodeConfig(advertise_host="10.0.0.9", ib_gid_index=5), pools, local_rank=0)
     assert receivers.sessions == {"tcp": "10.0.0.9:1001", "nvlink": "10.0.0.9:1002", "rdma": "10.0.0.9:1003"}
     tcp, nvlink, rdma = engines
     both = [(memory.base_address, memory.registered_bytes) for memory in (device, host)]
@@ -248,21 +256,22 @@ def test_receivers_open_the_transports_that_their_pools_support(engines: list[Re
     assert rdma.environment["MC_GID_INDEX"] == "5"
 
 
+@pytest.mark.usefixtures("hca")
 @pytest.mark.parametrize(
     ("transport", "opened"), [("tcp", ["tcp"]), ("nvlink", ["tcp", "nvlink"]), ("rdma", ["tcp", "rdma"])]
 )
 def test_set_transport_disables_the_others(
-    transport: TransportSetting, opened: list[str], engines: list[RecordingEngine], hca: Path
+    transport: TransportSetting, opened: list[str], engines: list[RecordingEngine]
 ) -> None:
     config = DecodeConfig(transport=transport)
-    receivers = Receivers(config, [LocalPool(Memory(on_gpu=True), LAYOUT)], local_rank=0, sysfs=hca)
+    receivers = Receivers(config, [LocalPool(Memory(on_gpu=True), LAYOUT)], local_rank=0)
     assert list(receivers.sessions) == opened
     assert len(engines) == len(opened)
 
 
-def test_nvlink_needs_a_pool_on_a_gpu(tmp_path: Path) -> None:
+def test_nvlink_needs_a_pool_on_a_gpu() -> None:
     with pytest.raises(StartupError, match="host memory"):
-        Receivers(DecodeConfig(transport="nvlink"), [LocalPool(Memory(), LAYOUT)], local_rank=0, sysfs=tmp_path)
+        Receivers(DecodeConfig(transport="nvlink"), [LocalPool(Memory(), LAYOUT)], local_rank=0)
 
 
 def test_rdma_is_disabled_if_memory_cannot_be_registered(engines: list[RecordingEngine]) -> None:
@@ -301,7 +310,7 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         [first, second],
         window=4,
         on_result=results.put,
-        rdma=RdmaSender("10.0.0.1", ("mlx5_0",)),
+        local=LocalTransport("auto", "10.0.0.1", ("mlx5_0",)),
     )
     runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
     sender.submit(SendJob(TransferKey(1, 0), runs))

@@ -137,6 +137,7 @@ def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], d
     return writes
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), by_token=st.booleans())
 def test_regions_move_exactly_the_right_bytes_between_any_topologies(
@@ -201,6 +202,7 @@ def sides(draw: st.DrawFn) -> Sides:
     return Sides(*(draw(topologies(layers, heads, (1,), 16, 1)) for _ in range(2)))
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(case=sides(), first=st.integers(0, 31))
 def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first: int) -> None:
@@ -223,6 +225,7 @@ def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first
                 assert not (left.heads.stop == right.heads.start and left.layers == right.layers)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(layers=st.integers(1, 12), replicas=st.integers(1, 8), stages=st.integers(1, 4), copies=st.integers(1, 8))
 def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies: int) -> None:

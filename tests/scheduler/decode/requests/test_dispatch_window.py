@@ -7,6 +7,7 @@ from pdserve.transfer.protocol.messages import Load
 from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator, decode_limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens_per_s", "step_s", "most_retractions", "ideal_s"),
     [
@@ -34,7 +35,8 @@ def test_running_requests_are_not_retracted_for_dispatched_prompts(
     assert simulator.most_at_prefill < server.scheduler.load().window_tokens + 1000
 
 
-@pytest.mark.parametrize(("tokens", "prompts"), [(5, 3000), (100, 300), (700, 60), (5000, 12)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "prompts"), [(5, 1500), (100, 300), (700, 60), (5000, 12)])
 def test_prefill_is_always_busy_while_prompts_are_queued(tokens: int, prompts: int) -> None:
     """For all lengths: a step takes at least 20 ms, so short prompts have to share steps."""
     simulator = TimedSimulator(tokens_per_s=5000, least_step_s=0.02, limits=decode_limits(max_queued_requests=3000))

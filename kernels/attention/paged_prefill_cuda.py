@@ -1,0 +1,73 @@
+"""Launcher of csrc/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on Hopper.
+
+Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies them out of their pages. A block has the
+layout that matrix products read from shared memory, so one bulk copy without a tensor map brings it there.
+
+Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations. The kernel reaches ... of the matrix units.
+"""
+
+import math
+import struct
+
+import torch
+
+from ..backends.nvrtc import load_kernel
+from .attention_plan import WorkPlan
+
+_DIM = 128
+_THREADS = 384
+_SHARED_BYTES = 161 << 10
+
+
+def supports(query: torch.Tensor) -> bool:
+    """Whether the kernel supports queries [tokens, Hq, D]; each row's heads are contiguous."""
+    return (
+        query.device.type == "cuda"
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[2] == _DIM
+        and query.data_ptr() % 16 == 0
+        and query.stride(0) * query.itemsize % 16 == 0
+    )
+
+
+def launch_tiles(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: WorkPlan,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    last_only: bool,
+) -> None:
+    """Fill the rows of `out` whose sequences are in the plan's tiles, for queries that the kernel `supports`. With
+    `last_only`, only the tiles with their last rows.
+    """
+    tiles, counts = (plan.last_tiles, plan.counts[1:]) if last_only else (plan.tiles, plan.counts)
+    device, heads = query.device, query.shape[1]
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)))
+    (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
+    kernel = load_kernel("prefill_attention.cu", "prefill_attention", device, constants, _SHARED_BYTES, only_here=True)
+    kernel.launch(
+        query.data_ptr(),
+        query.stride(0) * query.itemsize,
+        keys.data_ptr(),
+        values.data_ptr(),
+        plan.kv_lens.data_ptr(),
+        plan.query_lens.data_ptr(),
+        plan.row_starts.data_ptr(),
+        tiles.data_ptr(),
+        tiles.stride(0),
+        plan.copy_starts.data_ptr(),
+        plan.copied_tokens,
+        counts.data_ptr(),
+        scale_bits,
+        out.data_ptr(),
+        heads,
+        blocks=min(tiles.shape[1] * heads, sms),
+        threads=_THREADS,
+        shared_bytes=_SHARED_BYTES,
+        overlap_previous=True,
+    )

@@ -1,0 +1,394 @@
+// Causal attention of tiles of 128 queries over keys and values that were copied out of their pages; see
+// kernels/attention/paged_prefill_cuda.py.
+//
+// A block takes tiles (128 queries of one sequence, one query head) in turn. One thread of its first warpgroup, the
+// producer, copies blocks of 128 keys and of 128 values into two rings of shared memory. Each of the other two
+// warpgroups, the consumers, computes 64 of the queries. It starts the scores of a block, and the product of the previous
+// block's weights and values, and computes the softmax of the scores while the second product runs.
+//
+// Blocks are processed from the last key to the first, so only the first one or two need a mask.
+//
+// Weights are relative to a reference: a score that no later one has exceeded by more than kGrowth (in powers of two).
+// When the reference changes, which is rare after the first blocks, the sums are scaled down.
+//
+// Constants: HALF (see hopper.cuh), GROUP, the query heads of a KV head.
+
+#include "hopper.cuh"
+
+namespace {
+
+constexpr int kDim = 128;
+constexpr int kTileQueries = 128;
+constexpr int kQueries = 64;     // of a consumer
+constexpr int kBlockTokens = 128;
+constexpr int kHalfBytes = kBlockTokens * 128;   // 128 lines of 64 elements
+constexpr int kBlockBytes = 2 * kHalfBytes;      // of keys, or of values
+constexpr int kQueryBytes = 2 * kQueries * 128;  // of a consumer: two halves of 64 lines
+constexpr int kStages = 2;
+constexpr int kThreads = 3 * 128;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread; 3 * 168 together
+constexpr float kLowest = -1e30f;                                 // below every score, but finite
+constexpr float kGrowth = 8.0f;
+constexpr unsigned kAll = 0xffffffffu;
+enum { kAllThreads, kConsumer, kTurn = kConsumer + 2 };  // barriers of sync_threads; + i for consumer i
+
+struct Shared {
+    unsigned char keys[kStages][kBlockBytes];
+    unsigned char values[kStages][kBlockBytes];
+    unsigned char query[2][kQueryBytes];
+    unsigned long long keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
+};
+
+// Stages are used in turn; a barrier's phase is the turn.
+struct Turn {
+    int stage = 0;
+    unsigned phase = 0;
+
+    __device__ void next() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The items of this block. They are sorted by their work, most first: every other round is dealt backwards, so that all
+// blocks get about the same.
+struct Items {
+    const long long count;
+    long long first = 0;
+    bool backwards = false;
+
+    __device__ explicit Items(long long count) : count(count) {}
+    __device__ long long item() const { return first + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+    __device__ bool valid() const { return first < count; }  // of this round; item() may still be too large
+    __device__ void next() {
+        first += gridDim.x;
+        backwards = !backwards;
+    }
+};
+
+struct Plan {  // see attention_plan.WorkPlan
+    const int *kv_lens, *query_lens, *row_starts, *tiles, *copy_starts;
+    long long tiles_stride, copied_tokens;
+};
+
+struct Tile {
+    int head;
+    int first_query;  // of the tile, in its sequence
+    int query_len;
+    int first_position;  // of first_query
+    int blocks;          // of keys; 0 for an empty tile
+    long long row;       // of first_query
+    long long first_block;
+
+    __device__ __forceinline__ Tile(const Plan& plan, long long item, long long items, int heads) {
+        blocks = 0;
+        if (item >= items) return;
+        head = static_cast<int>(item % heads);
+        const int* const tile = plan.tiles + item / heads;
+        const int sequence = tile[0];
+        first_query = tile[plan.tiles_stride];
+        query_len = plan.query_lens[sequence];
+        const int kv_len = plan.kv_lens[sequence];
+        first_position = kv_len - query_len + first_query;
+        row = static_cast<long long>(plan.row_starts[sequence]) + first_query;
+        first_block = (static_cast<long long>(head / GROUP) * plan.copied_tokens + plan.copy_starts[sequence]) / kBlockTokens;
+        if (first_query < query_len) {
+            blocks = (min(first_position + kTileQueries, kv_len) + kBlockTokens - 1) / kBlockTokens;
+        }
+    }
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
+// First query of a thread, which has two; the other is 8 further.
+__device__ __forceinline__ int own_query() { return 16 * warp_in_group() + lane() / 4; }
+
+__device__ __forceinline__ void produce(Shared& shared, const Plan& plan, const char* keys, const char* values,
+                                        long long items, int heads) {
+    Turn key_turn, value_turn;
+    const auto copy = [&](unsigned char (&to)[kStages][kBlockBytes], unsigned long long* full,
+                          unsigned long long* empty, Turn& turn, const char* from) {
+        wait_phase(shared_address(&empty[turn.stage]), turn.phase ^ 1);
+        const unsigned barrier = shared_address(&full[turn.stage]);
+        expect_bytes(barrier, kBlockBytes);
+        copy_bulk_async(shared_address(to[turn.stage]), from, kBlockBytes, barrier);
+        turn.next();
+    };
+    for (Items at(items); at.valid(); at.next()) {
+        const Tile tile(plan, at.item(), items, heads);
+        for (int block = tile.blocks - 1; block >= 0; --block) {
+            const long long from = (tile.first_block + block) * kBlockBytes;
+            copy(shared.keys, shared.keys_full, shared.keys_empty, key_turn, keys + from);
+            if (block + 1 < tile.blocks) {
+                copy(shared.values, shared.values_full, shared.values_empty, value_turn, values + from + kBlockBytes);
+            }
+        }
+        if (tile.blocks > 0) {
+            copy(shared.values, shared.values_full, shared.values_empty, value_turn,
+                 values + tile.first_block * kBlockBytes);
+        }
+    }
+}
+
+// Softmax state of the two queries of a thread.
+struct Softmax {
+    float reference[2] = {kLowest, kLowest};
+    float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
+
+    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this warp.
+    __device__ __forceinline__ bool weigh(float (&scores)[64], float scale, float (&shrink)[2]) {
+        bool changes = false;
+#pragma unroll
+        for (int query = 0; query < 2; ++query) {
+            float most = max(scores[2 * query], scores[2 * query + 1]);
+#pragma unroll
+            for (int i = 4; i < 64; i += 4) most = max(most, max(scores[i + 2 * query], scores[i + 2 * query + 1]));
+            most = max(most, __shfl_xor_sync(kAll, most, 1));
+            most = max(most, __shfl_xor_sync(kAll, most, 2)) * scale;
+            const float old = reference[query];
+            if (most > old + kGrowth) {
+                reference[query] = most;
+                changes = true;
+            }
+            shrink[query] = exp2_approximate(old - reference[query]);
+            sum[query] *= shrink[query];
+#pragma unroll
+            for (int i = 2 * query; i < 64; i += i % 2 ? 3 : 1) {
+                scores[i] = exp2_approximate(fmaf(scores[i], scale, -reference[query]));
+                sum[query] += scores[i];
+            }
+        }
+        return __any_sync(kAll, changes);
+    }
+};
+
+// Keys after a query have no score. `first_key` is that of the block, `position` that of the thread's first query.
+__device__ __forceinline__ void mask(float (&scores)[64], int first_key, int position) {
+    const int visible = position - first_key - lane() % 4 * 2;  // of the thread's first column
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int column = i / 4 * 8 + i % 2;
+        if (column > visible + i % 4 / 2 * 8) scores[i] = -__int_as_float(0x7f800000);
+    }
+}
+
+// The weights as the first operand of products with values: 8 steps of 16 keys.
+__device__ __forceinline__ void pack(const float (&weights)[64], unsigned (&packed)[8][4]) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            packed[step][i] = round_pair(weights[8 * step + 2 * i], weights[8 * step + 2 * i + 1]);
+        }
+    }
+}
+
+// One consumer's view of its half of a tile.
+struct Consumer {
+    Shared& shared;
+    const int number;
+    const float scale;
+    Turn key_turn, value_turn;
+
+    // Starts scores [64 queries, 128 keys].
+    __device__ __forceinline__ void start_scores(float (&scores)[64]) {
+        wait_phase(shared_address(&shared.keys_full[key_turn.stage]), key_turn.phase);
+        const unsigned long long query = tile_operand(shared_address(shared.query[number]));
+        const unsigned long long keys = tile_operand(shared_address(shared.keys[key_turn.stage]));
+        begin_products(scores);
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {  // of 16 elements
+            multiply_64x128(scores, query + (step / 4 * (kQueryBytes / 2) + step % 4 * 32) / 16,
+                            keys + (step / 4 * kHalfBytes + step % 4 * 32) / 16, step > 0);
+        }
+        commit_products();
+    }
+
+    // Starts sums [64 queries, 128 elements] += weights * values.
+    __device__ __forceinline__ void start_sums(float (&sums)[64], const unsigned (&weights)[8][4]) {
+        wait_phase(shared_address(&shared.values_full[value_turn.stage]), value_turn.phase);
+        const unsigned long long values = tile_operand(shared_address(shared.values[value_turn.stage]), kHalfBytes);
+        begin_products(sums);
+#pragma unroll
+        for (int step = 0; step < 8; ++step) multiply_64x128(sums, weights[step], values + step * 16 * 128 / 16);
+        commit_products();
+    }
+
+    __device__ __forceinline__ void release(unsigned long long* empty, Turn& turn) {
+        if (lane() == 0) arrive(shared_address(&empty[turn.stage]));
+        turn.next();
+    }
+
+    __device__ __forceinline__ void attend(const Tile& tile, float (&sums)[64], Softmax& softmax, bool in_turn) {
+        const int first_position = tile.first_position + number * kQueries;  // of this half of the tile
+        const int position = first_position + own_query();
+        float scores[64], shrink[2];
+        unsigned weights[8][4];
+        start_scores(scores);
+        finish_products(scores);
+        release(shared.keys_empty, key_turn);
+        mask(scores, (tile.blocks - 1) * kBlockTokens, position);
+        softmax.weigh(scores, scale, shrink);  // there are no earlier sums
+        pack(scores, weights);
+#pragma unroll 1
+        for (int block = tile.blocks - 2; block >= 0; --block) {
+            if (in_turn) wait_turn();
+            start_scores(scores);
+            start_sums(sums, weights);
+            if (in_turn) end_turn();
+            wait_for_first_products();
+            hold(scores);
+            release(shared.keys_empty, key_turn);
+            if (block * kBlockTokens + kBlockTokens - 1 > first_position) mask(scores, block * kBlockTokens, position);
+            const bool shrinks = softmax.weigh(scores, scale, shrink);
+            finish_products(sums);
+            release(shared.values_empty, value_turn);
+            if (shrinks) {
+#pragma unroll
+                for (int i = 0; i < 64; ++i) sums[i] *= shrink[i % 4 / 2];
+            }
+            pack(scores, weights);
+        }
+        start_sums(sums, weights);
+        finish_products(sums);
+        release(shared.values_empty, value_turn);
+    }
+
+    // Consumers start their products in turn, so that one computes its softmax while the products of the other run.
+    __device__ __forceinline__ void wait_turn() {
+        if (number == 0) {
+            sync_threads<kTurn, 256>();
+        } else {
+            sync_threads<kTurn + 1, 256>();
+        }
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (number == 0) {
+            arrive_threads<kTurn + 1, 256>();
+        } else {
+            arrive_threads<kTurn, 256>();
+        }
+    }
+
+    // Without computing: this half of the tile has no queries.
+    __device__ __forceinline__ void skip(const Tile& tile) {
+        for (int block = 0; block < tile.blocks; ++block) {
+            wait_phase(shared_address(&shared.keys_full[key_turn.stage]), key_turn.phase);
+            release(shared.keys_empty, key_turn);
+            wait_phase(shared_address(&shared.values_full[value_turn.stage]), value_turn.phase);
+            release(shared.values_empty, value_turn);
+        }
+    }
+
+    __device__ __forceinline__ void sync() {
+        if (number == 0) {
+            sync_threads<kConsumer, 128>();
+        } else {
+            sync_threads<kConsumer + 1, 128>();
+        }
+    }
+
+    // 64 lines of 256 bytes, `pitch` bytes apart; zeros from line `count` on.
+    __device__ __forceinline__ void load_query(const char* from, long long pitch, int count) {
+        const unsigned to = shared_address(shared.query[number]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int word = threadIdx.x % 16, line = threadIdx.x % 128 / 16 + 8 * i;
+            const unsigned place = word / 8 * (kQueryBytes / 2) + word_in_tile(line, word % 8);
+            copy_16_async(to + place, from + min(line, count - 1) * pitch + word * 16, line < count);
+        }
+        wait_for_copies();
+        fence_async();
+        sync();
+    }
+
+    // Rounds the sums and stores the first `count` lines of 256 bytes, `pitch` bytes apart. The query is overwritten.
+    __device__ __forceinline__ void store(const float (&sums)[64], const Softmax& softmax, char* to, long long pitch,
+                                          int count) {
+        float inverse[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float sum = softmax.sum[i] + __shfl_xor_sync(kAll, softmax.sum[i], 1);
+            sum += __shfl_xor_sync(kAll, sum, 2);
+            inverse[i] = 1.0f / sum;
+        }
+        sync();  // all have multiplied with the query
+        const unsigned staging = shared_address(shared.query[number]);
+        const int line = 16 * warp_in_group() + lane() % 16;
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {  // of 16 elements
+            const float* const own = sums + 8 * step;
+            const unsigned words[4] = {
+                round_pair(own[0] * inverse[0], own[1] * inverse[0]), round_pair(own[2] * inverse[1], own[3] * inverse[1]),
+                round_pair(own[4] * inverse[0], own[5] * inverse[0]), round_pair(own[6] * inverse[1], own[7] * inverse[1])};
+            store_matrices(staging + step / 4 * (kQueryBytes / 2) + word_in_tile(line, step % 4 * 2 + lane() / 16), words);
+        }
+        __syncwarp();
+        const unsigned char* const query = shared.query[number];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // a warp's own 16 lines
+            const int word = lane() % 16, own_line = 16 * warp_in_group() + lane() / 16 + 2 * i;
+            const unsigned place = word / 8 * (kQueryBytes / 2) + word_in_tile(own_line, word % 8);
+            if (own_line < count) {
+                *reinterpret_cast<uint4*>(to + own_line * pitch + word * 16) =
+                    *reinterpret_cast<const uint4*>(query + place);
+            }
+        }
+        sync();  // the next query may be loaded
+    }
+};
+
+}  // namespace
+
+// query [tokens, heads, 128] with rows of `query_pitch` bytes, out [tokens, heads, 128]; counts[0] tiles.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+prefill_attention(const char* query, long long query_pitch, const char* keys, const char* values, const int* kv_lens,
+                  const int* query_lens, const int* row_starts, const int* tiles, long long tiles_stride,
+                  const int* copy_starts, long long copied_tokens, const int* counts, long long scale_bits, char* out,
+                  long long heads) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < kStages; ++stage) {
+            init_barrier(shared_address(&shared.keys_full[stage]), 1);
+            init_barrier(shared_address(&shared.values_full[stage]), 1);
+            init_barrier(shared_address(&shared.keys_empty[stage]), 8);  // warps
+            init_barrier(shared_address(&shared.values_empty[stage]), 8);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    const Plan plan = {kv_lens, query_lens, row_starts, tiles, copy_starts, tiles_stride, copied_tokens};
+    const int num_heads = static_cast<int>(heads);
+    const long long items = counts[0] * heads;
+    if (threadIdx.x < 128) {
+        give_registers<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(shared, plan, keys, values, items, num_heads);
+        return;
+    }
+    take_registers<kConsumerRegisters>();
+    Consumer consumer = {shared, static_cast<int>(threadIdx.x) / 128 - 1, __int_as_float(static_cast<int>(scale_bits))};
+    if (consumer.number == 1) consumer.end_turn();  // the first turn is that of consumer 0
+    for (Items at(items); at.valid(); at.next()) {
+        const Tile tile(plan, at.item(), items, num_heads);
+        if (tile.blocks == 0) continue;
+        const int count = min(tile.query_len - tile.first_query - consumer.number * kQueries, kQueries);
+        if (count <= 0) {
+            consumer.skip(tile);
+            continue;
+        }
+        const long long row = tile.row + consumer.number * kQueries;
+        consumer.load_query(query + row * query_pitch + tile.head * kDim * 2, query_pitch, count);
+        float sums[64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
+        Softmax softmax;
+        consumer.attend(tile, sums, softmax, tile.query_len - tile.first_query > kQueries);
+        consumer.store(sums, softmax, out + (row * heads + tile.head) * kDim * 2, heads * kDim * 2, count);
+    }
+}

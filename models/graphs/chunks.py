@@ -1,0 +1,185 @@
+"""The prefill step of a dense decoder for CUDA graphs: its slices and their attention plan change from step to step."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from ...configs.arithmetic import ceil_div, round_up
+from ...kernels.attention.attention_plan import (
+    COPY_TOKENS,
+    TILE_QUERIES,
+    WorkPlan,
+    cut_decode,
+    cut_prefill,
+    last_tiles,
+    num_pieces,
+)
+from ...memory.kv_pool import KvCache
+from ..decoders.dense import Decoder
+from ..layers.batch import ForwardBatch, SequenceSlice, token_rows
+from .inputs import TOKEN_SECTIONS, InputBuffer, pages_in_use
+
+COPIED_TOKENS = 32768
+"""Room for keys and values that attention copies out of their pages. Over longer contexts a step takes so long that a
+graph saves little.
+"""
+_SLICE_SECTIONS = ("kv_lens", "query_lens", "row_starts", "page_starts", "copy_starts", "last_rows")
+"""Sections with one element per slice."""
+_NO_TILE = 1 << 30
+"""First query of an unused tile: beyond every sequence."""
+
+
+class ChunkStep:
+    """Steps of chunks of a dense decoder over one cache; see capture.GraphedStep.
+
+    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does.
+    """
+
+    kinds = 1
+
+    def __init__(
+        self, decoder: Decoder, cache: KvCache, *, max_tokens: int, max_slices: int, max_pages: int, decode_rows: bool
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        (self._pool,) = cache.pools
+        self._max_slices = max_slices
+        self._max_pages = max_pages
+        self._decode_rows = decode_rows
+        device, heads = cache.device, self._pool.num_heads
+        self._inputs = InputBuffer(
+            {
+                "live_rows": 1,
+                **dict.fromkeys(TOKEN_SECTIONS, max_tokens),
+                **dict.fromkeys(_SLICE_SECTIONS, max_slices),
+                "piece_starts": max_slices + 1,
+                "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
+                "tiles": 2 * _num_tiles(max_tokens, max_slices),
+                "last_tiles": 2 * max_slices,
+                "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
+                "counts": 3,
+                "pages": max_slices * max_pages,
+            },
+            device,
+        )
+        self._copied = torch.empty(
+            2, heads * COPIED_TOKENS, self._pool.head_dim, dtype=decoder.parameters.dtype, device=device
+        )
+
+    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
+        copied = sum(round_up(piece.end, COPY_TOKENS) for piece in slices if self._tiled(piece))
+        longest = max((piece.end for piece in slices), default=0)
+        too_long = longest > self._max_pages * self._pool.page_size or copied > COPIED_TOKENS
+        if too_long or len(slices) > self._max_slices:
+            return None
+        return sum(len(piece.token_ids) for piece in slices)
+
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
+        host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
+        used = pages_in_use(slices, page_size)
+        lengths = [len(piece.token_ids) for piece in slices]
+        starts = list(accumulate(lengths, initial=0))
+        rows = token_rows(slices, page_size) if slices else np.empty((3, 0), dtype=np.int64)
+        kv_lens = np.array([piece.end for piece in slices], dtype=np.int32)
+        tiled = np.array([len(piece.token_ids) * self._tiled(piece) for piece in slices], dtype=np.int32)
+        tiles, copies, copy_starts = cut_prefill(tiled, kv_lens)
+
+        self._inputs.wait()
+        total = starts[-1]
+        host["live_rows"][0] = total
+        for name in TOKEN_SECTIONS:
+            host[name][total:size] = 0
+        host["token_ids"][:total], host["positions"][:total], host["page_ids"][:total] = rows
+        host["offsets"][:total] = rows[1] % page_size
+        for name in _SLICE_SECTIONS:
+            host[name][live:] = 0
+        host["kv_lens"][:live] = kv_lens
+        host["query_lens"][:live] = lengths
+        host["row_starts"][:live] = starts[:-1]
+        host["page_starts"][:live] = list(accumulate(used, initial=0))[:-1]
+        host["copy_starts"][:live] = copy_starts
+        host["last_rows"][:live] = [start - 1 for start in starts[1:]]
+        last = last_tiles(tiled)
+        for name, found in (("tiles", tiles), ("last_tiles", last)):
+            table = host[name].reshape(2, -1)
+            table[:, : found.shape[1]] = found
+            table[:, found.shape[1] :] = [[0], [_NO_TILE]]
+        host["copies"].reshape(2, -1)[:, : copies.shape[1]] = copies
+        host["counts"][:] = tiles.shape[1], last.shape[1], copies.shape[1]
+        if self._decode_rows:
+            self._fill_pieces(np.where(tiled, 0, kv_lens).astype(np.int32), size)
+        pages = [np.fromiter(piece.pages[:count], np.int32, count) for piece, count in zip(slices, used, strict=True)]
+        num_pages = sum(used)
+        if pages:
+            host["pages"][:num_pages] = np.concatenate(pages)
+        self._inputs.upload(num_pages)
+        return 0
+
+    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
+        parts, live = self._inputs.device, len(slices)
+        rows = parts["row_starts"][:live].long()
+        own = parts["token_ids"][rows]
+        parts["token_ids"][rows] = torch.where(parts["query_lens"][:live] == 1, token_ids.to(own.dtype), own)
+
+    def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
+        parts = self._inputs.device
+        return self._decoder.hidden(self._batch(size), self._cache, live_rows=parts["live_rows"], last_only=True)
+
+    def _tiled(self, piece: SequenceSlice) -> bool:
+        """Whether the prefill kernel attends this slice."""
+        return not self._decode_rows or len(piece.token_ids) > 1
+
+    def _slices(self, size: int) -> int:
+        """The most slices of a step of `size` tokens."""
+        return min(size, self._max_slices)
+
+    def _fill_pieces(self, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], size: int) -> None:
+        host, slices = self._inputs.host, self._slices(size)
+        padded = np.zeros(slices, dtype=np.int32)
+        padded[: len(kv_lens)] = kv_lens
+        pieces, piece_starts = cut_decode(padded, num_pieces(slices, self._pool.num_heads, self._cache.device))
+        host["piece_starts"][: slices + 1] = piece_starts
+        table = host["pieces"].reshape(4, -1)
+        table[:, : pieces.shape[1]] = pieces
+        table[:, pieces.shape[1] :] = 0
+
+    def _batch(self, size: int) -> ForwardBatch:
+        parts, slices = self._inputs.device, self._slices(size)
+        pieces = parts["pieces"].view(4, -1)
+        if self._decode_rows:
+            pieces = pieces[:, : num_pieces(slices, self._pool.num_heads, self._cache.device)]
+        plan = WorkPlan(
+            tokens=size,
+            page_size=self._pool.page_size,
+            num_kv_heads=self._pool.num_heads,
+            pages=parts["pages"],
+            page_starts=parts["page_starts"][:slices],
+            kv_lens=parts["kv_lens"][:slices],
+            query_lens=parts["query_lens"][:slices],
+            row_starts=parts["row_starts"][:slices],
+            pieces=pieces,
+            piece_starts=parts["piece_starts"][: slices + 1],
+            tiles=parts["tiles"].view(2, -1)[:, : _num_tiles(size, slices)],
+            last_tiles=parts["last_tiles"].view(2, -1)[:, :slices],
+            copied_tokens=COPIED_TOKENS,
+            copies=parts["copies"].view(2, -1),
+            copy_starts=parts["copy_starts"][:slices],
+            counts=parts["counts"],
+            copied=self._copied,
+        )
+        return ForwardBatch(
+            slices=(),
+            token_ids=parts["token_ids"][:size],
+            positions=parts["positions"][:size],
+            page_ids=parts["page_ids"][:size],
+            offsets=parts["offsets"][:size],
+            last_rows=parts["last_rows"][:slices],
+            attention=plan,
+        )
+
+
+def _num_tiles(tokens: int, slices: int) -> int:
+    """The most tiles of `tokens` queries of `slices` sequences."""
+    return ceil_div(tokens, TILE_QUERIES) + slices

@@ -1,0 +1,328 @@
+"""Pairing, heartbeats and delivery of messages: what prefill (`prefill.py`) and decode (`decode.py`) have in common.
+
+How two servers pair, on every connection (one ZMQ connection = one Session = one ReliableChannel):
+
+    decode                     prefill
+    Hello             ->                          repeated every second until it is answered
+                      <-       Welcome            or Refused(mismatch)
+    Heartbeat         ->                          decode is paired when Welcome arrives, prefill when this arrives
+
+A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
+for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
+the connection.
+
+Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
+counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process
+(SIGSTOP), and a closed connection means that the process cannot write any more.
+"""
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+import zmq
+
+from ..plan.pairing import describe_versions
+from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
+from ..protocol.wire import Body, Buffer, OtherVersionError, WireError, decode, encode, split
+from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, PeerUp, SendFailed
+from .reliable_channel import ChannelFullError, ChannelProtocolError, is_sequenced
+from .session import Session, SessionState, Timing
+from .thread import LAST_WORDS_S, Control
+
+logger = logging.getLogger(__name__)
+
+SessionT = TypeVar("SessionT", bound=Session)
+IntroductionT = TypeVar("IntroductionT", Hello, Welcome)
+"""What the peer sends to introduce itself."""
+
+ACK_EVERY = 64
+"""After this many received messages, an acknowledgement is sent before the next regular heartbeat."""
+ANNOUNCE_SHUTDOWN_S = 0.3
+"""How long close() waits for paired peers to acknowledge that this server shuts down."""
+
+
+class PeerControl(Control, Generic[SessionT, IntroductionT]):
+    """The control thread with its sessions. `check` returns one sentence if the servers must not pair; protocol
+    versions are compared before.
+    """
+
+    def __init__(
+        self,
+        me: Hello | Welcome,
+        *,
+        check: Callable[[IntroductionT], str | None],
+        on_event: Callable[[Event], None],
+        load: Callable[[], Load],
+        timing: Timing | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._role, self._peer_role = ("decode", "prefill") if isinstance(me, Hello) else ("prefill", "decode")
+        super().__init__(role=self._role, on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
+        self._me = me
+        self._check: Callable[[IntroductionT], str | None] = check
+        self._session_of: dict[InstanceId, SessionT] = {}  # of each instance with a PeerUp
+
+    @abstractmethod
+    def _sessions(self) -> Iterable[SessionT]:
+        """All sessions, in any state."""
+
+    @abstractmethod
+    def _transmit(self, session: SessionT, frames: Sequence[Buffer]) -> None:
+        """Hand one message to ZMQ without blocking; may raise zmq.ZMQError."""
+
+    @abstractmethod
+    def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
+        """Read the role's sockets; False if some input is left for the next iteration."""
+
+    @abstractmethod
+    def _admits(self, session: SessionT, now: float) -> bool:
+        """Whether to process heartbeats and numbered messages of this session now."""
+
+    @abstractmethod
+    def _introduce(self, session: SessionT, message: Hello | Welcome | Refused, now: float) -> None:
+        """Handle a message of the introduction."""
+
+    @abstractmethod
+    def _report_refused(self, session: SessionT, reason: str) -> None:
+        """Count, log and emit that a peer is refused."""
+
+    @abstractmethod
+    def _tick(self, now: float) -> None:
+        """Periodic work of the role."""
+
+    @abstractmethod
+    def _take_snapshot(self) -> list[PeerSnapshot]: ...
+
+    def _flush(self) -> None:
+        """Wait until paired peers have acknowledged everything: the answer to a heartbeat is an acknowledgement."""
+        ends_at = time.monotonic() + LAST_WORDS_S
+        self._announce_shutdown()
+        while self._work or any(_has_pending(session) for session in self._sessions()):
+            if time.monotonic() >= ends_at:
+                pending = {
+                    str(session): session.channel.pending for session in self._sessions() if _has_pending(session)
+                }
+                logger.warning("closing with unacknowledged messages, by peer: %s", pending)
+                return
+            for session in self._sessions():
+                session.heartbeat_at = self._clock()
+            self._turn()
+
+    def _announce_shutdown(self) -> None:
+        """Send heartbeats with accepting=False and wait for the answers. A peer that has answered does not log the end
+        of this server as a loss.
+        """
+        peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
+        for session in peers:
+            session.round_trip_s = None
+            self._beat(session, self._clock())
+        ends_at = time.monotonic() + ANNOUNCE_SHUTDOWN_S
+        while time.monotonic() < ends_at and any(
+            session.state is SessionState.PAIRED and session.round_trip_s is None for session in peers
+        ):
+            self._turn()
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
+        now = self._clock()
+        self._exclude_own_absence(now)
+        self._turned_at = now
+        if self._wakeup.receiver in ready:
+            self._wakeup.drain()
+        while self._work:
+            self._guard(self._work.popleft())
+        all_read = self._read(ready, now)
+        for session in list(self._sessions()):
+            if session.state is SessionState.PAIRED:
+                if all_read and now - session.heard_at > self.timing.peer_timeout_s:
+                    self._lose(session, f"no heartbeat for {now - session.heard_at:.1f} s")
+                else:
+                    self._guard(partial(self._keep_up, session, now))
+        self._tick(now)
+        self._snapshot = self._take_snapshot()
+
+    def _exclude_own_absence(self, now: float) -> None:
+        absence = now - self._turned_at - self.timing.tick_s
+        if absence > self.timing.peer_timeout_s / 2:
+            # This process was stopped or starved. Messages that peers sent meanwhile may still be in kernel buffers.
+            logger.info("the control thread did not run for %.1f s", absence)
+            for session in self._sessions():
+                session.heard_at += absence
+
+    def _keep_up(self, session: SessionT, now: float) -> None:
+        """Heartbeat, acknowledgement and (re-)sending of a paired session."""
+        if now >= session.heartbeat_at or session.channel.unacknowledged_received >= ACK_EVERY:
+            self._beat(session, now)
+        resent_before = session.channel.resent
+        for frames in session.channel.due(now):
+            self._hand_to_zmq(session, frames)
+        self._counts["messages_resent"] += session.channel.resent - resent_before
+
+    def _beat(self, session: SessionT, now: float) -> None:
+        session.heartbeat_at = now + self.timing.heartbeat_interval_s
+        self._reply(session, Heartbeat(self._me.instance, self._clock(), self._current_load()))
+
+    def _receive(self, session: SessionT, frames: Sequence[Buffer], now: float) -> None:
+        """Handle one message of this session; never raises."""
+        try:
+            self._dispatch(session, frames, now)
+        except OtherVersionError as error:
+            self._refuse(session, self._describe_versions(error.version))
+        except (WireError, ChannelProtocolError) as error:
+            self._complain(session, str(error), now)
+        except Exception:
+            self._counts["handler_errors"] += 1
+            self._errors.exception("error while handling a message of %s", session)
+
+    def _dispatch(self, session: SessionT, frames: Sequence[Buffer], now: float) -> None:
+        envelope, body = split(frames)
+        session.heard_at = now
+        if envelope.seq:
+            if not self._admits(session, now):
+                return
+            session.channel.acknowledge(envelope.ack, now)
+            if not session.channel.accept(envelope.seq):
+                self._counts["messages_out_of_order"] += 1
+                return
+            # From here on the number is consumed: an unreadable message must not block the following ones.
+            message, arrays = decode(body)
+            if not is_sequenced(message):
+                raise WireError(f"{type(message).__name__} has number {envelope.seq}, but is not numbered")
+            assert session.instance is not None
+            self._counts["messages_received"] += 1
+            self._emit(MessageReceived(session.instance, message, arrays))
+            return
+        message, _ = decode(body)
+        match message:
+            case Hello() | Welcome() | Refused():
+                self._introduce(session, message, now)
+            case Heartbeat() | HeartbeatAck():
+                if self._admits(session, now):
+                    session.channel.acknowledge(envelope.ack, now)
+                    self._hear(session, message)
+            case _:
+                raise WireError(f"{type(message).__name__} has no number")
+
+    def _hear(self, session: SessionT, message: Heartbeat | HeartbeatAck) -> None:
+        assert session.instance is not None
+        self._counts["heartbeats_received"] += 1
+        if isinstance(message, Heartbeat):
+            self._reply(session, HeartbeatAck(self._me.instance, message.sent_at, self._current_load()))
+        else:
+            session.round_trip_s = max(0.0, self._clock() - message.sent_at)
+        if message.load != session.load:
+            session.load = message.load
+            self._emit(LoadReported(session.instance, message.load))
+
+    def _accepts(self, session: SessionT, introduction: IntroductionT) -> bool:
+        """Compare protocol versions, then `check`; refuses a peer that does not fit."""
+        session.instance, session.introduction = introduction.instance, introduction
+        if introduction.protocol_version != self._me.protocol_version:
+            reason: str | None = self._describe_versions(introduction.protocol_version)
+        else:
+            reason = self._check(introduction)
+        if reason is not None:
+            self._refuse(session, reason)
+        return reason is None
+
+    def _describe_versions(self, peer: int) -> str:
+        return describe_versions(**{self._role: self._me.protocol_version, self._peer_role: peer})
+
+    def _refuse(self, session: SessionT, reason: str) -> None:
+        self._set_refused(session, reason)
+        self._reply(session, Refused("mismatch", reason))
+
+    def _set_refused(self, session: SessionT, reason: str) -> None:
+        if session.state is SessionState.PAIRED:
+            self._lose(session, reason)
+        session.state = SessionState.REFUSED
+        session.detail = reason
+        self._report_refused(session, reason)
+
+    def _set_paired(self, session: SessionT, endpoint: str | None) -> None:
+        assert session.instance is not None
+        assert session.introduction is not None
+        self._session_of[session.instance] = session
+        session.state = SessionState.PAIRED
+        session.announced = True
+        session.detail = None
+        session.channel.restart()
+        self._counts["peers_up"] += 1
+        logger.info("paired with %s %s", self._peer_role, session)
+        self._emit(PeerUp(session.instance, endpoint, session.introduction))
+
+    def _note_complaint(self, session: SessionT, reason: str) -> None:
+        """The peer could not read a message of ours: count it, and log it once per peer."""
+        self._counts["complaints_received"] += 1
+        if self._first_time(str(session), "complaint"):
+            self._refusals.warning("%s could not read a message of this server: %s", session, reason)
+
+    def _complain(self, session: SessionT, reason: str, now: float) -> None:
+        """Count, log once per peer, and answer once per heartbeat interval: the peer may not understand it."""
+        self._counts["malformed"] += 1
+        if self._first_time(str(session), "malformed"):
+            self._noise.warning("malformed message from %s: %s (later ones are counted, not logged)", session, reason)
+        if now >= session.complaint_at:
+            session.complaint_at = now + self.timing.heartbeat_interval_s
+            self._reply(session, Refused("malformed", reason))
+
+    def _send_numbered(self, instance: InstanceId, message: AnyMessage, body: Body) -> None:
+        session = self._session_of.get(instance)
+        if session is None:
+            self._counts["sends_to_unknown_instance"] += 1
+            logger.debug("%s to %s dropped: no such instance", type(message).__name__, instance)
+            return
+        try:
+            session.channel.put(body)
+        except ChannelFullError as error:
+            self._counts["sends_over_limit"] += 1
+            if self._first_time(str(session), "full"):
+                logger.error("%s to %s dropped: %s", type(message).__name__, session, error)
+            self._emit(SendFailed(instance, message, str(error)))
+            return
+        self._counts["messages_sent"] += 1
+
+    def _reply(self, session: SessionT, message: Hello | Welcome | Refused | Heartbeat | HeartbeatAck) -> None:
+        self._hand_to_zmq(session, [session.channel.envelope(), *encode(message)])
+
+    def _hand_to_zmq(self, session: SessionT, frames: Sequence[Buffer]) -> None:
+        try:
+            self._transmit(session, frames)
+        except zmq.ZMQError as error:
+            # The queue is full, or the connection has just ended. The channel sends the message again.
+            self._counts["sends_dropped_by_zmq"] += 1
+            logger.debug("a message to %s was dropped: %s", session, error)
+
+    def _lose(self, session: SessionT, reason: str) -> None:
+        """A paired peer is lost; it may come back on the same connection."""
+        assert session.instance is not None
+        session.state = SessionState.LOST
+        session.detail = reason
+        self._counts["peers_lost"] += 1
+        if session.load.accepting:
+            logger.warning("lost %s: %s", session, reason)
+        else:
+            logger.info("%s has stopped", session)
+        self._emit(PeerLost(session.instance, reason))
+
+    def _end(self, session: SessionT, reason: str) -> None:
+        """The connection has ended: emit the pending PeerLost and PeerClosed. The role removes the session."""
+        if session.instance is not None and self._session_of.get(session.instance) is session:
+            del self._session_of[session.instance]
+        if session.state is SessionState.PAIRED:
+            self._lose(session, reason)
+        if session.announced:
+            assert session.instance is not None
+            session.announced = False
+            self._counts["peers_closed"] += 1
+            logger.info("closed %s: %s", session, reason)
+            self._emit(PeerClosed(session.instance))
+
+
+def _has_pending(session: Session) -> bool:
+    """Whether messages wait for the acknowledgement of a paired peer."""
+    return session.state is SessionState.PAIRED and session.channel.pending > 0

@@ -287,16 +287,16 @@ class DecodeScheduler:
         self._starving = any(request.state is State.RUNNING for request in lacking)
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        chunks = self._next_chunks()
+        chunks = self._next_chunks(len(batch))
         if not batch and not chunks:
             return None
         self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
         return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
 
-    def _next_chunks(self) -> list[Chunk[LocalPrompt]]:
-        """Chunks of prompts that this server computes, for the next step."""
+    def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
+        """Chunks of prompts that this server computes, for the next step, of `batch` running requests."""
         queued = len(self.dispatcher.queue) if self.dispatcher.pace.is_busy(None) else 0
-        return self.dispatcher.local.next_chunks(len(self.run_queue.running), queued)
+        return self.dispatcher.local.next_chunks(batch, len(self.run_queue.running), queued)
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step

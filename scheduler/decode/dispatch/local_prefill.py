@@ -59,9 +59,11 @@ class LocalPrefill:
         self.window.sent(local.kind, local.left)
         self.queue.add(local)
 
-    def next_chunks(self, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, beside `running` requests; `queued` prompts wait until this queue takes them."""
-        if not self.queue.waiting or (running and self.times.remeasure):
+    def next_chunks(self, batch: int, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
+        """The chunks of the next step, beside `batch` of the `running` requests; `queued` prompts wait until this queue
+        takes them.
+        """
+        if not self.queue.waiting or (batch and self.times.remeasure):
             return []
         return self.queue.next_chunks(self.budget(running, self.queue.waiting + queued))
 

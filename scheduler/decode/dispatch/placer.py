@@ -57,7 +57,7 @@ class Placer:
         )
 
     def gauges(self) -> dict[str, float]:
-        """What the placement of prompts is decided by; without what was not measured."""
+        """What the placement of prompts is decided by, as far as it was measured. An infinite crossover is left out."""
         if self._limits.local_prefill == "never":
             return {}
         costs = self.costs
@@ -68,7 +68,7 @@ class Placer:
             "local_prefill_crossover_tokens": costs.crossover_tokens,
             "decode_step_seconds": self._local.times.idle_step_s,
         }
-        known = {name: value for name, value in measured.items() if value is not None}
+        known = {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
         return {**known, "local_prefill_waiting_tokens": self._local.window.own_tokens}
 
     def place(self, prompt: Prompt, now: float) -> Placement:

@@ -5,7 +5,7 @@ import math
 
 from ...rates import Rate
 
-PROMPT_WEIGHT = 8
+PROMPT_WEIGHT = 16
 """Without `itl_target_ms`: a waiting prompt counts as much as this many running requests."""
 LEAST_PART = 32
 """A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
@@ -52,7 +52,7 @@ class StepTimes:
     def __init__(self, prompt_tokens: Rate) -> None:
         """`prompt_tokens` gets the measured rate."""
         self._prompt_tokens = prompt_tokens
-        self._decode_steps = Rate(samples=5)
+        self._decode_steps = Rate(samples=3)  # few: the batch changes
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
         self._ended_at = -math.inf
@@ -67,13 +67,14 @@ class StepTimes:
 
     @property
     def remeasure(self) -> bool:
-        """Whether the next step should have no prompt tokens."""
-        return self._mixed >= REMEASURE_STEPS
+        """Whether the next step of running requests should have no prompt tokens."""
+        return self._mixed >= REMEASURE_STEPS or self.idle_step_s is None
 
     def started(self, running: int, tokens: int, now: float) -> None:
         """A step with this many running requests and prompt tokens has been sent to the ranks."""
         self._steps.append((now, running, tokens))
-        self._mixed = self._mixed + 1 if running and tokens else 0
+        if running:
+            self._mixed = self._mixed + 1 if tokens else 0
 
     def ended(self, now: float) -> float:
         """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""

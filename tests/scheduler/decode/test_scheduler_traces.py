@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pdserve.configs.schema import LocalPrefillSetting
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 
@@ -25,6 +26,7 @@ class Mode(NamedTuple):
     lends: bool = False
     prefix_cache: bool = True
     verifies: bool = False
+    local_prefill: LocalPrefillSetting = "never"
 
     def simulator(self) -> Simulator:
         return Simulator(**self._asdict())
@@ -42,6 +44,8 @@ MODES = (
     Mode(overlap=True, hot_pages=9, lends=True, prefix_cache=False),
     Mode(stages=2, hot_pages=10, lends=True, prefix_cache=False),
     Mode(hot_pages=3, lends=True),
+    Mode(overlap=True, local_prefill="auto"),
+    Mode(stages=2, local_prefill="always"),
 )
 """Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers."""
 RARELY = st.sampled_from([False, False, False, True])

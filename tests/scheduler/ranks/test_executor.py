@@ -282,3 +282,20 @@ def test_step_that_follows_a_failed_step_fails(tiny: Tiny) -> None:
         tiny.run(msgspec.structs.replace(row, pages=()))
     with pytest.raises(RuntimeError, match="has failed"):
         tiny.run(StepRow((), 20, row.pages, draws=(Draw(GREEDY, 1),), follows=0))
+
+
+def test_step_with_chunks_can_follow_a_step_that_has_sampled_several_tokens_of_a_prompt(tiny: Tiny) -> None:
+    """As on a decode server that computes prompts: decode rows first, then a chunk with log-probabilities."""
+    sampled = SamplingParams(temperature=1.0, seed=5)
+    running, prompt, chunk = PROMPT[:20], PROMPT[5:30], PROMPT[10:27]
+    first = [
+        tiny.row(running, draws=(Draw(sampled, 0),)),
+        tiny.row(prompt, draws=tuple(Draw(SamplingParams(temperature=1.0, seed=seed), 0) for seed in (5, 6))),
+    ]
+    token = tiny.run(*first)[0].drawn[0].token
+    following = StepRow((token,), len(running), first[0].pages, draws=(Draw(sampled, 1),))
+    last = tiny.row(chunk, draws=(Draw(sampled, 0), Draw(GREEDY, 0)), prompt_logprobs_from=3)
+    expected = tiny.run(following, last)
+    tiny.run(*first)
+    assert tiny.run(msgspec.structs.replace(following, token_ids=(), follows=0), last) == expected
+    assert len(expected[1].prompt_logprobs) == len(chunk) - 3

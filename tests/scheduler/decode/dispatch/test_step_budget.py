@@ -28,7 +28,7 @@ H200: dict[str, Any] = {
         ({"running": 0}, 2048),
         ({"idle_step_s": None}, 2048),
         ({"tokens_per_s": None}, 2048 // LEAST_PART),
-        ({"waiting": 8}, 480),  # as many prompts as a quarter of the running requests
+        ({"waiting": 8}, 960),  # as many prompts as a quarter of the running requests
         ({"waiting": 32, "target_s": 0.012}, 240),
         ({"waiting": 64, "running": 1}, 2048),
         ({"most": 16}, 16),
@@ -57,9 +57,13 @@ def test_overlapping_steps_count_from_the_end_of_the_previous_one() -> None:
 
 def test_idle_step_is_measured_again_after_many_mixed_steps() -> None:
     times = StepTimes(Rate())
+    assert times.remeasure, "it was never measured"
+    times.started(1, 0, 0.0)
+    times.ended(1.0)
     for _ in range(REMEASURE_STEPS):
         assert not times.remeasure
         times.started(1, 5, 0.0)
+        times.started(0, 5, 0.0)  # without running requests, it shows nothing
     assert times.remeasure
     times.started(1, 0, 0.0)
     assert not times.remeasure

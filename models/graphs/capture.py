@@ -75,8 +75,18 @@ class StepGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder | DsaDecoder, step: GraphedStep, device: torch.device, sizes: list[int], max_slices: int
+        self,
+        decoder: Decoder | DsaDecoder,
+        step: GraphedStep,
+        device: torch.device,
+        sizes: list[int],
+        max_slices: int,
+        *,
+        always_logits: bool,
     ) -> None:
+        """With `always_logits` they are part of every graph. Otherwise they have graphs of their own: only the last
+        chunk of a prompt needs them.
+        """
         self._decoder = decoder
         self._step = step
         self._device = device
@@ -87,8 +97,9 @@ class StepGraphs:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[int, int] = {}
         """Rows of logits of a step, by its size."""
+        self._always_logits = always_logits
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """By rows. Separate, because only the last chunk of a prompt needs logits."""
+        """By rows."""
         self._last_kind = 0
         self._capture()
 
@@ -113,13 +124,15 @@ class StepGraphs:
         self._graphs[size, self._last_kind].replay()
         if not logits:
             return self._logits[:0]
-        self._logits_graphs[self._rows[size]].replay()
+        if not self._always_logits:
+            self._logits_graphs[self._rows[size]].replay()
         return self._logits[: len(slices)]
 
     def replay(self, size: int) -> None:
         """Repeat the last step, which had this size, on the same inputs: for benchmarks."""
         self._graphs[size, self._last_kind].replay()
-        self._logits_graphs[self._rows[size]].replay()
+        if not self._always_logits:
+            self._logits_graphs[self._rows[size]].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -130,20 +143,24 @@ class StepGraphs:
             self._step.fill([], size)
             for kind in range(self._step.kinds):
                 self._rows[size] = self._run_step(size, kind)
-                self._run_logits(self._rows[size])
+                if not self._always_logits:
+                    self._run_logits(self._rows[size])
         torch.cuda.synchronize(self._device)
         progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
         for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
             with torch.cuda.graph(self._graphs.setdefault((size, kind), torch.cuda.CUDAGraph()), pool=memory):
                 self._run_step(size, kind)
             progress.add(1)
-        for rows in sorted(set(self._rows.values()), reverse=True):
+        for rows in sorted(() if self._always_logits else set(self._rows.values()), reverse=True):
             with torch.cuda.graph(self._logits_graphs.setdefault(rows, torch.cuda.CUDAGraph()), pool=memory):
                 self._run_logits(rows)
 
     def _run_step(self, size: int, kind: int) -> int:
         hidden = self._step.hidden(size, kind)
-        self._hidden[: len(hidden)].copy_(hidden)
+        if self._always_logits:
+            self._decoder.logits(hidden, out=self._logits[: len(hidden)])
+        else:
+            self._hidden[: len(hidden)].copy_(hidden)
         return len(hidden)
 
     def _run_logits(self, rows: int) -> None:
@@ -162,7 +179,8 @@ class DecodeGraphs(StepGraphs):
             step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         else:
             step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
-        super().__init__(decoder, step, cache.device, graph_batch_sizes(max_batch), max_batch)
+        sizes = graph_batch_sizes(max_batch)
+        super().__init__(decoder, step, cache.device, sizes, max_batch, always_logits=True)
 
 
 class ChunkGraphs(StepGraphs):
@@ -189,4 +207,5 @@ class ChunkGraphs(StepGraphs):
             max_pages=pages_for(max_context, cache.page_size),
             decode_rows=decode_rows,
         )
-        super().__init__(decoder, step, cache.device, graph_token_counts(max_tokens), max_slices)
+        sizes = graph_token_counts(max_tokens)
+        super().__init__(decoder, step, cache.device, sizes, max_slices, always_logits=False)

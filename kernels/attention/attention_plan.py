@@ -48,7 +48,6 @@ class WorkPlan:
     row_starts: torch.Tensor  # [B], each sequence's first row of `query`
     pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, index of its partial result
     piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
-    finished: torch.Tensor  # [B * Hkv], zeros: pieces whose partial results are stored; the kernel resets it
     tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
     last_tiles: torch.Tensor  # [2, L]: the tiles with the last query of a sequence
     copied_tokens: int  # room for the sequences in tiles, whose keys and values are copied out of their pages
@@ -146,7 +145,6 @@ def make_work_plan(
         copies.reshape(-1),
         copy_starts,
         np.array([tiles.shape[1], last.shape[1], copies.shape[1]], dtype=np.int32),
-        np.zeros(batch * num_kv_heads, dtype=np.int32),
     ]
     (
         flat_pages,
@@ -161,7 +159,6 @@ def make_work_plan(
         flat_copies,
         first_copies,
         counts,
-        finished,
     ) = _upload(arrays, device)
     return WorkPlan(
         tokens=sum(query_lens),
@@ -174,7 +171,6 @@ def make_work_plan(
         row_starts=rows,
         pieces=flat_pieces.view(4, -1),
         piece_starts=starts,
-        finished=finished,
         tiles=flat_tiles.view(2, -1),
         last_tiles=flat_last.view(2, -1),
         copied_tokens=copies.shape[1] * COPY_TOKENS,

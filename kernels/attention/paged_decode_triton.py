@@ -2,7 +2,7 @@
 
 A program processes one piece of one sequence's keys for one KV head. Its query heads are the rows of the matrix
 products, so keys and values are read once for all of them. A sequence of one piece is complete then; with several, each
-stores its partial result and log-sum, and the last program to finish combines them.
+stores its partial result and log-sum, which `_decode_combine` combines.
 
 Lower bound: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
 """
@@ -19,8 +19,7 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 from .attention_plan import PIECE_TOKENS, WorkPlan
 from .page_rows_triton import load_page_rows
 
-_COMBINED_ELEMENTS = 8192
-"""Elements of partial results that a program combines at a time."""
+_COMBINED_AT_ONCE = 16
 
 
 @triton.jit(do_not_specialize=["pieces_stride"])
@@ -36,7 +35,6 @@ def _decode_pieces(
     out_ptr,
     partial_ptr,
     log_sum_ptr,
-    finished_ptr,
     pieces_stride,
     query_stride,
     page_stride,
@@ -49,8 +47,6 @@ def _decode_pieces(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    COMBINED: tl.constexpr,
-    MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -66,8 +62,7 @@ def _decode_pieces(
         return
     sequence = tl.load(piece)
     number = tl.load(piece + 3 * pieces_stride)
-    first_piece = tl.load(piece_starts_ptr + sequence)
-    last_piece = tl.load(piece_starts_ptr + sequence + 1)
+    alone = tl.load(piece_starts_ptr + sequence + 1) - tl.load(piece_starts_ptr + sequence) == 1
     row = tl.load(row_starts_ptr + sequence).to(tl.int64)
     pages = pages_ptr + tl.load(page_starts_ptr + sequence)
 
@@ -97,80 +92,56 @@ def _decode_pieces(
         top = new_top
 
     place = head[:, None] * D + column[None, :]
-    if last_piece - first_piece == 1:
+    if alone:
         result = acc / total[:, None]
         out = out_ptr + row * (tl.num_programs(0) * GROUP * D) + place
         tl.store(out, result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        heads = tl.num_programs(0) * GROUP
-        slot = number.to(tl.int64) * heads
+        slot = number.to(tl.int64) * (tl.num_programs(0) * GROUP)
         tl.store(partial_ptr + slot * D + place, acc / total[:, None], mask=inside)
         tl.store(log_sum_ptr + slot + head, top + tl.log2(total), mask=member < GROUP)
-        tl.debug_barrier()  # all threads have stored
-        finished = finished_ptr + sequence * tl.num_programs(0) + kv_head
-        if tl.atomic_add(finished, 1, sem="acq_rel") == last_piece - first_piece - 1:
-            tl.store(finished, 0)  # for the next layer
-            _combine(
-                partial_ptr,
-                log_sum_ptr,
-                out_ptr + row * heads * D,
-                first_piece,
-                last_piece,
-                heads,
-                kv_head * GROUP,
-                column,
-                GROUP,
-                MEMBERS,
-                D,
-                BLOCK_D,
-                COMBINED,
-            )
 
 
 @triton.jit
-def _combine(
+def _decode_combine(
     partial_ptr,
     log_sum_ptr,
+    piece_starts_ptr,
+    row_starts_ptr,
     out_ptr,
-    first_piece,
-    last_piece,
-    heads,
-    first_head,
-    column,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    COMBINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Combine the partial results of all pieces of a sequence, for the query heads of one KV head."""
-    member = tl.arange(0, MEMBERS)
-    head = first_head + member
-    top = tl.full([MEMBERS], -float("inf"), tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
-    acc = tl.zeros([MEMBERS, BLOCK_D], tl.float32)
-    for first in range(first_piece, last_piece, COMBINED):
-        number = first + tl.arange(0, COMBINED)
-        slot = number.to(tl.int64)[:, None] * heads + head[None, :]
-        inside = (number < last_piece)[:, None] & (member < GROUP)[None, :]
-        # not from the L1 cache, which does not see what other SMs write
-        log_sum = tl.load(log_sum_ptr + slot, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        partial = tl.load(
-            partial_ptr + slot[:, :, None] * D + column[None, None, :],
-            mask=inside[:, :, None] & (column < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    sequence = tl.program_id(1)
+    start = tl.load(piece_starts_ptr + sequence)
+    end = tl.load(piece_starts_ptr + sequence + 1)
+    if end - start <= 1:
+        return
+    column = tl.arange(0, BLOCK_D)
+    top = -float("inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(start, end, BLOCK):
+        number = first + tl.arange(0, BLOCK)
+        slot = number.to(tl.int64) * heads + head
+        log_sum = tl.load(log_sum_ptr + slot, mask=number < end, other=-float("inf"))
+        inside = (number < end)[:, None] & (column < D)[None, :]
+        partial = tl.load(partial_ptr + slot[:, None] * D + column[None, :], mask=inside, other=0.0)
         new_top = tl.maximum(top, tl.max(log_sum, 0))
-        new_top = tl.where(member < GROUP, new_top, 0.0)
         shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(log_sum - new_top[None, :])
+        weight = tl.exp2(log_sum - new_top)
         total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(partial * weight[:, :, None], 0)
+        acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
         top = new_top
-    inside = (member < GROUP)[:, None] & (column < D)[None, :]
-    out = out_ptr + head[:, None] * D + column[None, :]
-    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    row = tl.load(row_starts_ptr + sequence).to(tl.int64)
+    out = out_ptr + (row * heads + head) * D + column
+    tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
 
 
 def launch_decode(
@@ -186,7 +157,7 @@ def launch_decode(
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     group, pieces = heads // kv_heads, plan.pieces.shape[1]
-    block_d, members = max(triton.next_power_of_2(head_dim), 16), triton.next_power_of_2(group)
+    block_d = max(triton.next_power_of_2(head_dim), 16)
     page_stride, head_stride, token_stride, _ = key_pages.stride()
     partial = torch.empty(pieces, heads, head_dim, dtype=torch.float32, device=query.device)
     log_sum = torch.empty(pieces, heads, dtype=torch.float32, device=query.device)
@@ -202,7 +173,6 @@ def launch_decode(
         out,
         partial,
         log_sum,
-        plan.finished,
         plan.pieces.stride(0),
         query.stride(0),
         page_stride,
@@ -215,10 +185,20 @@ def launch_decode(
         BLOCK_D=block_d,
         PAGE=page_size,
         BLOCK=PIECE_TOKENS if query.dtype.itemsize * block_d <= 256 else PIECE_TOKENS // 2,
-        COMBINED=max(_COMBINED_ELEMENTS // (members * block_d), 2),
-        MEMBERS=members,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=4,
         num_stages=3,
+        **overlap_options(query.device),
+    )
+    _decode_combine[(heads, len(plan.row_starts))](
+        partial,
+        log_sum,
+        plan.piece_starts,
+        plan.row_starts,
+        out,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK=_COMBINED_AT_ONCE,
+        num_warps=2,
         **overlap_options(query.device),
     )

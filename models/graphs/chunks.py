@@ -64,7 +64,6 @@ class ChunkStep:
             },
             device,
         )
-        self._finished = torch.zeros(max_slices * heads, dtype=torch.int32, device=device)
         self._copied = torch.empty(
             2, heads * COPIED_TOKENS, self._pool.head_dim, dtype=decoder.parameters.dtype, device=device
         )
@@ -162,7 +161,6 @@ class ChunkStep:
             row_starts=parts["row_starts"][:slices],
             pieces=pieces,
             piece_starts=parts["piece_starts"][: slices + 1],
-            finished=self._finished,
             tiles=parts["tiles"].view(2, -1)[:, : _num_tiles(size, slices)],
             last_tiles=parts["last_tiles"].view(2, -1)[:, :slices],
             copied_tokens=COPIED_TOKENS,

@@ -40,7 +40,6 @@ class DenseStep:
         """The pages of each row of the last step."""
         self._ones = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
-        self._finished = torch.zeros(max_batch * self._pool.num_heads, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
@@ -92,7 +91,6 @@ class DenseStep:
             row_starts=self._rows[:size],
             pieces=pieces,
             piece_starts=parts["piece_starts"][: size + 1],
-            finished=self._finished,
             tiles=self._none,
             last_tiles=self._none,
             copied_tokens=0,

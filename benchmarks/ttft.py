@@ -153,8 +153,13 @@ def measure_pair(lengths: list[int], *, hops: bool, given: dict[str, Any], layer
         model = {**QWEN3_8B_JSON, **({"num_hidden_layers": layers} if layers is not None else {})}
         write_model(Path(directory), model)
         shared: dict[str, Any] = {"model": directory, "load_format": "dummy", **given}
-        prefill = PrefillConfig(**shared, port=free_port(), bootstrap_port=free_port())
-        decode = DecodeConfig(**shared, port=free_port(), prefill=(f"127.0.0.1:{prefill.bootstrap_port}",))
+
+        def of(role: type[PrefillConfig | DecodeConfig]) -> dict[str, Any]:
+            return {name: value for name, value in shared.items() if name in role.model_fields}
+
+        prefill = PrefillConfig(**of(PrefillConfig), port=free_port(), bootstrap_port=free_port())
+        endpoints = (f"127.0.0.1:{prefill.bootstrap_port}",)
+        decode = DecodeConfig(**of(DecodeConfig), port=free_port(), prefill=endpoints)
         with running_pair(PairConfig(prefill, decode), screen) as pair:
             pair.wait_ready(timeout_s=180)
             client = Client(decode.port)
@@ -216,7 +221,9 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=2048, help="tokens per step of the model loop")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(VLLM_MS))
     parser.add_argument("--layers", type=int, help="of the pair's model; fewer for a quick look")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of both servers")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the servers that have it"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {}
     if options.only != "pair":

@@ -1,13 +1,17 @@
 """For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
-and how pytest-xdist distributes files.
+no time limit for examples of Hypothesis, and how pytest-xdist distributes files.
 """
 
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
+
+hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
+hypothesis.settings.load_profile("tests")
 
 GROUPS = {
     "timed": [

@@ -23,11 +23,14 @@ from ..messages.step import StepResult
 from ..rates import Rates
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
-from .endings import Endings
+from .endings import WITH_KV, Endings
 from .memory.request_memory import RequestMemory
 from .requests.limits import MAX_ATTEMPTS
 from .requests.request import LocalPrompt, Prompt, Request
 from .run_queue import RunQueue
+
+PAGES_INSERTED = 256
+"""Pages that one turn adds to the prefix cache: about 0.3 ms."""
 
 
 class Arrivals:
@@ -55,6 +58,8 @@ class Arrivals:
         self._rates = rates
         self._counters = counters
         self._outbox = outbox
+        self._uncached: collections.deque[Request] = collections.deque()
+        """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
@@ -149,7 +154,7 @@ class Arrivals:
         grant = prompt.grant
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
         prompt.grant = None
-        self._cache.insert(prompt.token_ids, grant.pages)
+        self._uncached.append(prompt.waiting[0])
         for request in prompt.waiting:
             request.lifecycle.advance(State.ARRIVED, now)
             request.done = request.done or done
@@ -159,6 +164,20 @@ class Arrivals:
             self._run_queue.arrived.push(request)
             self._endings.accept_token(request, done.first_tokens[request.sample], now)
         self._memory.release_grant(grant)
+
+    def insert_some(self) -> None:
+        """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: all
+        pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
+        """
+        while self._uncached and (self._uncached[0].grant is None or self._uncached[0].state not in WITH_KV):
+            self._uncached.popleft()
+        if self._uncached:
+            request = self._uncached[0]
+            end = (request.inserted.pages + PAGES_INSERTED) * self._dispatcher.limits.page_size
+            tokens = request.prompt_ids
+            self._cache.insert(tokens, request.pages, request.inserted, end=end)
+            if end >= len(tokens) or request.inserted.complete:
+                self._uncached.popleft()
 
     def _count_transfer(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
         self._counters["transfers"] += 1

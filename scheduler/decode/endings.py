@@ -16,7 +16,7 @@ from .responses import failed, finished
 from .retraction import Retractions
 from .run_queue import RunQueue
 
-_WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
+WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
 """States in which the KV of all tokens but the newest is in the request's pages."""
 
 
@@ -77,8 +77,9 @@ class Endings:
                 self._retracted.drop(request)
             case _:
                 pass
-        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
-            self._cache.insert((*request.prompt_ids, *request.output_ids[:-1]), request.pages)
+        if isinstance(outcome, FinishReason) and request.state in WITH_KV:
+            tokens = (*request.prompt_ids, *request.output_ids[:-1])
+            self._cache.insert(tokens, request.pages, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
         self.draining.add(request)

@@ -269,6 +269,12 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
+        step = self._make_step(now)
+        if step is None:
+            self.arrivals.insert_some()
+        return step
+
+    def _make_step(self, now: float) -> DecodeStep | None:
         if not self.run_queue.may_start_step():
             return None
         for request in self.run_queue.fill_batch():

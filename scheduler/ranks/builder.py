@@ -19,7 +19,6 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
-from ...models.graphs.capture import StepGraphs
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
 from ...models.runner import ModelRunner, resolve_dtype
@@ -235,15 +234,22 @@ class RankBuilder:
         """
         if not (self._config.cuda_graphs and self._device.type == "cuda"):
             return False
-        graphs: StepGraphs | None
-        if isinstance(self._config, DecodeConfig):
-            graphs = runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context)
-        else:
+        if isinstance(self._config, PrefillConfig):
             tokens = min(self.step_limit, GRAPH_TOKENS)
-            graphs = runner.capture_chunk_graphs(
+            chunks = runner.capture_chunk_graphs(
                 cache, max_tokens=tokens, max_slices=min(tokens, GRAPH_PROMPTS), max_context=context
             )
-        return graphs is not None
+            return chunks is not None
+        captured = runner.capture_graphs(cache, max_batch=self.step_limit, max_context=context) is not None
+        if captured and computes_prompts(self._config):
+            runner.capture_chunk_graphs(
+                cache,
+                max_tokens=self.step_limit + min(step_tokens(self._config, on_gpu=True), GRAPH_TOKENS),
+                max_slices=self.step_limit + GRAPH_PROMPTS,
+                max_context=context,
+                decode_rows=True,
+            )
+        return captured
 
     def _measure_steps(self, runner: ModelRunner) -> int:
         """Device memory that steps need beside weights and KV, measured by running the largest ones. This also compiles

@@ -103,8 +103,8 @@ class Executor:
         return self._draw(rows, choices, logits, prompt_parts)
 
     def _resolve(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], torch.Tensor | None]:
-        """The rows, and their tokens on the device, one per row, if some were sampled by the last step; those of chunks
-        are ignored. A step with log-probabilities of prompts, which is rare, reads the sampled tokens back instead.
+        """The rows, and a token per row, on the device, if some were sampled by the last step; those of chunks are not
+        used. A step that computes log-probabilities of a prompt reads the tokens back first.
         """
         sources = [row.follows for row in rows]
         if all(source is None for source in sources):
@@ -112,7 +112,7 @@ class Executor:
         drawn = len(self._drawn)
         if any(source is not None and source >= drawn for source in sources):
             raise RuntimeError("the step that this one follows has failed")
-        if any(row.prompt_logprobs_from is not None for row in rows):
+        if any(row.scored for row in rows):
             tokens = self._drawn.tolist()
             return [
                 msgspec.structs.replace(row, token_ids=(tokens[row.follows],), follows=None)

@@ -69,9 +69,9 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
             simulator.decode_turn()
             simulator.deliver(0, up=False)
             simulator.prefill_turn(0)
+            simulator.pass_time(0.01)  # the step takes time
             simulator.end_write(0, ok=True, late=False)
             simulator.deliver(0, up=True)
-            simulator.pass_time(0.01)
     done = list(simulator.decode.retracted.rates.prefilled_tokens._samples)
     assert [tokens for _, tokens in done] == [9, 11], "four pages of the second prompt were cached"
     simulator.finish()

@@ -12,6 +12,7 @@ import msgspec
 from ....configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant
+from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
 from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
@@ -199,6 +200,7 @@ class Request:
         """The `command_id` of its latest step."""
         self.saved_pages = 0
         """Pages of its KV in host memory, while it is RETRACTED."""
+        self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
 
     @property
     def state(self) -> State:
@@ -209,6 +211,13 @@ class Request:
         """The pages of its KV; it has to have some."""
         assert self.grant is not None, f"{self.rid} is {self.state.name} without pages"
         return self.grant.pages
+
+    @property
+    def inserted(self) -> InsertedPrefix:
+        """The part of its pages in the prefix cache."""
+        if self._inserted[0] is not self.grant:
+            self._inserted = (self.grant, InsertedPrefix())
+        return self._inserted[1]
 
     @property
     def prompt_tokens(self) -> int:

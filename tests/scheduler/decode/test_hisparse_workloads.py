@@ -95,7 +95,7 @@ def test_abort_releases_all_memory_in_every_state(situation: str, stages: int) -
         simulator.act()
         return bool(found)
 
-    assert work(simulator, abort, urgent_at=12), f"no request was ever {situation}"
+    assert work(simulator, abort, urgent_at=8), f"no request was ever {situation}"
     simulator.check()
     simulator.decode_turn()  # before the others get any message
     simulator.check()

@@ -284,8 +284,11 @@ def test_step_that_follows_a_failed_step_fails(tiny: Tiny) -> None:
         tiny.run(StepRow((), 20, row.pages, draws=(Draw(GREEDY, 1),), follows=0))
 
 
-def test_step_with_chunks_can_follow_a_step_that_has_sampled_several_tokens_of_a_prompt(tiny: Tiny) -> None:
-    """As on a decode server that computes prompts: decode rows first, then a chunk with log-probabilities."""
+@pytest.mark.parametrize("scored", [{}, {"prompt_logprobs_from": 3}], ids=["plain", "logprobs"])
+def test_step_with_chunks_can_follow_a_step_that_has_sampled_several_tokens_of_a_prompt(
+    tiny: Tiny, scored: dict[str, int]
+) -> None:
+    """As on a decode server that computes prompts: decode rows first, then a chunk."""
     sampled = SamplingParams(temperature=1.0, seed=5)
     running, prompt, chunk = PROMPT[:20], PROMPT[5:30], PROMPT[10:27]
     first = [
@@ -294,8 +297,8 @@ def test_step_with_chunks_can_follow_a_step_that_has_sampled_several_tokens_of_a
     ]
     token = tiny.run(*first)[0].drawn[0].token
     following = StepRow((token,), len(running), first[0].pages, draws=(Draw(sampled, 1),))
-    last = tiny.row(chunk, draws=(Draw(sampled, 0), Draw(GREEDY, 0)), prompt_logprobs_from=3)
+    last = tiny.row(chunk, draws=(Draw(sampled, 0), Draw(GREEDY, 0)), **scored)
     expected = tiny.run(following, last)
     tiny.run(*first)
     assert tiny.run(msgspec.structs.replace(following, token_ids=(), follows=0), last) == expected
-    assert len(expected[1].prompt_logprobs) == len(chunk) - 3
+    assert len(expected[1].prompt_logprobs) == (len(chunk) - 3 if scored else 0)

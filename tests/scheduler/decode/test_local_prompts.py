@@ -38,7 +38,6 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> 
         "local_prefill_absent",
         "local_prefill_failed",
         "local_prefill_short",
-        "local_prefill_queue",
         "remote_prefill_faster",
         "remote_prefill_unmeasured",
         "retractions_recomputed",

@@ -144,7 +144,7 @@ async def burst(servers: Servers, options: argparse.Namespace) -> dict[str, dict
     """Many prompts at once, on the server that computes all of them and on the pair."""
     found: dict[str, dict[str, float]] = {}
     prompts, tokens, new = options.burst
-    for mode in ("always", "never"):
+    for mode in ("always",) if options.alone else ("always", "never"):
         result = await servers.load(
             mode, requests=prompts, concurrency=prompts, input_len=tokens, output_len=new, warmup=2
         )
@@ -221,7 +221,7 @@ def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServe
         )
         for mode in MODES
     }
-    return {"prefill": prefill, **decode}
+    return {"always": decode["always"]} if options.alone else {"prefill": prefill, **decode}
 
 
 def _crossover_table(rows: list[dict[str, Any]]) -> Table:
@@ -251,6 +251,7 @@ def _mixes_table(found: dict[str, dict[str, list[float]]]) -> Table:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="default: all")
+    parser.add_argument("--alone", action="store_true", help="only one process, as `pdserve serve`: for burst and gap")
     parser.add_argument("--lengths", type=_numbers, default=[16, 64, 256, 1024], help="prompt lengths of the crossover")
     parser.add_argument("--repeats", type=int, default=5, help="prompts per length")
     parser.add_argument("--streams", type=int, default=4, help="requests that run meanwhile")

@@ -3,8 +3,8 @@
 //
 // A block takes tiles (128 queries of one sequence, one query head) in turn. One thread of its first warpgroup, the
 // producer, copies blocks of 128 keys and of 128 values into two rings of shared memory. Each of the other two
-// warpgroups, the consumers, computes 64 of the queries. It starts the scores of a block, and the product of the previous
-// block's weights and values, and computes the softmax of the scores while the second product runs.
+// warpgroups, the consumers, computes 64 of the queries. It starts the scores of a block, and the product of the
+// previous block's weights and values, and computes the softmax of the scores while the second product runs.
 //
 // Blocks are processed from the last key to the first, so only the first one or two need a mask.
 //
@@ -93,7 +93,8 @@ struct Tile {
         const int kv_len = plan.kv_lens[sequence];
         first_position = kv_len - query_len + first_query;
         row = static_cast<long long>(plan.row_starts[sequence]) + first_query;
-        first_block = (static_cast<long long>(head / GROUP) * plan.copied_tokens + plan.copy_starts[sequence]) / kBlockTokens;
+        const long long first_token = static_cast<long long>(head / GROUP) * plan.copied_tokens;
+        first_block = (first_token + plan.copy_starts[sequence]) / kBlockTokens;
         if (first_query < query_len) {
             blocks = (min(first_position + kTileQueries, kv_len) + kBlockTokens - 1) / kBlockTokens;
         }
@@ -137,7 +138,8 @@ struct Softmax {
     float reference[2] = {kLowest, kLowest};
     float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
 
-    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this warp.
+    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this
+    // warp.
     __device__ __forceinline__ bool weigh(float (&scores)[64], float scale, float (&shrink)[2]) {
         bool changes = false;
 #pragma unroll
@@ -320,10 +322,13 @@ struct Consumer {
 #pragma unroll
         for (int step = 0; step < 8; ++step) {  // of 16 elements
             const float* const own = sums + 8 * step;
-            const unsigned words[4] = {
-                round_pair(own[0] * inverse[0], own[1] * inverse[0]), round_pair(own[2] * inverse[1], own[3] * inverse[1]),
-                round_pair(own[4] * inverse[0], own[5] * inverse[0]), round_pair(own[6] * inverse[1], own[7] * inverse[1])};
-            store_matrices(staging + step / 4 * (kQueryBytes / 2) + word_in_tile(line, step % 4 * 2 + lane() / 16), words);
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                words[i] = round_pair(own[2 * i] * inverse[i % 2], own[2 * i + 1] * inverse[i % 2]);
+            }
+            const unsigned place = word_in_tile(line, step % 4 * 2 + lane() / 16);
+            store_matrices(staging + step / 4 * (kQueryBytes / 2) + place, words);
         }
         __syncwarp();
         const unsigned char* const query = shared.query[number];

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.kernels.attention import paged_prefill_cuda
+from pdserve.kernels.attention.attention_plan import make_work_plan
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse import write_back
@@ -58,6 +60,22 @@ def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.Monke
     assert launched == ["sparse_mla", "select_top"]
 
 
+def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(paged_prefill_cuda, "load_kernel", cuda_sources.load_kernel)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        lengths, pages = [150, 3], [[0, 1, 2], [3]]
+        plan = make_work_plan(lengths, lengths, pages, page_size=64, num_kv_heads=1, device=DEVICE)
+        query = torch.zeros(sum(lengths), 4, 128, dtype=torch.bfloat16, device=DEVICE)
+        keys, values = torch.zeros(2, plan.copied_tokens, 128, dtype=torch.bfloat16, device=DEVICE).unbind()
+        for last_only in (False, True):
+            paged_prefill_cuda.launch_tiles(
+                query, keys, values, plan, torch.empty_like(query), scale=0.1, last_only=last_only
+            )
+    assert launched == ["prefill_attention"] * 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -88,7 +106,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"copy_misses", "keep_top_p", "select_top", "sparse_mla", "swap_in", "write_back"}
+    kernels = {"copy_misses", "keep_top_p", "prefill_attention", "select_top", "sparse_mla", "swap_in", "write_back"}
     assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == kernels
     for name in kernels:
         kinds = cuda_sources.parameters(f"{name}.cu", name)

@@ -90,7 +90,7 @@ def test_prefill_steps_run_on_the_own_stream(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("staging", ["off", "on"])
 def test_decode_steps_and_page_copies_run_on_the_own_stream(settings: dict[str, Any], staging: str) -> None:
     config = DecodeConfig.model_validate(
-        {**settings, "max_running_requests": 1, "retract_memory_gib": 0, "staging": staging}
+        {**settings, "max_running_requests": 1, "max_step_tokens": 16, "retract_memory_gib": 0, "staging": staging}
     )
     reports, waits = serve(
         config,

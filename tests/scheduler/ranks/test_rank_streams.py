@@ -81,7 +81,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_prefill_steps_run_on_the_own_stream(settings: dict[str, Any]) -> None:
     step = RunStep(1, (StepRow(PROMPT, 0, [3], draws=DRAWS),))
-    reports, waits = serve(PrefillConfig(**settings, chunk_size=16, max_queued_requests=2), step)
+    reports, waits = serve(PrefillConfig(**settings, chunk_size=8, max_queued_requests=2), step)
     done = [report for report in reports if isinstance(report, StepDone)]
     assert [report.error for report in done] == [None]
     assert waits == 0, "no peer writes to a prefill server"
@@ -89,9 +89,8 @@ def test_prefill_steps_run_on_the_own_stream(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("staging", ["off", "on"])
 def test_decode_steps_and_page_copies_run_on_the_own_stream(settings: dict[str, Any], staging: str) -> None:
-    config = DecodeConfig.model_validate(
-        {**settings, "max_running_requests": 1, "max_step_tokens": 16, "retract_memory_gib": 0, "staging": staging}
-    )
+    small = {"max_running_requests": 1, "max_step_tokens": 8, "retract_memory_gib": 0}
+    config = DecodeConfig.model_validate({**settings, **small, "staging": staging, "cuda_graphs": staging == "off"})
     reports, waits = serve(
         config,
         RunStep(1, (StepRow([5], 0, [3], draws=DRAWS),)),

@@ -152,8 +152,11 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(name: str, request: pytes
 
 
 @pytest.mark.parametrize("decode_rows", [False, True])
-def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(gpu: PretendGpu, dense: Model, decode_rows: bool) -> None:
+def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(
+    gpu: PretendGpu, dense: Model, decode_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole prompts, chunks over earlier ones, and a decode token beside a chunk, whose token is only on the device."""
+    monkeypatch.setattr("pdserve.models.graphs.chunks.COPIED_TOKENS", 512)  # every 128 are a program to interpret
     short, long = PROMPTS
     steps = [
         [SequenceSlice(long[:20], 0, PAGES[1])],

@@ -65,6 +65,11 @@ def serve(config: AnyServerConfig, *commands: ComputeCommand) -> tuple[list[Rank
     return reports, gpu.waits_for_arrivals
 
 
+@pytest.fixture(autouse=True)
+def _small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.models.graphs.chunks.COPIED_TOKENS", 512)  # every 128 are a program to interpret
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -44,7 +44,7 @@ from .native.requests import Call, parse_generate
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
 from .openai.requests import parse_chat, parse_completion
-from .role import RoleBody, RoleControl, RoleReport, check_may_switch, wants_to_wait
+from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
 log = logging.getLogger("pdserve.frontend")
@@ -284,6 +284,7 @@ class Routes:
         return Limits.of(self.config, ready, self._default_sampling)
 
     def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
+        check_addressed_role(request, call.submits, self.config, self._roles.former())
         outputs = [
             Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
             for submit, rules in zip(call.submits, call.text_rules, strict=True)

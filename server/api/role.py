@@ -1,16 +1,17 @@
 """`/role`: its body and reply, who may change the role, and the interface to what changes it."""
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from fastapi import Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ...configs.errors import ForbiddenError
+from ...configs.errors import ForbiddenError, UnavailableError
 from ...configs.load import Role
-from ...configs.schema import AnyServerConfig
+from ...configs.schema import AnyServerConfig, PrefillConfig
+from ...scheduler.messages.frontend import Submit
 from .common.fields import Body, Boolean, FieldError, optional
 
 FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "origin")
@@ -55,6 +56,9 @@ class PendingSwitch(Protocol):
 class RoleControl(Protocol):
     def report(self) -> RoleReport: ...
 
+    def former(self) -> AnyServerConfig | None:
+        """The configuration of this server in its other role; None if it never had that role."""
+
     async def request(self, role: Role, settings: Mapping[str, object], *, drain: bool) -> PendingSwitch | None:
         """Begin a role switch; None if the server has this role already.
 
@@ -87,3 +91,24 @@ def wants_to_wait(request: Request, body: RoleBody) -> bool:
     if given not in ("0", "1", "false", "true"):
         raise FieldError("wait", f"must be 0 or 1, got {given[:20]!r}")
     return body.wait is True or given in ("1", "true")
+
+
+def check_addressed_role(
+    request: Request, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
+) -> None:
+    """Refuse requests of a router that takes this server for one of its former role. Raises UnavailableError.
+
+    A router sends each request to a prefill and to a decode server and names the prefill server in it, with the host
+    to which it sends. Without this check the prefill role would answer a request for decode with an empty text.
+    """
+    if former is None:
+        return
+    prefill = config if isinstance(config, PrefillConfig) else former
+    assert isinstance(prefill, PrefillConfig)
+    own = {f"{host}:{prefill.bootstrap_port}" for host in (request.url.hostname, prefill.public_host)}
+    for submit in submits:
+        if submit.endpoint is not None and (submit.endpoint in own) != (config.role == "prefill"):
+            raise UnavailableError(
+                f"this server is {config.role} now, no longer {former.role}: "
+                f"the request names the prefill server {submit.endpoint}"
+            )

@@ -92,6 +92,9 @@ class RoleSwitches:
             "switch": None if self._last is None else self._last.report(),
         }
 
+    def former(self) -> AnyServerConfig | None:
+        return self._configs.get("decode" if self.leader.config.role == "prefill" else "prefill")
+
     async def request(self, role: Role, settings: Mapping[str, object], *, drain: bool) -> RoleSwitch | None:
         self._check_state()
         current = self.leader.config

@@ -100,6 +100,9 @@ class FixedRole:
     def report(self) -> RoleReport:
         return {"role": self._role, "since": 0.0, "state": "ready", "fixed": "a test", "switch": None}
 
+    def former(self) -> None:
+        return None
+
     async def request(self, role: Role, settings: Mapping[str, object], *, drain: bool) -> None:
         raise RoleConflictError(f"a test: {role}, {settings}, {drain}")
 

@@ -17,6 +17,7 @@ from fastapi import Request
 from pydantic import SecretStr
 
 from pdserve.configs.errors import ForbiddenError, RoleConflictError
+from pdserve.configs.load import Role
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.api.role import check_may_switch
@@ -38,6 +39,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def post_role(running: RunningFront, query: str = "", **body: Any) -> httpx.Response:
     return httpx.post(f"{running.url}/role{query}", json=body, headers=AUTHORIZED, timeout=60, **DIRECT)
+
+
+def generate_in_room(running: RunningFront, bootstrap_port: object) -> httpx.Response:
+    """As a router sends it that has chosen the prefill server of this control port."""
+    body = {"text": "a", "bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": 1}
+    return httpx.post(f"{running.url}/generate", json=body, headers=AUTHORIZED, timeout=10, **DIRECT)
 
 
 def get(running: RunningFront, path: str) -> Any:
@@ -67,6 +74,9 @@ def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: 
         assert (after["role"], after["state"], after["switch"]["error"]) == ("decode", "ready", None)
         assert before["since"] < after["switch"]["began_at"] < after["switch"]["ended_at"] == after["since"]
         assert generate(running).json()["text"] == "hi"
+        assert generate_in_room(running, free_port()).json()["text"] == "hi"
+        refused = generate_in_room(running, settings["bootstrap_port"])
+        assert (refused.status_code, "decode now, no longer prefill" in refused.text) == (503, True)
         config = get(running, "/server_info")["config"]
         shown = {name: config[name] for name in ("port", "max_batch_items", "prefill", "growth_tokens")}
         assert shown == {
@@ -82,6 +92,9 @@ def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: 
         assert (back.status_code, back.json()["role"], back.json()["state"]) == (200, "prefill", "ready")
         config = get(running, "/server_info")["config"]
         assert (config["bootstrap_port"], config["chunk_size"]) == (settings["bootstrap_port"], 64)
+        assert generate_in_room(running, settings["bootstrap_port"]).status_code == 200
+        refused = generate_in_room(running, free_port())
+        assert (refused.status_code, "prefill now, no longer decode" in refused.text) == (503, True)
         assert post_role(running, role="decode", settings={"growth_tokens": 9}, wait=True).json()["role"] == "decode"
         config = get(running, "/server_info")["config"]
         assert (config["prefill"], config["growth_tokens"]) == (["127.0.0.1:9"], 9)
@@ -305,7 +318,7 @@ async def test_server_with_a_fixed_role_refuses(
     try:
         await introduce(scripted, leader.client)
         roles = RoleSwitches(locate_model(str(model)), leader, fixed_role)
-        other = "prefill" if config.role == "decode" else "decode"
+        other: Role = "prefill" if config.role == "decode" else "decode"
         with pytest.raises(RoleConflictError, match=reason):
             await roles.request(other, {}, drain=True)
         assert re.search(reason, roles.report()["fixed"] or "")

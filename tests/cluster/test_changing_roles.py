@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 
 from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
-from tests.cluster.servers import HTTP, Cluster, Server
+from tests.cluster.servers import HTTP, Cluster, Server, body, wait_until
+from tests.cluster.test_routers import Router
 
 NEW_TOKENS = 8
-POOL = ("--kv-tokens", "8192")
+POOL = ("--kv-tokens", "8192", "--served-model-name", "m")
 PAUSE_S = 0.05
 
 
@@ -85,3 +86,40 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
     assert switching.process.poll() is None, "the process is the same"
     for server in (decode, staying, switching):
         server.check_clean()
+
+
+def test_router_uses_a_server_in_its_new_role(servers: Cluster, llama: Path) -> None:
+    """First the router takes it for a decode server and must not give clients its empty answers."""
+    prefill = servers.add("prefill", llama, *POOL)
+    decodes = [
+        servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, forked=forked) for forked in (True, False)
+    ]
+    decode, switching = (server.wait_ready(peers=1) for server in decodes)
+    router = Router("sglang_router", prefill, decodes, servers.directory / "router.log")
+
+    def outputs() -> list[int]:
+        """Tokens of each response."""
+        bodies = [body([1, 2, 3, number], NEW_TOKENS) for number in range(8)]
+        return [len(router.post("/generate", sent)[0].raise_for_status().json()["output_ids"]) for sent in bodies]
+
+    try:
+        router.wait_ready()
+        assert outputs() == [NEW_TOKENS] * 8
+        assert switching.count("requests_finished") == 4
+        become(switching, "prefill", settings={"bootstrap_port": switching.bootstrap_port})
+        assert outputs() == [NEW_TOKENS] * 8
+        metrics = HTTP.get(f"{switching.url}/metrics", timeout=5).text
+        assert 'pdserve_requests_refused_total{code="unavailable"}' in metrics, "the router has sent it requests"
+
+        (worker,) = (worker["id"] for worker in router.workers() if worker["url"] == switching.url)
+        HTTP.delete(f"{router.url}/workers/{worker}", timeout=5).raise_for_status()
+        wait_until(lambda: len(router.workers()) == 2, 10, "removed")
+        added = {"url": switching.url, "worker_type": "prefill", "bootstrap_port": switching.bootstrap_port}
+        HTTP.post(f"{router.url}/workers", json=added, timeout=5).raise_for_status()
+        router.wait_ready()
+        assert outputs() == [NEW_TOKENS] * 8
+        assert switching.count("requests_finished") == 4
+        decode.check_clean()
+        switching.check_clean()
+    finally:
+        router.close()

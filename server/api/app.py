@@ -92,15 +92,19 @@ class Routes:
         default_sampling: SamplingParams,
         roles: RoleControl,
     ) -> None:
-        self.config = config
         self.metrics = metrics
         self.operations: list[Operation] = []
         self._tokenizer = tokenizer
+        self._roles = roles
+        self._lanes = Lanes()
+        self.serve(config, leader, default_sampling)
+
+    def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
+        """Pass all later requests to this leader. Settings that both roles have must be the same as before."""
+        self.config = config
         self._leader = leader
         self._default_sampling = default_sampling
-        self._roles = roles
         self._info = ServerInfo(config, leader)
-        self._lanes = Lanes()
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
@@ -279,8 +283,7 @@ class Routes:
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
-        ready = self._leader.ready
-        assert ready is not None, "routes check that the leader is ready before they parse"
+        ready = self._leader.check_available()  # again: the role may have changed while the body arrived
         return Limits.of(self.config, ready, self._default_sampling)
 
     def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:

@@ -23,7 +23,6 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
@@ -95,19 +94,9 @@ class LeaderLostError(Exception):
     """The leader has ended while it was starting, without a report."""
 
 
-class CurrentApp:
-    """The ASGI application that uvicorn serves: passes each request to the application of the current role."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
-
-
 class Frontend:
-    """Starts and ends, in order, the leader process, its client and the HTTP server. Replaces the leader, its client
-    and the application when the role changes.
+    """Starts and ends, in order, the leader process, its client and the HTTP server. Replaces the leader and its client
+    when the role changes.
     """
 
     def __init__(
@@ -130,7 +119,7 @@ class Frontend:
         self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
         self._metrics.set_role(config.role)
         self._metrics.watch_leader(lambda: self._leader.client.status, lambda: self._leader.client.loop_age_s)
-        self._app = CurrentApp(self._application())
+        self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
         http = self._http_server()
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         try:
@@ -147,16 +136,10 @@ class Frontend:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _application(self) -> ASGIApp:
-        leader = self._leader
-        return create_app(
-            Routes(leader.config, self._tokenizer, leader.client, self._metrics, self._sampling, self._roles)
-        )
-
     def _http_server(self) -> HttpServer:
         return HttpServer(
             uvicorn.Config(
-                self._app,
+                create_app(self._routes),
                 http=PatientHttpProtocol,
                 ws="none",
                 lifespan="off",
@@ -268,10 +251,10 @@ class Frontend:
         self._sampling = sampling
         self._roles.leader = self._leader
         self._metrics.set_role(config.role)
-        self._app.app = self._application()
+        self._routes.serve(config, self._leader.client, sampling)
         set_log_role(config.role)
         await former.close()
-        gc.unfreeze()  # the application of the former role is garbage now
+        gc.unfreeze()  # what belonged to the former leader is garbage now
         if isinstance(config, PrefillConfig):
             check = (config.host, config.bootstrap_port, "--bootstrap-port")
             await asyncio.to_thread(check_port, *check, patience_s=PREDECESSOR_S)

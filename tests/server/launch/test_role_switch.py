@@ -20,8 +20,10 @@ from pdserve.configs.errors import ForbiddenError, RoleConflictError
 from pdserve.configs.load import Role
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.loading.catalog import locate_model
+from pdserve.server import cli
 from pdserve.server.api.role import check_may_switch
 from pdserve.server.engine.leader import Leader
+from pdserve.server.launch import frontend as frontend_module
 from pdserve.server.launch.role_switch import RoleSwitches
 from pdserve.server.observability.metrics import Metrics
 from tests.cluster.servers import wait_until
@@ -297,6 +299,21 @@ def test_starting_server_refuses(model: Path, tmp_path: Path) -> None:
         assert refused.json()["error"]["message"] == (
             "the role changes only while the server is ready, and it is starting"
         )
+
+
+def test_serve_command_has_a_fixed_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[AnyServerConfig, str | None]] = []
+
+    def run_frontend(config: AnyServerConfig, *, fixed_role: str | None) -> int:
+        started.append((config, fixed_role))
+        return 0
+
+    monkeypatch.setattr(frontend_module, "run_frontend", run_frontend)
+    assert [cli.main([command]) for command in ("serve", "decode", "prefill")] == [0, 0, 0]
+    assert [config.role for config, _ in started] == ["decode", "decode", "prefill"]
+    reasons = [fixed_role for _, fixed_role in started]
+    assert reasons[1:] == [None, None]
+    assert "started with 'pdserve serve'" in (reasons[0] or "")
 
 
 @pytest.mark.parametrize(

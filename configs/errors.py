@@ -45,6 +45,18 @@ class UnauthorizedError(ClientError):
     code = "unauthorized"
 
 
+class ForbiddenError(ClientError):
+    status = 403
+    code = "forbidden"
+
+
+class RoleConflictError(ClientError):
+    """The role of this server cannot change, or cannot change now."""
+
+    status = 409
+    code = "role_conflict"
+
+
 class OverloadedError(ClientError):
     status = 429
     code = "overloaded"
@@ -57,6 +69,12 @@ class AbortedError(ClientError):
 
 class ServerError(RequestError):
     """The request is valid, but this server or its prefill server could not serve it."""
+
+
+class RoleSwitchError(ServerError):
+    """The server could not start in the requested role and has its former role again."""
+
+    code = "role_switch_failed"
 
 
 class UnavailableError(ServerError):

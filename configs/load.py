@@ -101,6 +101,26 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     return config
 
 
+def config_in_role(
+    role: Role, current: AnyServerConfig, earlier: AnyServerConfig | None, given: Mapping[str, object]
+) -> AnyServerConfig:
+    """The configuration of a running server in another role.
+
+    Settings of both roles and the port stay as in `current`. The others are those of `earlier`, its last configuration
+    in `role`, and of `given`, which wins. Raises StartupError.
+    """
+    shared = {*ServerConfig.model_fields, "port"}
+    fixed = [f"setting {name!r} stays as it was at start: both roles have it" for name in given if name in shared]
+    if "role" in given:
+        fixed.append("unknown setting 'role' in settings: role is a field beside settings")
+    if fixed:
+        raise StartupError("\n".join(fixed))
+    kept = {name: getattr(current, name) for name in (*current.model_fields_set, "port") if name in shared}
+    own = {} if earlier is None else {name: getattr(earlier, name) for name in earlier.model_fields_set - shared}
+    layers = (("from the start", kept), (f"from the last time as {role}", own), ("in settings", given))
+    return build_config(CONFIG_OF_ROLE[role], layers)
+
+
 def find_config_file(name: str | None) -> Path | None:
     """The file of `--config NAME`: a path, or else the preset of that name in configs/presets. None without a name."""
     if name is None:

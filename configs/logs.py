@@ -59,6 +59,13 @@ def rate_limited(logger: logging.Logger, clock: Callable[[], float] = time.monot
     return limited
 
 
+def set_log_role(role: str) -> None:
+    """Name another role in all later lines of this process."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, LineFormatter):
+            handler.setFormatter(LineFormatter(role))
+
+
 def configure_logging(level: str, role: str) -> None:
     """Send the log of this process to stderr. Call once, before anything else."""
     handler = logging.StreamHandler()

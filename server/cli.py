@@ -32,6 +32,10 @@ EPILOG = """examples:
 _NOT_OF_SERVE = ("prefill", "bootstrap_allow", "local_prefill")
 """Settings of decode servers that `pdserve serve` does not have: it uses no prefill server."""
 
+_SERVE_ROLE = (
+    "this server was started with 'pdserve serve', which has both roles: restart it with 'pdserve decode' instead"
+)
+
 
 class _Parser(argparse.ArgumentParser):
     """argparse that raises StartupError, so that all mistakes are reported alike."""
@@ -120,7 +124,7 @@ def _run(arguments: Sequence[str]) -> int:
         case "prefill" | "decode":
             return _serve(options.command, options)
         case "serve":
-            return _serve("decode", options, {"local_prefill": "always"})
+            return _serve("decode", options, {"local_prefill": "always"}, fixed_role=_SERVE_ROLE)
         case "up":
             from .launch.up import run_up
 
@@ -143,7 +147,9 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _serve(role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {}) -> int:
+def _serve(
+    role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {}, fixed_role: str | None = None
+) -> int:
     file, flags = find_config_file(options.config), given_flags(options, CONFIG_OF_ROLE[role].model_fields)
     config = load_config(role, file, {**flags, **fixed}, os.environ)
     if options.parent_pid is not None:
@@ -156,7 +162,7 @@ def _serve(role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {
         return run_node(config)
     from .launch.frontend import run_frontend
 
-    return run_frontend(config)
+    return run_frontend(config, fixed_role=fixed_role)
 
 
 def _pair_config(options: argparse.Namespace) -> PairConfig:

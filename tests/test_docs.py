@@ -30,7 +30,7 @@ from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.observability.metrics import Metrics
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.server.http_harness import load_byte_tokenizer
+from tests.server.http_harness import FixedRole, load_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CODE_FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
@@ -94,7 +94,7 @@ async def test_documented_routes_are_the_served_ones(config: AnyServerConfig, to
     documented = {text for row in rows(section("docs/http.md", "Routes")) for text in quoted(row[0])}
     client = LeaderClient(Metrics(), DecodeConfig())
     try:
-        routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING)
+        routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING, FixedRole(config.role))
         served = {
             f"{method} {route.path.replace(':path', '')}"
             for router in (routes.public(), routes.protected())

@@ -44,6 +44,7 @@ from .native.requests import Call, parse_generate
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
 from .openai.requests import parse_chat, parse_completion
+from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
 log = logging.getLogger("pdserve.frontend")
@@ -89,15 +90,21 @@ class Routes:
         leader: LeaderClient,
         metrics: Metrics,
         default_sampling: SamplingParams,
+        roles: RoleControl,
     ) -> None:
-        self.config = config
         self.metrics = metrics
         self.operations: list[Operation] = []
         self._tokenizer = tokenizer
+        self._roles = roles
+        self._lanes = Lanes()
+        self.serve(config, leader, default_sampling)
+
+    def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
+        """Pass all later requests to this leader. Settings that both roles have must be the same as before."""
+        self.config = config
         self._leader = leader
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
-        self._lanes = Lanes()
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
@@ -119,6 +126,8 @@ class Routes:
         self._add(router, "GET", "/health_generate", self.health_generate, reply=Health)
         self._add(router, "POST", "/abort_request", self.abort_request, AbortBody, AbortReply)
         self._add(router, "POST", "/flush_cache", self.flush_cache)
+        self._add(router, "GET", "/role", self.role, reply=RoleReport)
+        self._add(router, "POST", "/role", self.switch_role, RoleBody, RoleReport, accepts=True)
         self._add(router, "POST", "/tokenize", self.tokenize, TokenizeBody, TokenizeReply)
         self._add(router, "POST", "/detokenize", self.detokenize, DetokenizeBody, DetokenizeReply)
         self._add(router, "POST", "/generate", self.generate, GenerateBody, GenerateReply, GenerateResult)
@@ -236,6 +245,22 @@ class Routes:
         self._leader.flush_cache()
         return Response("The prefix cache is being flushed.\n", media_type="text/plain")
 
+    async def role(self) -> Response:
+        """The role of this server, and its last role switch."""
+        return json_response(self._roles.report())
+
+    async def switch_role(self, request: Request) -> Response:
+        """Drain this server and give it the other role, in the same process and on the same port."""
+        check_may_switch(request, self.config)
+        body = parse_body(RoleBody, await read_body(request, self.config.max_body_bytes))
+        switch = await self._roles.request(body.role, body.settings or {}, drain=body.drain is True)
+        if switch is None:
+            return json_response(self._roles.report())
+        if not wants_to_wait(request, body):
+            return json_response(self._roles.report(), 202)
+        await switch.wait()
+        return json_response(self._roles.report())
+
     async def generate(self, request: Request) -> Response:
         """Generate text for one prompt or a list of prompts."""
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
@@ -258,11 +283,11 @@ class Routes:
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
-        ready = self._leader.ready
-        assert ready is not None, "routes check that the leader is ready before they parse"
+        ready = self._leader.check_available()  # again: the role may have changed while the body arrived
         return Limits.of(self.config, ready, self._default_sampling)
 
     def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
+        check_addressed_role(request, call.submits, self.config, self._roles.former())
         outputs = [
             Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
             for submit, rules in zip(call.submits, call.text_rules, strict=True)

@@ -23,7 +23,9 @@ Handler = Callable[..., object]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route and method. `reply` is None for plain text; `event` is what a stream consists of."""
+    """One route and method. `reply` is None for plain text; `event` is what a stream consists of. With `accepts`, the
+    route may answer 202 before it is done.
+    """
 
     method: str
     path: str
@@ -31,6 +33,7 @@ class Operation:
     body: Any = None
     reply: Any = None
     event: Any = None
+    accepts: bool = False
 
 
 def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:
@@ -88,6 +91,8 @@ def _describe(operation: Operation, schemas: dict[str, JsonSchema]) -> JsonSchem
             "default": {"description": "Error", "content": {"application/json": {"schema": schemas["error"]}}},
         },
     }
+    if operation.accepts:
+        described["responses"]["202"] = {"description": "Accepted", "content": content}
     if "{" in operation.path:
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     if "body" in schemas:

@@ -144,6 +144,7 @@ class LeaderClient:
         self._status_at = time.monotonic()
         self._end_reason: str | None = None
         self._stopping = False
+        self._then = "exits"
 
     @property
     def state(self) -> LeaderState:
@@ -220,7 +221,7 @@ class LeaderClient:
             case "starting":
                 return "starting: the model is being loaded"
             case "stopping":
-                return "stopping: the server drains and exits"
+                return f"stopping: the server drains and {self._then}"
             case "dead":
                 return f"leader dead: {self._end_reason}"
             case "ready":
@@ -271,12 +272,13 @@ class LeaderClient:
         self.check_available()
         self._send(FlushCache())
 
-    def request_stop(self, drain_s: float) -> bool:
+    def request_stop(self, drain_s: float, then: str = "exits") -> bool:
         """Refuse new requests from now on; the leader finishes or fails the open ones within `drain_s` and exits.
+        `then` says what the server does afterwards.
 
         False when no leader is connected.
         """
-        self._stopping = True
+        self._stopping, self._then = True, then
         return self._send(Stop(drain_s))
 
     def fail_all(self, reason: str) -> None:

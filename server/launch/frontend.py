@@ -5,37 +5,41 @@
                             killed)
     second signal        -> everything is killed
     leader dies          -> every open request 503 -> HTTP closes -> exit 1; 2 when it reported that it cannot start
+    POST /role           -> leader drains -> leader exits -> leader of the other role (503 "starting") -> serving; when
+                            that one cannot start, a leader of the former role
 
 This process does not import torch, so it starts in a fraction of a second and stays small.
 """
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
 import socket
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
-from ...configs.logs import configure_logging
-from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
-from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...configs.logs import configure_logging, set_log_role
+from ...configs.sampling import SamplingParams
+from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...configs.words import counted
-from ...models.loading.catalog import locate_model
+from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
-from ..api.default_sampling import read_default_sampling
-from ..engine.leader_client import LeaderClient
+from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .http_protocol import PatientHttpProtocol
 from .ports import PREDECESSOR_S, check_port, listen_on
+from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
 from .startup_checks import check_startup
 
 log = logging.getLogger("pdserve.frontend")
@@ -46,12 +50,17 @@ KEEP_ALIVE_S = 65
 MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
-STARTUP_EXIT_S = 2.0
-"""How long a leader that has reported a startup error may take to exit."""
+RESTORE_PAUSES_S = (0.0, 2.0, 10.0)
+"""Before each attempt to start the former role again, after a role switch that failed."""
 
 
-def run_frontend(config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND) -> int:
-    """Serve until a signal or the leader's end; returns the exit code. Raises StartupError for mistakes of the user."""
+def run_frontend(
+    config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND, *, fixed_role: str | None = None
+) -> int:
+    """Serve until a signal or the leader's end; returns the exit code. Raises StartupError for mistakes of the user.
+
+    `fixed_role` says why POST /role is refused.
+    """
     configure_logging(config.log_level, config.role)
     raise_open_files_limit()
     if isinstance(config, PrefillConfig):
@@ -60,10 +69,9 @@ def run_frontend(config: AnyServerConfig, leader_command: Sequence[str] = LEADER
     with listen_on(config.host, config.port, "--port") as http_socket:
         source = locate_model(config.model, config.load_format)
         check_startup(config, source)
-        sampling = NEUTRAL_SAMPLING
-        if isinstance(config, DecodeConfig) and config.sampling_defaults == "model":
-            sampling = read_default_sampling(source)
-        return uvloop.run(Frontend(config, load_tokenizer(source), sampling, leader_command).serve(http_socket))
+        sampling = default_sampling_of(config, source)
+        frontend = Frontend(source, load_tokenizer(source), leader_command, fixed_role)
+        return uvloop.run(frontend.serve(config, sampling, http_socket))
 
 
 def raise_open_files_limit() -> None:
@@ -82,60 +90,56 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+class LeaderLostError(Exception):
+    """The leader has ended while it was starting, without a report."""
+
+
 class Frontend:
-    """Starts and ends, in order, the leader process, its client and the HTTP server."""
+    """Starts and ends, in order, the leader process, its client and the HTTP server. Replaces the leader and its client
+    when the role changes.
+    """
 
     def __init__(
-        self,
-        config: AnyServerConfig,
-        tokenizer: Tokenizer,
-        default_sampling: SamplingParams,
-        leader_command: Sequence[str],
+        self, source: ModelSource, tokenizer: Tokenizer, leader_command: Sequence[str], fixed_role: str | None
     ) -> None:
-        self._config = config
+        self._source = source
         self._tokenizer = tokenizer
-        self._default_sampling = default_sampling
         self._leader_command = leader_command
+        self._fixed_role = fixed_role
+        self._metrics = Metrics()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
-    async def serve(self, http_socket: socket.socket) -> int:
+    async def serve(self, config: AnyServerConfig, sampling: SamplingParams, http_socket: socket.socket) -> int:
         """Run to the end and return the exit code; raises StartupError when the leader cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        metrics = Metrics()
-        client = LeaderClient(metrics, self._config)
-        metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
-        process: LeaderProcess | None = None
-        http = self._http_server(client, metrics)
-        receiving = asyncio.create_task(client.run())
+        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._sampling = sampling
+        self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
+        self._metrics.set_role(config.role)
+        self._metrics.watch_leader(lambda: self._leader.client.status, lambda: self._leader.client.loop_age_s)
+        self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
+        http = self._http_server()
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         try:
-            process = LeaderProcess(self._config, client.address, self._leader_command)
-            return await self._supervise(client, process)
+            return await self._run()
         except StartupError:
-            if process is not None:
-                await process.stop(STARTUP_EXIT_S)  # it is about to exit, and may still write to stderr
+            await self._leader.wait_exit()
             raise
         finally:
-            if process is not None:
-                process.kill()
-            client.fail_all("the server has stopped")
+            self._leader.kill("the server has stopped")
+            self._roles.end("the server has stopped")
             http.should_exit = True
             await serving
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
-            client.close()
-            if process is not None:
-                process.close()
+            await self._leader.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _http_server(self, client: LeaderClient, metrics: Metrics) -> HttpServer:
-        routes = Routes(self._config, self._tokenizer, client, metrics, self._default_sampling)
+    def _http_server(self) -> HttpServer:
         return HttpServer(
             uvicorn.Config(
-                create_app(routes),
+                create_app(self._routes),
                 http=PatientHttpProtocol,
                 ws="none",
                 lifespan="off",
@@ -148,66 +152,158 @@ class Frontend:
             )
         )
 
-    async def _supervise(self, client: LeaderClient, process: LeaderProcess) -> int:
-        """Wait for the leader's start, then for a signal or the leader's end; returns the exit code."""
+    async def _run(self) -> int:
+        try:
+            code = await self._start_leader()
+        except LeaderLostError as lost:
+            log.error("leader %s while it was starting; its log is above", lost)
+            return EXIT_UNCLEAN
+        while code is None:
+            code = await self._serve_role()
+        return code
+
+    async def _start_leader(self) -> int | None:
+        """Start the leader and wait until it is ready: None. After a signal, the exit code.
+
+        Raises StartupError when the leader reports one, and LeaderLostError when it ends without a report.
+        """
+        leader, process = self._leader, self._leader.start()
         died = asyncio.create_task(process.wait())
         signalled = asyncio.create_task(self._signals.get())
-        starting = asyncio.create_task(client.wait_ready())
+        starting = asyncio.create_task(leader.client.wait_ready())
         try:
             await asyncio.wait({died, signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
-                await asyncio.wait({starting}, timeout=STARTUP_EXIT_S)  # the reason may still be in the socket
+                await asyncio.wait({starting}, timeout=REPORTED_EXIT_S)  # the reason may still be in the socket
             if starting.done():
                 ready = starting.result()  # raises StartupError when the leader reported one
                 keep_for_good()
-                log.info("ready: %s at http://%s:%d", ready.model.name, self._config.host, self._config.port)
-                await asyncio.wait({died, signalled}, return_when=asyncio.FIRST_COMPLETED)
+                log.info("ready: %s at http://%s:%d", ready.model.name, leader.config.host, leader.config.port)
             if signalled.done():
-                return await self._drain(client, process, signalled.result())
+                return await self._drain(process, signalled.result())
             if not starting.done():
-                log.error("leader %s while it was starting; its log is above", process.describe_exit())
-                return EXIT_UNCLEAN
-            await self._take_last_messages(client, process)
-            log.error("leader %s; every open request has failed and the server exits", process.describe_exit())
-            return EXIT_UNCLEAN
+                raise LeaderLostError(process.describe_exit())
+            return None
         finally:
-            for task in (died, signalled, starting):
-                task.cancel()
-            await asyncio.gather(died, signalled, starting, return_exceptions=True)
+            await _cancel(died, signalled, starting)
 
-    async def _take_last_messages(self, client: LeaderClient, process: LeaderProcess) -> None:
+    async def _serve_role(self) -> int | None:
+        """Serve until a signal or the leader's end: the exit code. None after a role switch."""
+        process = self._leader.process
+        assert process is not None
+        died = asyncio.create_task(process.wait())
+        signalled = asyncio.create_task(self._signals.get())
+        switched = asyncio.create_task(self._roles.accepted())
+        try:
+            await asyncio.wait({died, signalled, switched}, return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done():
+                return await self._drain(process, signalled.result())
+            if died.done():
+                await self._take_last_messages(process)
+                log.error("leader %s; every open request has failed and the server exits", process.describe_exit())
+                return EXIT_UNCLEAN
+        finally:
+            await _cancel(died, signalled, switched)
+        return await self._switch_role(process, switched.result())
+
+    async def _switch_role(self, process: LeaderProcess, switch: RoleSwitch) -> int | None:
+        """None when the server serves again, in the new role or, if that cannot start, in the former one. Otherwise the
+        exit code.
+        """
+        former, former_sampling, role = self._leader.config, self._sampling, switch.config.role
+        log.info("role switch: this %s server becomes %s", former.role, role)
+        code = await self._drain(process, None, then=f"becomes {role}")
+        if code is not None:
+            return code
+        switch.stage = "starting"
+        try:
+            code = await self._replace_leader(switch.config, switch.default_sampling)
+        except (StartupError, LeaderLostError, OSError) as error:
+            log.error("role switch failed: %s; becoming %s again", error, former.role)
+            self._metrics.role_switch_ended(role, "failed")
+            switch.stage = "restoring"
+            code = await self._restore(former, former_sampling)
+            if code is None:
+                self._roles.end(str(error))
+            return code
+        if code is None:
+            self._metrics.role_switch_ended(role, "done")
+            self._roles.end()
+        return code
+
+    async def _restore(self, config: AnyServerConfig, sampling: SamplingParams) -> int | None:
+        """Start the former role again: None. The exit code after a signal, or when all attempts have failed."""
+        for pause_s in RESTORE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                return await self._replace_leader(config, sampling)
+            except (StartupError, LeaderLostError, OSError) as error:
+                log.error("cannot become %s again: %s", config.role, error)
+        log.error("no leader starts; the server exits")
+        return EXIT_UNCLEAN
+
+    async def _replace_leader(self, config: AnyServerConfig, sampling: SamplingParams) -> int | None:
+        """Serve with a new leader. Returns and raises as `_start_leader`, and OSError."""
+        former = self._leader
+        await former.wait_exit()
+        former.kill(f"the server becomes {config.role}")
+        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._sampling = sampling
+        self._roles.leader = self._leader
+        self._metrics.set_role(config.role)
+        self._routes.serve(config, self._leader.client, sampling)
+        set_log_role(config.role)
+        await former.close()
+        gc.unfreeze()  # what belonged to the former leader is garbage now
+        if isinstance(config, PrefillConfig):
+            check = (config.host, config.bootstrap_port, "--bootstrap-port")
+            await asyncio.to_thread(check_port, *check, patience_s=PREDECESSOR_S)
+        return await self._start_leader()
+
+    async def _take_last_messages(self, process: LeaderProcess) -> None:
         """Receive what is still in the socket of a leader that has ended, then fail the other requests."""
         await asyncio.sleep(LAST_MESSAGES_S)
-        client.fail_all(process.describe_exit())
+        self._leader.client.fail_all(process.describe_exit())
 
-    def _open_work(self, client: LeaderClient) -> str:
-        """The work to drain: requests of clients on decode, transfers to decode servers on prefill."""
-        if isinstance(self._config, DecodeConfig):
-            count, what = len(client.open_rids), "request"
-        else:
-            count, what = sum(client.status.states.values()) if client.status is not None else 0, "transfer"
-        return counted(count, what)
+    async def _drain(self, process: LeaderProcess, first: signal.Signals | None, then: str = "exits") -> int | None:
+        """Let the leader finish its requests and exit, within a bound. `first` is the signal that ends the server; None
+        for a role switch, during which one may still come. A second signal kills the leader.
 
-    async def _drain(self, client: LeaderClient, process: LeaderProcess, first: signal.Signals) -> int:
-        """Let the leader finish its requests and exit, within a bound. A second signal kills it."""
-        drain_s = self._config.shutdown_timeout_s
-        log.info("%s: draining %s for up to %g s", first.name, self._open_work(client), drain_s)
+        Returns the exit code; None when there was no signal.
+        """
+        client, drain_s = self._leader.client, self._leader.config.shutdown_timeout_s
+        cause = "role switch" if first is None else first.name
+        log.info("%s: draining %s for up to %g s", cause, counted(*self._leader.open_work()), drain_s)
         ready = client.ready
         patience_s = 0.0  # a starting leader has nothing to drain and reads no messages for minutes
-        if client.request_stop(drain_s) and ready is not None:
+        if client.request_stop(drain_s, then) and ready is not None:
             patience_s = drain_s + exit_s(ready.model.device)
         stopping = asyncio.create_task(process.stop(patience_s))
-        again = asyncio.create_task(self._signals.get())
+        signalled = asyncio.create_task(self._signals.get())
         try:
-            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
-            if again.done() and not stopping.done():
-                log.warning("%s again: stopping now", again.result().name)
-                process.kill()
-                return 128 + again.result()
-            await self._take_last_messages(client, process)
+            while not stopping.done():
+                await asyncio.wait({stopping, signalled}, return_when=asyncio.FIRST_COMPLETED)
+                if not signalled.done():
+                    continue
+                if first is not None:
+                    if stopping.done():
+                        break
+                    log.warning("%s again: stopping now", signalled.result().name)
+                    process.kill()
+                    return 128 + signalled.result()
+                first = signalled.result()
+                log.info("%s: the server exits after the drain", first.name)
+                signalled = asyncio.create_task(self._signals.get())
+            await self._take_last_messages(process)
             log.info("stopped: leader %s", process.describe_exit())
+            if first is None:
+                return None
             return EXIT_OK if process.exit_status == 0 or ready is None else EXIT_UNCLEAN
         finally:
-            for task in (stopping, again):
-                task.cancel()
-            await asyncio.gather(stopping, again, return_exceptions=True)
+            await _cancel(stopping, signalled)
+
+
+async def _cancel(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

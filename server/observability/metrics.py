@@ -8,8 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
@@ -42,6 +43,9 @@ class Metrics:
         to_end = "From acceptance to the end of a request that finished."
         self._end_to_end = latency("pdserve_e2e_request_latency_seconds", to_end)
         self._prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens of finished requests.")
+        self._role = Gauge("pdserve_role", "1 for the role of this server.", ["role"], registry=self.registry)
+        switches = "Role switches that have ended, by the requested role and outcome: done or failed."
+        self._switches = counter("pdserve_role_switches", switches, ["role", "outcome"])
 
     def watch_leader(self, status: Callable[[], Status | None], loop_age_s: Callable[[], float]) -> None:
         """Export the leader's latest Status from now on."""
@@ -66,6 +70,13 @@ class Metrics:
         self._end_to_end.observe(elapsed_s)
         if first_sample:
             self._prompt_tokens.inc(end.prompt_tokens)
+
+    def set_role(self, role: str) -> None:
+        self._role.clear()
+        self._role.labels(role).set(1)
+
+    def role_switch_ended(self, role: str, outcome: Literal["done", "failed"]) -> None:
+        self._switches.labels(role, outcome).inc()
 
     def request_refused(self, code: str) -> None:
         self._refused.labels(code).inc()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,14 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.configs.errors import RoleConflictError
+from pdserve.configs.load import Role
 from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
 from pdserve.server.api.app import Routes, create_app
+from pdserve.server.api.role import RoleReport
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.launch.frontend import HttpServer
 from pdserve.server.launch.http_protocol import PatientHttpProtocol
@@ -88,6 +91,22 @@ class RunningServer:
                 await asyncio.sleep(0.001)
 
 
+class FixedRole:
+    """`/role` of a server whose role does not change."""
+
+    def __init__(self, role: Role) -> None:
+        self._role: Role = role
+
+    def report(self) -> RoleReport:
+        return {"role": self._role, "since": 0.0, "state": "ready", "fixed": "a test", "switch": None}
+
+    def former(self) -> None:
+        return None
+
+    async def request(self, role: Role, settings: Mapping[str, object], *, drain: bool) -> None:
+        raise RoleConflictError(f"a test: {role}, {settings}, {drain}")
+
+
 @asynccontextmanager
 async def running_server(
     tokenizer: Tokenizer,
@@ -101,7 +120,7 @@ async def running_server(
     metrics = Metrics()
     client = LeaderClient(metrics, config)
     metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
-    app = create_app(Routes(config, tokenizer, client, metrics, default_sampling))
+    app = create_app(Routes(config, tokenizer, client, metrics, default_sampling, FixedRole(config.role)))
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -120,9 +120,11 @@ class ScriptedLeader:
 
 def main(behaviour: str) -> None:
     """`serve`, `slow`, `loading`, `startup-failed`, `crash-at-start`, `crash-on-submit`, `lingers` before it ends, or
-    `deaf` to stopping.
+    `deaf` to stopping; `idle` is `serve` without a running request. `prefill=idle,decode=loading`: by role.
     """
     introduction = json.loads(sys.stdin.readline())
+    if "=" in behaviour:
+        behaviour = dict(pair.split("=") for pair in behaviour.split(","))[introduction["config"]["role"]]
     assert introduction["config"]["api_key"] in (None, "frontend-secret"), "secrets must arrive in the clear"
     threading.Thread(target=_exit_with_frontend, daemon=True).start()
     if behaviour == "crash-at-start":
@@ -141,7 +143,7 @@ def main(behaviour: str) -> None:
         if behaviour == "loading":
             time.sleep(60)
         send(make_ready())
-        send(make_status())
+        send(make_status(running=0 if behaviour == "idle" else 1))
         while True:
             message = msgspec.msgpack.decode(socket.recv(), type=ToLeader)
             match message:

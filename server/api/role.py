@@ -1,0 +1,114 @@
+"""`/role`: its body and reply, who may change the role, and the interface to what changes it."""
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from fastapi import Request
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ...configs.errors import ForbiddenError, UnavailableError
+from ...configs.load import Role
+from ...configs.schema import AnyServerConfig, PrefillConfig
+from ...scheduler.messages.frontend import Submit
+from .common.fields import Body, Boolean, FieldError, optional
+
+FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "origin")
+"""A proxy or a browser on this machine sends requests of others, with one of these headers."""
+
+SwitchStage = Literal["draining", "starting", "restoring", "done", "failed"]
+
+
+class RoleBody(Body):
+    unknown_fields: ClassVar = "refused"
+
+    role: Literal["prefill", "decode"] = Field(description="The role that the server is to have.")
+    settings: dict[str, Any] | None = optional(
+        "Settings that only this role has, by name. Default: those of the last time in this role."
+    )
+    drain: Boolean | None = optional("Switch even if requests are open: they have shutdown_timeout_s to end.")
+    wait: Boolean | None = optional("Answer when the switch has ended. `?wait=1` is the same.")
+
+
+class SwitchReport(TypedDict):
+    from_role: Role
+    to_role: Role
+    stage: Annotated[SwitchStage, Field(description="restoring: the server starts in its former role again.")]
+    began_at: Annotated[float, Field(description="Unix time.")]
+    ended_at: float | None
+    error: Annotated[str | None, Field(description="Why the server could not start in the new role.")]
+
+
+class RoleReport(TypedDict):
+    role: Role
+    since: Annotated[float, Field(description="Unix time at which the server was started or got this role.")]
+    state: Annotated[str, Field(description="starting, ready, stopping or dead, as in /health.")]
+    fixed: Annotated[str | None, Field(description="Why the role of this server cannot change.")]
+    switch: Annotated[SwitchReport | None, Field(description="The last role switch.")]
+
+
+class PendingSwitch(Protocol):
+    async def wait(self) -> None:
+        """Wait until the server serves in the new role. Raises RoleSwitchError if it does not."""
+
+
+class RoleControl(Protocol):
+    def report(self) -> RoleReport: ...
+
+    def former(self) -> AnyServerConfig | None:
+        """The configuration of this server in its other role; None if it never had that role."""
+
+    async def request(self, role: Role, settings: Mapping[str, object], *, drain: bool) -> PendingSwitch | None:
+        """Begin a role switch; None if the server has this role already.
+
+        Raises ClientError for settings that cannot work, and RoleConflictError if the role cannot change now.
+        """
+
+
+def check_may_switch(request: Request, config: AnyServerConfig) -> None:
+    """Where there is an API key, it has been checked. Without one, only clients on this machine may change the role."""
+    if config.api_key is not None:
+        return
+    if not _is_loopback(request) or any(name in request.headers for name in FORWARDING_HEADERS):
+        raise ForbiddenError(
+            "without an API key the role can be changed only from this machine, not through a proxy or a web page: "
+            "start the server with api_key and send it as 'Authorization: Bearer KEY'"
+        )
+
+
+def _is_loopback(request: Request) -> bool:
+    try:
+        address = ipaddress.ip_address(request.client.host if request.client is not None else "")
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def wants_to_wait(request: Request, body: RoleBody) -> bool:
+    given = request.query_params.get("wait", "0")
+    if given not in ("0", "1", "false", "true"):
+        raise FieldError("wait", f"must be 0 or 1, got {given[:20]!r}")
+    return body.wait is True or given in ("1", "true")
+
+
+def check_addressed_role(
+    request: Request, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
+) -> None:
+    """Refuse requests of a router that takes this server for one of its former role. Raises UnavailableError.
+
+    A router sends each request to a prefill and to a decode server and names the prefill server in it, with the host
+    to which it sends. Without this check the prefill role would answer a request for decode with an empty text.
+    """
+    if former is None:
+        return
+    prefill = config if isinstance(config, PrefillConfig) else former
+    assert isinstance(prefill, PrefillConfig)
+    own = {f"{host}:{prefill.bootstrap_port}" for host in (request.url.hostname, prefill.public_host)}
+    for submit in submits:
+        if submit.endpoint is not None and (submit.endpoint in own) != (config.role == "prefill"):
+            raise UnavailableError(
+                f"this server is {config.role} now, no longer {former.role}: "
+                f"the request names the prefill server {submit.endpoint}"
+            )

@@ -30,8 +30,8 @@ from .latent_rows import RowPlaces
 
 
 class HotLatentRows:
-    """LatentRows of one step. A step of fully resident sequences may have any number of tokens of each, such as chunks of
-    prompts. Any other step has one token per sequence: an evicting sequence has one slot for its new token.
+    """LatentRows of one step. A step of fully resident sequences may have any number of tokens of each, as in chunks
+    of prompts. Any other step has one token per sequence: an evicting sequence has one slot for its new token.
     """
 
     def __init__(

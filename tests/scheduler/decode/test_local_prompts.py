@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
+from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import Simulator
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
@@ -291,17 +292,24 @@ def test_abort_of_a_computing_hisparse_prompt_releases_its_hot_buffer(situation:
     assert simulator.decode.counters["requests_finished"] == samples
 
 
-def test_chunks_and_steps_of_evicting_requests_alternate() -> None:
+def test_chunks_and_steps_of_evicting_requests_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hot rows for one long prompt: it makes the running request evicting, and both progress."""
     simulator = Simulator(local_prefill="always", hot_pages=9, overlap=True, pages=32)
     running = simulator.ask_for(prompt_of(20), 40)
     settle(simulator, lambda: simulator.output[running] >= 2)
     simulator.ask_for(prompt_of(22, first=200), 1)
-    before = simulator.output[running]
+    steps: list[tuple[int, int]] = []
+    compute = simulator._compute
+
+    def recorded(step: DecodeStep, eos: bool) -> None:
+        steps.append((len(step.rows), len(step.chunks)))
+        compute(step, eos)
+
+    monkeypatch.setattr(simulator, "_compute", recorded)
     settle(simulator, lambda: len(simulator.decode.requests) == 1)
     assert simulator.hot_seen["shrunk"] == 1
-    assert simulator.hot_seen["step of chunks"] >= 3
-    assert simulator.output[running] >= before + 2, "it gets a step after each step of chunks"
+    first, last = steps.index((0, 1)), len(steps) - 1 - steps[::-1].index((0, 1))
+    assert steps[first : last + 1] == [(0, 1), (1, 0), (0, 1), (1, 0), (0, 1)]
     settle(simulator, lambda: not simulator.decode.requests)
     simulator.finish()
 

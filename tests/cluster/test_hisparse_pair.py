@@ -373,6 +373,27 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     assert server.stop() == 0
 
 
+def test_decode_computes_prompts_when_the_only_prefill_server_is_killed(source: Source) -> None:
+    prefill = source.servers.add("prefill", source.model, *PREFILL).wait_ready()
+    sizes = source.case.hisparse(2 * TOPK, LENGTHS[-1] // PAGE + 8)
+    flags = ("--prefill", prefill.endpoint, "--local-prefill", "auto", "--quarantine-s", "1")
+    decode = source.servers.add("decode", source.model, *sizes, *flags).wait_ready(peers=1)
+    assert generate_all(decode, source) == source.expected
+    assert decode.count("transfers") > 0
+    HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate_all, decode, source)
+        wait_until(lambda: not decode.idle(), 20, "requests")
+        prefill.kill()
+        assert answers.result(60) == source.expected
+    assert generate_all(decode, source) == source.expected
+    counters = decode.settled_info()["counters"]
+    assert counters["local_prefill_absent"] >= len(LENGTHS)
+    assert counters["requests_failed"] == 0
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
 @pytest.mark.parametrize("layout", [(1, 1), *([(2, 1), (1, 2), (2, 2)] if FULL else [])], ids="{0[0]}x{0[1]}".format)
 def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_scarce(
     source: Source, layout: tuple[int, int]

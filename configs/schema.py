@@ -301,12 +301,6 @@ class DecodeConfig(ServerConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _computes_prompts(self) -> "DecodeConfig":
-        if self.local_prefill == "always" and self.enable_hisparse:
-            raise ValueError("local_prefill always does not work with enable_hisparse: use a prefill server")
-        return self
-
     @property
     def allowed_bootstrap_hosts(self) -> AllowedHosts:
         """Hosts that requests may name. Without an API key, only configured ones: requests may come from anyone."""

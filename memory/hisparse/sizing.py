@@ -5,8 +5,9 @@
     beside it       the tables of the hot buffers
 
 Host memory determines the number of pages, unless their index would leave hot pages less than half of the device
-budget, or less than one hot buffer per running request. Hot pages get what the index leaves, and free pages of the
-index are lent to them (shared_pool.py): with more hot pages, more requests stay fully resident.
+budget, or less than one hot buffer per running request, or less than the longest prompt if this server computes all
+prompts itself. Hot pages get what the index leaves, and free pages of the index are lent to them (shared_pool.py): with
+more hot pages, more requests stay fully resident.
 """
 
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ def hisparse_size(
         )
     num_pages = _host_pages(config, latent_page, context_length, slots, host_bytes)
     if config.kv_tokens is None:
-        hot_floor = min(slots * one_buffer, budget // 2 // latent_page)
+        # a prompt that this server computes has all its rows in the hot pool, and the next one
+        longest = pages_for(context_length + 1, page_size) if config.local_prefill == "always" else 0
+        hot_floor = min(max(slots * one_buffer, longest), budget // 2 // latent_page)
         num_pages = min(num_pages, (budget // latent_page - hot_floor) * latent_page // indexer_page)
     most_useful = num_pages + slots * one_buffer
     overlay = PoolOverlay.of(num_pages, kv_page_bytes=indexer_page, hot_page_bytes=latent_page)

@@ -43,7 +43,7 @@ class ForwardBatch:
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
     last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None if every slice is one token
     attention: AttentionPlan | None  # of dense attention
-    hot_slots: torch.Tensor | None = None  # [B] int32, of slices that have one
+    hot_slots: torch.Tensor | None = None  # [T] int32, the hot slot of each token's sequence (HiSparse)
     all_resident: bool = False  # in a CUDA graph: all its sequences are fully resident
 
     @staticmethod
@@ -75,8 +75,8 @@ class ForwardBatch:
             where = upload([single, [ends[at] - 1 for at in single]], torch.long, device)
             index[0, where[1]] = token_ids[where[0]]
             token_ids = None
-        hot_slots = [piece.hot_slot for piece in slices if piece.hot_slot is not None]
-        assert len(hot_slots) in (0, len(slices)), "all sequences of a batch have a hot slot, or none has"
+        hot_slots = [slot for piece in slices if (slot := piece.hot_slot) is not None for _ in piece.token_ids]
+        assert len(hot_slots) in (0, total), "all sequences of a batch have a hot slot, or none has"
         last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
         return ForwardBatch(
             slices=tuple(slices),

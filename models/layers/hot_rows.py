@@ -1,4 +1,4 @@
-"""Latent rows of a decode step over a HiSparse cache: hot rows on the GPU, the others fetched from host memory.
+"""Latent rows of a step over a HiSparse cache: hot rows on the GPU, the others fetched from host memory.
 
     place      the step's new rows are written directly into the hot buffer
     select     in the first layer of an index group: plan what is fetched, evicted and reused, and start to fetch the
@@ -20,6 +20,7 @@ import torch
 
 from ...kernels.hisparse.slot_tables import HotRows, KvRows
 from ...kernels.hisparse.swap_in import copy_misses, swap_in
+from ...kernels.hisparse.swap_plan import SwapPlan
 from ...kernels.hisparse.write_back import write_back
 from ...kernels.mla.index_plan import IndexPlan
 from ...kernels.mla.index_topk import position_rows
@@ -29,7 +30,9 @@ from .latent_rows import RowPlaces
 
 
 class HotLatentRows:
-    """LatentRows of one decode step: one token per sequence."""
+    """LatentRows of one step. A step of fully resident sequences may have any number of tokens of each, as in chunks
+    of prompts. Any other step has one token per sequence: an evicting sequence has one slot for its new token.
+    """
 
     def __init__(
         self,
@@ -45,17 +48,22 @@ class HotLatentRows:
         Padding sees no tokens in `plan`, its row is -1 and its slot any valid one. If all sequences are fully resident
         there is nothing to fetch, and their hot pages serve as a page table.
         """
-        if len(plan.page_table) != plan.tokens:
-            raise ValueError(f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed")
+        if not all_resident and len(plan.page_table) != plan.tokens:
+            raise ValueError(
+                f"a step of {plan.tokens} tokens of {len(plan.page_table)} sequences: one each is needed, because a "
+                "sequence is not fully resident"
+            )
         self._cache = cache
         self._plan = plan
         self._host_rows = new_rows
         self._requests = hot_slots
-        self._swaps = cache.swaps(plan.tokens)
+        self._swaps: SwapPlan | None = None
         self._residents: IndexPlan | None = None
         if all_resident:
             self._residents = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
-        self._selection = self._swaps.rows
+        else:
+            self._swaps = cache.swaps(plan.tokens)
+        self._selection: HotRows | None = None
         self._hot_rows = cache.tables.newest_rows(hot_slots, plan.visible)  # [groups, T]
         self.fetches = not all_resident and cache.side_stream is not None
         self._fetched: dict[int, torch.cuda.Event] = {}
@@ -70,11 +78,13 @@ class HotLatentRows:
         if self._residents is not None:
             self._selection = HotRows(position_rows(positions, self._residents))
             return
-        cache = self._cache
+        cache, swaps = self._cache, self._swaps
+        assert swaps is not None, "a step that fetches rows has a swap plan"
+        self._selection = swaps.rows
         self._being_read = positions
         with self._on_side_stream():
             swap_in(
-                self._swaps,
+                swaps,
                 positions,
                 self._requests,
                 self._plan.visible,
@@ -87,7 +97,7 @@ class HotLatentRows:
             # the plan must not change until all layers of the group have their rows
             for follower, group in enumerate(cache.groups):
                 if follower > layer and group == cache.groups[layer]:
-                    copy_misses(self._swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
+                    copy_misses(swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
                     self._record_fetched(follower)
 
     def selected(self, layer: int) -> RowPlaces:
@@ -96,6 +106,7 @@ class HotLatentRows:
         if layer == self._last_layer:
             with self._on_side_stream():
                 self._write_back()
+        assert self._selection is not None, "the first layer of every index group selects"
         return RowPlaces(self._pages(layer), self._selection)
 
     def finish(self) -> None:

@@ -78,14 +78,16 @@ class Arrivals:
         dispatcher.leave(prompt)
         self._arrived(prompt, done, now)
 
-    def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> None:
-        """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens."""
+    def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> Request | None:
+        """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens. Returns the
+        ARRIVED request that has got the hot buffer of the prompt (HiSparse).
+        """
         local, prompt = chunk.prompt, chunk.prompt.prompt
         if not self._dispatcher.local.computed(chunk, seconds):
-            return
+            return None
         local.input_logprobs += result.prompt_logprobs
         if not chunk.last:
-            return
+            return None
         self._dispatcher.local.remove(prompt)
         self._dispatcher.pace.served(now)
         self._counters["prompt_tokens"] += prompt.tokens
@@ -103,7 +105,13 @@ class Arrivals:
             cached_tokens=local.cached,
             input_logprobs=tuple(local.input_logprobs),
         )
+        samples = prompt.waiting
         self._arrived(prompt, done, now)
+        if local.hot_slot is None:
+            return None
+        heir = next((request for request in samples if request.state is State.ARRIVED), None)
+        self._memory.pass_on_hot(local, heir)
+        return heir
 
     def transfer_failed(
         self,
@@ -203,7 +211,7 @@ class Arrivals:
         may, or the prompt fails with an error that allows the client to retry. The pages are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
-        if begun >= MAX_ATTEMPTS and not self._dispatcher.computes:
+        if begun >= MAX_ATTEMPTS and not self._dispatcher.can_compute(prompt.tokens):
             message = f"failed after {begun} attempts: {prompt.last_problem}"
             self._endings.end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return

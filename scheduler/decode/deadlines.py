@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ...configs.errors import DeadlineError, RequestError, UnavailableError
 from ..messages.lifecycle import State
 from .dispatch.dispatcher import PrefillDispatcher
-from .requests.request import Request
+from .requests.request import Prompt, Request
 
 LAST_CHANCE = 0.25
 """Part of `queue_timeout_s` that a prompt has on prefill, at least, until prefill starts to compute it. Without it,
@@ -52,7 +52,7 @@ class Deadlines:
         match request.state:
             case State.PREFILLING:
                 ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
-            case State.QUEUED if self._dispatcher.computes:
+            case State.QUEUED if self._dispatcher.can_compute(prompt.tokens):
                 pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
                 ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
@@ -65,6 +65,13 @@ class Deadlines:
             ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))
         return min(ends)
 
+    def _too_long_here(self, prompt: Prompt) -> str:
+        """Why this server does not compute the prompt itself, if it computes others."""
+        most = self._dispatcher.largest_local
+        if not most:
+            return ""
+        return f"this server computes prompts of up to {most:.0f} tokens (hot pool), and this one has {prompt.tokens}"
+
     def _error(self, request: Request, field: str, now: float) -> RequestError:
         limits, prompt = self._limits, request.prompt
         match field:
@@ -73,7 +80,11 @@ class Deadlines:
             case "prefill_wait_s":
                 where = f" at {prompt.endpoint}" if prompt.endpoint else ""
                 absent = self._peers.absent_since(prompt.endpoint) is not None
-                known = [prompt.last_problem, self._peers.describe_absence(prompt.endpoint) if absent else ""]
+                known = [
+                    prompt.last_problem,
+                    self._peers.describe_absence(prompt.endpoint) if absent else "",
+                    self._too_long_here(prompt),
+                ]
                 why = "; ".join(filter(None, known))
                 what = "is paired" if absent else "takes the request"
                 return UnavailableError(

@@ -96,10 +96,7 @@ class Endings:
         """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight
         have ended.
         """
-        self._dispatcher.local.remove(prompt)
-        assert prompt.grant is not None, f"prompt {prompt.prompt_id} was computed without pages"
-        self._memory.release_grant(prompt.grant)
-        prompt.grant = None
+        self._memory.release_prompt(self._dispatcher.local.remove(prompt))
 
     def free_drained(self, prompt: Prompt, now: float) -> None:
         """Free ended requests when no page of their prompt is in quarantine any more."""

@@ -16,10 +16,16 @@ from .requests.reservation import pages_needed
 
 
 def refusal(
-    submit: Submit, known_rids: Container[str], num_pages: int, prefill_tokens: float, page_size: int
+    submit: Submit,
+    known_rids: Container[str],
+    num_pages: int,
+    prefill_tokens: float,
+    page_size: int,
+    *,
+    local: bool = False,
 ) -> RequestError | None:
-    """Why a server with `num_pages` pages, and prefill servers whose KV pools hold `prefill_tokens`, can never serve
-    this prompt; None if they can.
+    """Why a server with `num_pages` pages can never serve this prompt, if `prefill_tokens` is the longest one that can
+    be computed, here (`local`) or by prefill servers; None if it can.
     """
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:
@@ -35,14 +41,16 @@ def refusal(
             f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
             f"of {num_pages * page_size} tokens"
         )
-    return too_long(prompt_tokens, 0, prefill_tokens) if prompt_tokens > prefill_tokens else None
+    return too_long(prompt_tokens, 0, prefill_tokens, local=local) if prompt_tokens > prefill_tokens else None
 
 
-def too_long(tokens: int, output_tokens: int, prefill_tokens: float) -> RequestError:
-    """The error for a prompt that no prefill server can hold. With `output_tokens`, the prompt was short enough when
-    it was submitted.
+def too_long(tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool = False) -> RequestError:
+    """The error for a prompt that neither a prefill server nor the hot pool of this one (`local`) can hold. With
+    `output_tokens`, the prompt was short enough when it was submitted.
     """
     pool = f"prefill's KV pool of {prefill_tokens:.0f} tokens"
+    if local:
+        pool = f"this server's hot pool, in which it computes prompts of up to {prefill_tokens:.0f} tokens"
     if output_tokens:
         return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")
     return TooLargeError(f"input_ids: the prompt ({tokens} tokens) exceeds {pool}")

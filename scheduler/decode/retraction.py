@@ -111,7 +111,7 @@ class Retractions:
         """Host memory is free for a copy, and a copy is cheaper than prefill, or no prefill server is there."""
         saved = sum(request.saved_pages for request in self.queue)
         cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
-        absent = not self._dispatcher.can_prefill(request.prompt.endpoint)
+        absent = not self._dispatcher.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
     # -- resume ------------------------------------------------------------------------------------------------

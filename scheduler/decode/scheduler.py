@@ -81,8 +81,8 @@ class DecodeScheduler:
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.counters, self._outbox, rings)
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
+        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.memory, self.counters, self._outbox, rings)
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
@@ -110,6 +110,8 @@ class DecodeScheduler:
         )
         self._starving = False
         """A running request waits for a page: the next free pages are for it."""
+        self._rows_waited = False
+        """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
         self._submissions = Submissions(
             limits,
             pages,
@@ -287,7 +289,11 @@ class DecodeScheduler:
         self._starving = any(request.state is State.RUNNING for request in lacking)
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        chunks = self._next_chunks(len(batch))
+        apart = self.memory.fetches(batch)
+        chunks = self._next_chunks(len(batch)) if not (apart and self._rows_waited) else []
+        self._rows_waited = apart and bool(chunks)
+        if self._rows_waited:
+            batch = []
         if not batch and not chunks:
             return None
         self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
@@ -308,7 +314,10 @@ class DecodeScheduler:
             if row.request.state is State.RUNNING:
                 self.endings.accept_token(row.request, result.drawn[0], now)
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            self.arrivals.computed(chunk, result, seconds, now)
+            request = self.arrivals.computed(chunk, result, seconds, now)
+            if request is not None:
+                self.run_queue.arrived.take(request)
+                self.admit(request, now)
         if step.chunks:
             self._admit_arrived(now)
 
@@ -331,7 +340,11 @@ class DecodeScheduler:
         copy = self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)
-        request = copy.request
+        request = copy.owner
+        if isinstance(request, LocalPrompt):
+            if request.prompt.local is request:
+                self.dispatcher.local.loaded(request)
+            return
         if self.requests.get(request.rid) is not request:
             return
         match copy.kind:
@@ -340,8 +353,8 @@ class DecodeScheduler:
                 self._admit_arrived(now)
             case "open":
                 self.admit(request, now)
-            case "save":
-                pass  # it waits for pages
+            case _:
+                pass  # a saved request waits for pages
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""

@@ -73,7 +73,9 @@ class Submissions:
         for prompt in list(self._dispatcher.queue):
             most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
-                self._endings.end_all(prompt, too_long(prompt.tokens, prompt.output_tokens, most_tokens), now)
+                local = most_tokens == self._dispatcher.largest_local
+                error = too_long(prompt.tokens, prompt.output_tokens, most_tokens, local=local)
+                self._endings.end_all(prompt, error, now)
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
         """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
@@ -82,7 +84,14 @@ class Submissions:
         if not self.accepting:
             return UnavailableError("the server is shutting down")
         prefill_tokens = self._dispatcher.largest_prompt(submit.endpoint)
-        error = refusal(submit, self._endings.requests, self._pages.num_pages, prefill_tokens, self._limits.page_size)
+        error = refusal(
+            submit,
+            self._endings.requests,
+            self._pages.num_pages,
+            prefill_tokens,
+            self._limits.page_size,
+            local=prefill_tokens == self._dispatcher.largest_local,
+        )
         if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
             return error
         if len(self._dispatcher.queue) >= self._limits.max_queued_requests:

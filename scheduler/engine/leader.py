@@ -46,7 +46,7 @@ from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupF
 from ..messages.ranks import RankFailed, RankReady
 from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
-from ..ranks.builder import STEP_SETTING, computes_prompts, step_tokens, uses_overlap
+from ..ranks.builder import STEP_SETTING, step_tokens, uses_overlap
 from ..ranks.group import RankLostError, Ranks
 from .decode_loop import DecodeLoop
 from .frontend_link import FrontendLink
@@ -177,7 +177,7 @@ class Leader:
             hisparse=config.enable_hisparse,
             stages=config.pp,
             overlap=uses_overlap(config),
-            local_prefill=config.local_prefill if computes_prompts(config) else "never",
+            local_prefill=config.local_prefill,
             max_step_tokens=self._step_tokens(config),
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
         )

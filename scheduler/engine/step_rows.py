@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ...configs.sampling import LogprobParams, SamplingParams
+from ...memory.index_spaces import RequestSlot
 from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt
 from ..decode.run_queue import DecodeRow
@@ -42,6 +43,7 @@ def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
         draws=prompt.samples if chunk.last else 0,
         outputs=prompt.output_tokens,
         logprobs=prompt.waiting[0].logprobs,
+        hot_slot=chunk.prompt.hot_slot,
     )
 
 
@@ -70,6 +72,7 @@ def _prompt_row(
     draws: int,
     outputs: int,
     logprobs: LogprobParams | None,
+    hot_slot: RequestSlot | None = None,
 ) -> StepRow:
     """Tokens [start, end) of a prompt. The last chunk draws the first token of each sample, with seed + 0, + 1, ...
 
@@ -88,4 +91,5 @@ def _prompt_row(
         prompt_ids=ids[: len(ids) - outputs] if counts or scored_from is not None else (),
         top_logprobs=logprobs.top if logprobs is not None else None,
         prompt_logprobs_from=scored_from,
+        hot_slot=hot_slot,
     )

@@ -16,6 +16,7 @@ DECODE_COUNTERS = (
     "remote_prefill_never",
     "remote_prefill_unmeasured",
     "remote_prefill_faster",
+    "remote_prefill_hot_rows",
     "retractions",
     "retractions_recomputed",
     "overtakes",

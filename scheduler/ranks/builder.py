@@ -307,8 +307,8 @@ def trial_steps(config: AnyServerConfig, step_limit: int, longest: int, *, on_gp
 
 
 def computes_prompts(config: DecodeConfig) -> bool:
-    """Whether a decode server may compute prompts itself. With HiSparse it does not: a chunk has no hot buffer."""
-    return config.local_prefill != "never" and not config.enable_hisparse
+    """Whether a decode server may compute prompts itself."""
+    return config.local_prefill != "never"
 
 
 def step_tokens(config: DecodeConfig, *, on_gpu: bool) -> int:

@@ -336,6 +336,64 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
     assert decode.stop() == 0
 
 
+@pytest.mark.parametrize(
+    ("hot_rows", "layout"),
+    [(TOPK, (1, 1)), (2 * TOPK, (2, 1)), (2 * TOPK, (1, 2))],
+    ids=["k", "2k-tp2", "2k-pp2"],
+)
+def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
+    source: Source, hot_rows: int, layout: tuple[int, int]
+) -> None:
+    """Prompts are computed in hot buffers with all their rows, beside running requests. The hot pool has little more
+    than the longest one needs: requests become evicting as other prompts start.
+    """
+    tp, pp = layout
+    sizes = source.case.hisparse(hot_rows, LENGTHS[-1] // PAGE + 8, kv_tokens=ALL_PAGES * PAGE, pp=pp)
+    flags = (*sizes, "--tp", str(tp), "--max-step-tokens", "48", "--growth-tokens", str(GROWTH_TOKENS))
+    server = source.servers.add("serve", source.model, *flags).wait_ready()
+    assert generate_all(server, source) == source.expected
+    assert generate_all(server, source) == source.expected  # from the prefix cache, with shared rows
+    check_conversation(server, source)
+    sampling = {"temperature": 1.0, "sampling_seed": 5, "n": 2, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    payload = {"input_ids": source.prompts[-2], "sampling_params": sampling}
+    twice = [HTTP.post(f"{server.url}/generate", json=payload, timeout=60).raise_for_status().json() for _ in range(2)]
+    first, second = ([sample["output_ids"] for sample in reply] for reply in twice)
+    assert first == second
+    assert first[0] != first[1]
+    too_long = server.post(source.two[0], NEW_TOKENS)
+    assert too_long.status_code == 413
+    most = (LENGTHS[-1] // PAGE + 8) * PAGE - 1
+    assert f"exceeds this server's hot pool, in which it computes prompts of up to {most} tokens" in too_long.text
+    counters = server.settled_info()["counters"]
+    assert counters["local_prefill_always"] == 2 * len(LENGTHS) + 4
+    assert counters["transfers"] == 0
+    assert counters["hot_misses"] > 0
+    assert counters["prefix_tokens_reused"] > 0
+    server.check_clean()
+    assert server.stop() == 0
+
+
+def test_decode_computes_prompts_when_the_only_prefill_server_is_killed(source: Source) -> None:
+    prefill = source.servers.add("prefill", source.model, *PREFILL).wait_ready()
+    sizes = source.case.hisparse(2 * TOPK, LENGTHS[-1] // PAGE + 8)
+    flags = ("--prefill", prefill.endpoint, "--local-prefill", "auto", "--quarantine-s", "1")
+    decode = source.servers.add("decode", source.model, *sizes, *flags).wait_ready(peers=1)
+    assert generate_all(decode, source) == source.expected
+    assert decode.count("transfers") > 0
+    HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate_all, decode, source)
+        wait_until(lambda: not decode.idle(), 20, "requests")
+        prefill.kill()
+        assert answers.result(60) == source.expected
+    assert generate_all(decode, source) == source.expected
+    counters = decode.settled_info()["counters"]
+    assert counters["local_prefill_absent"] >= len(LENGTHS)
+    assert counters["requests_failed"] == 0
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
 @pytest.mark.parametrize("layout", [(1, 1), *([(2, 1), (1, 2), (2, 2)] if FULL else [])], ids="{0[0]}x{0[1]}".format)
 def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_scarce(
     source: Source, layout: tuple[int, int]

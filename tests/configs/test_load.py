@@ -108,7 +108,6 @@ def test_random_keys_and_long_phrases_are_accepted(key: str) -> None:
         ("decode", "", {"device": "gpu"}, ["device: not of the expected form (auto, cpu, cuda or cuda:N), got"]),
         ("decode", "prefill: [a:1, b]", {}, ["prefill[1]: not of the expected form", "HOST:PORT", "got 'b' in {file}"]),
         ("decode", "kv_tokens: 9\nkv_memory_gib: 1", {}, ["kv_tokens and kv_memory_gib both size the KV pool"]),
-        ("decode", "local_prefill: always\nenable_hisparse: true", {}, ["local_prefill always does not work with"]),
         ("prefill", "host: 0.0.0.0", {}, ["host 0.0.0.0 exposes the control port", "PDSERVE_CLUSTER_KEY"]),
         ("prefill", "port: 8998", {}, ["HTTP port and bootstrap_port of prefill are both 8998: choose"]),
         ("decode", "- a\n- b", {}, ["{file}: must hold settings as 'name: value' lines, found list"]),

@@ -6,7 +6,6 @@ It knows prompts, pages and peers. It ends no request: the scheduler decides wha
 
 import collections
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage
@@ -18,6 +17,7 @@ from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...rates import Rates
+from ..memory.request_memory import RequestMemory
 from ..requests.dispatch_window import PromptKind
 from ..requests.limits import DecodeLimits
 from ..requests.request import Attempt, Prompt, Request
@@ -45,6 +45,7 @@ class PrefillDispatcher:
         limits: DecodeLimits,
         pages: PageAllocator[KvPage],
         cache: PrefixCache,
+        memory: RequestMemory,
         counters: "collections.Counter[str]",
         outbox: Outbox,
         rings: Sequence[RankRing] = (),
@@ -58,7 +59,13 @@ class PrefillDispatcher:
         local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
         self.local = LocalPrefill(local_limits, self.rates)
         self.placer = Placer(
-            limits, queue=self.queue, peers=self.peers, local=self.local, rates=self.rates, cache=cache
+            limits,
+            queue=self.queue,
+            peers=self.peers,
+            local=self.local,
+            rates=self.rates,
+            cache=cache,
+            memory=memory,
         )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
@@ -66,6 +73,7 @@ class PrefillDispatcher:
         self._outbox = outbox
         self._pages = pages
         self._cache = cache
+        self._memory = memory
         self._prompt_ids = itertools.count(1)
 
     def new_prompt(
@@ -185,7 +193,7 @@ class PrefillDispatcher:
         def may_send(prompt: Prompt) -> bool:
             """Servers that take no prompt, although they are there, are busy."""
             places[prompt] = placement = self.placer.place(prompt, now)
-            if placement.where == "wait" and self.can_prefill(prompt.endpoint):
+            if placement.where == "wait" and self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
             return placement.where != "wait"
 
@@ -197,6 +205,9 @@ class PrefillDispatcher:
             placement = places[prompt]
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
+            if placement.where == "local" and not self._memory.may_compute(prompt, shrink=True):
+                blocked.append(prompt)
+                continue
             reservation = reserve(
                 prompt,
                 self._pages,
@@ -214,25 +225,37 @@ class PrefillDispatcher:
             self.counters[f"{placement.where}_prefill_{placement.reason}"] += 1
             if placement.where == "local":
                 self._reserved(prompt, reservation, State.COMPUTING, now)
-                self.local.start(prompt, reservation.prefix_tokens, now)
+                local = self.local.start(prompt, reservation.prefix_tokens, now)
+                if self._memory.open_for_prompt(local):
+                    self.local.loaded(local)
             else:
                 self._send(prompt, reservation, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
 
-    @property
-    def computes(self) -> bool:
-        """Whether this server may compute prompts."""
-        return self.limits.local_prefill != "never"
+    def can_compute(self, tokens: int) -> bool:
+        """Whether this server may compute prompts, and can compute one of so many tokens."""
+        return tokens <= self.largest_local
 
-    def can_prefill(self, endpoint: str | None) -> bool:
-        """Whether there is a server that may compute prompts for this endpoint."""
-        return self.computes or self.peers.absent_since(endpoint) is None
+    @property
+    def largest_local(self) -> float:
+        """Tokens of the longest prompt that this server may and can compute; 0 if it computes none."""
+        return self._memory.largest_prompt if self.limits.local_prefill != "never" else 0
+
+    def can_prefill(self, endpoint: str | None, tokens: int) -> bool:
+        """Whether there is a server that may compute prompts of so many tokens for this endpoint."""
+        return self.can_compute(tokens) or (
+            self.limits.local_prefill != "always" and self.peers.absent_since(endpoint) is None
+        )
 
     def largest_prompt(self, endpoint: str | None) -> float:
-        """Tokens of the longest prompt that can be computed, as far as it depends on prefill servers."""
-        return math.inf if self.computes else self.peers.largest_prompt(endpoint)
+        """Tokens of the longest prompt that can be computed here or by prefill servers; inf if none of them is paired
+        yet.
+        """
+        if self.limits.local_prefill == "always":
+            return self.largest_local
+        return max(self.largest_local, self.peers.largest_prompt(endpoint))
 
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""

@@ -37,12 +37,14 @@ class LocalPrefill:
         target = limits.itl_target_s
         self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
+        self._loading: set[LocalPrompt] = set()
+        """Prompts that wait until their cached prefix is in their hot buffer (HiSparse)."""
         self.times = StepTimes(rates.local_tokens)
         self.window = DispatchWindow()
         self.window.report(Load(window_tokens=STEPS_AHEAD * self._most))
 
     def __contains__(self, prompt: Prompt) -> bool:
-        return prompt.local is not None and prompt.local in self.queue
+        return prompt.local is not None and (prompt.local in self.queue or prompt.local in self._loading)
 
     def is_open(self, prompt: Prompt) -> bool:
         """Whether this prompt may be started now."""
@@ -50,13 +52,19 @@ class LocalPrefill:
 
     def tokens_before(self, tokens: int) -> int:
         """Tokens that are computed before the end of a prompt of `tokens` tokens that arrives now."""
-        return sum(min(local.left, tokens) for local in self.queue)
+        return sum(min(local.left, tokens) for local in (*self.queue, *self._loading))
 
-    def start(self, prompt: Prompt, cached: int, now: float) -> None:
-        """Compute a prompt that has its pages; [0, cached) of it were in the prefix cache."""
+    def start(self, prompt: Prompt, cached: int, now: float) -> LocalPrompt:
+        """Take a prompt that has its pages; [0, cached) of it were in the prefix cache. Call `loaded` to compute it."""
         assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
         prompt.local = local = LocalPrompt(prompt, prompt.grant.pages, cached, now)
         self.window.sent(local.kind, local.left)
+        self._loading.add(local)
+        return local
+
+    def loaded(self, local: LocalPrompt) -> None:
+        """The prompt has all that its chunks need."""
+        self._loading.remove(local)
         self.queue.add(local)
 
     def next_chunks(self, batch: int, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
@@ -103,6 +111,9 @@ class LocalPrefill:
         """The prompt is computed or given up. Its chunks in flight are ignored."""
         local, prompt.local = prompt.local, None
         assert local is not None, f"prompt {prompt.prompt_id} is not computed here"
-        self.queue.remove(local)
+        if local in self._loading:
+            self._loading.remove(local)
+        else:
+            self.queue.remove(local)
         self.window.returned(local.kind, local.prompt_tokens - local.computed)
         return local

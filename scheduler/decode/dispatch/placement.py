@@ -70,6 +70,10 @@ class PlacementInputs:
     """This server takes the prompt now."""
     local_ahead: int = 0
     """Tokens that this server computes before this prompt."""
+    local_fits: bool = True
+    """This server can compute the prompt, now or later. With HiSparse, the hot pool has to hold all its rows."""
+    local_room: bool = True
+    """The rows of the prompt fit the hot pool now, beside those of other requests."""
 
 
 class Placement(NamedTuple):
@@ -91,12 +95,16 @@ def _choose(inputs: PlacementInputs) -> tuple[Where, str]:
         return "remote", "never"
     if inputs.mode == "always":
         return "local", "always"
+    if not inputs.local_fits:
+        return "remote", "hot_rows"
     if inputs.failed:
         return "local", "failed"
     if not inputs.paired:
         return ("wait", "pairing") if inputs.expected else ("local", "absent")
     if inputs.refused and not inputs.remote_open:
         return "local", "refused"
+    if not inputs.local_room:
+        return "remote", "hot_rows"
     costs, tokens = inputs.costs, inputs.tokens
     local_s, remote_s = costs.local_s(tokens + inputs.local_ahead), costs.remote_s(tokens + inputs.remote_ahead)
     if local_s is None or remote_s is None:

@@ -4,6 +4,7 @@ import math
 
 from ....memory.prefix_cache import PrefixCache
 from ...rates import Rates
+from ..memory.request_memory import RequestMemory
 from ..requests.limits import MAX_ATTEMPTS, DecodeLimits
 from ..requests.request import Prompt
 from .local_prefill import LocalPrefill
@@ -31,6 +32,7 @@ class Placer:
         local: LocalPrefill,
         rates: Rates,
         cache: PrefixCache,
+        memory: RequestMemory,
     ) -> None:
         self._limits = limits
         self._queue = queue
@@ -38,6 +40,7 @@ class Placer:
         self._local = local
         self._rates = rates
         self._cache = cache
+        self._memory = memory
         self._first_at: float | None = None
         """When the first prompt was placed."""
 
@@ -99,6 +102,8 @@ class Placer:
                 remote_ahead=ahead,
                 local_open=self._local.is_open(prompt),
                 local_ahead=self._local.tokens_before(tokens),
+                local_fits=prompt.tokens <= self._memory.largest_prompt,
+                local_room=self._memory.may_compute(prompt, shrink=False),
             )
         )
 

@@ -10,11 +10,14 @@ from typing import Literal
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant
-from ..requests.request import Request
+from ..requests.request import LocalPrompt, Request
 from .hot_buffers import HotBuffer
 
-CopyKind = Literal["save", "load", "open"]
-"""KV of a retracted request to host memory; back to pages; rows of an admitted request into its hot buffer."""
+CopyKind = Literal["save", "load", "open", "prefix"]
+"""KV of a retracted request to host memory; back to pages; rows of an admitted request into its hot buffer; rows of the
+cached prefix of a prompt into the hot buffer that it is computed in.
+"""
+CopyOwner = Request | LocalPrompt
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -23,7 +26,7 @@ class Copy:
 
     number: int
     kind: CopyKind
-    request: Request
+    owner: CopyOwner
     grant: PageGrant[KvPage] | None = None
     buffer: HotBuffer | None = None
     pages: int = 0
@@ -31,12 +34,12 @@ class Copy:
 
 
 class BackgroundCopies:
-    """Copies in flight, by number. A request has at most one at a time."""
+    """Copies in flight, by number. A request or prompt has at most one at a time."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._in_flight: dict[int, Copy] = {}
-        self._of_request: dict[Request, Copy] = {}
+        self._of_owner: dict[CopyOwner, Copy] = {}
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -46,15 +49,15 @@ class BackgroundCopies:
         """Whether pages are released when one of the copies ends."""
         return any(copy.grant is not None for copy in self._in_flight.values())
 
-    def begin(self, kind: CopyKind, request: Request) -> Copy:
-        assert request not in self._of_request, f"{request.rid} is being copied already"
-        copy = Copy(next(self._numbers), kind, request)
-        self._in_flight[copy.number] = self._of_request[request] = copy
+    def begin(self, kind: CopyKind, owner: CopyOwner) -> Copy:
+        assert owner not in self._of_owner, f"a copy for {owner} is in flight already"
+        copy = Copy(next(self._numbers), kind, owner)
+        self._in_flight[copy.number] = self._of_owner[owner] = copy
         return copy
 
-    def of(self, request: Request) -> Copy | None:
-        """The copy of this request that is in flight."""
-        return self._of_request.get(request)
+    def of(self, owner: CopyOwner) -> Copy | None:
+        """The copy of this request or prompt that is in flight."""
+        return self._of_owner.get(owner)
 
     def is_in(self, request: Request, kind: CopyKind) -> bool:
         """Whether a copy of this kind is in flight for this request."""
@@ -64,5 +67,5 @@ class BackgroundCopies:
     def end(self, number: int) -> Copy:
         """All ranks have made this copy."""
         copy = self._in_flight.pop(number)
-        del self._of_request[copy.request]
+        del self._of_owner[copy.owner]
         return copy

@@ -11,6 +11,9 @@ Further pages come from, in this order: pages of the hot pool beyond the first p
 (page_lending.py), which new prompts reclaim; the rest of the hot pool, which new hot buffers reclaim. First pages are
 never borrowed.
 
+A prompt that this server computes itself has a fully resident buffer, from before its first chunk on, in pages of the
+hot pool. It is not shrunk until the prompt is computed; then it becomes the buffer of a request.
+
 Hot pages are accessed only by commands of the ranks, in order, so a released hot page can be reused at once.
 """
 
@@ -20,6 +23,9 @@ from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
 from .page_lending import Loan, PageLending
+
+HotOwner = str | int
+"""The rid of a request, or the id of a prompt that this server computes."""
 
 FETCHED_PER_STEP = 128
 """Rows that a step fetches for an evicting sequence, roughly: 6 % of a selection of 2,048."""
@@ -42,16 +48,33 @@ class HotLimits:
         """First pages of a buffer: for its hot rows and the newest row."""
         return pages_for(self.hot_rows + 1, self.page_size)
 
+    @property
+    def largest_prompt(self) -> int:
+        """Tokens of the longest prompt that this server can compute: the hot pool holds its rows and the next one."""
+        return self.num_pages * self.page_size - 1
+
 
 class HotBuffer:
     """The hot rows of one request. Token p is in row p while the sequence has at most `capacity` tokens. With more
     tokens, the buffer is evicting and uses its first pages only.
     """
 
-    __slots__ = ("capacity", "evicting_since", "grant", "loading", "loans", "pages", "rid", "slot", "spare", "tokens")
+    __slots__ = (
+        "capacity",
+        "computing",
+        "evicting_since",
+        "grant",
+        "loading",
+        "loans",
+        "owner",
+        "pages",
+        "slot",
+        "spare",
+        "tokens",
+    )
 
-    def __init__(self, rid: str, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
-        self.rid = rid
+    def __init__(self, owner: HotOwner, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
+        self.owner = owner
         self.slot = slot
         self.grant = grant
         """Pages of the hot pool: its first pages, and maybe further ones."""
@@ -67,6 +90,8 @@ class HotBuffer:
         """Length of the sequence when it became evicting; None while it is fully resident."""
         self.loading = False
         """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
+        self.computing = False
+        """Its prompt is being computed, in chunks that need all rows: it gives up no page until then."""
 
     @property
     def evicting(self) -> bool:
@@ -88,7 +113,7 @@ class HotBuffers:
         )
         self._lending = lending
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
-        self._buffers: dict[str, HotBuffer] = {}
+        self._buffers: dict[HotOwner, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
         """Buffers of ended requests that are still being written."""
 
@@ -96,8 +121,8 @@ class HotBuffers:
         return len(self._buffers)
 
     @property
-    def owners(self) -> set[str]:
-        """The requests that have a buffer."""
+    def owners(self) -> set[HotOwner]:
+        """The requests and prompts that have a buffer."""
         return set(self._buffers)
 
     @property
@@ -114,20 +139,20 @@ class HotBuffers:
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if necessary by shrinking fully resident ones."""
-        spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values())
-        return bool(self._free_slots) and self.pages.available + spare >= self.limits.buffer_pages
+        return self._has_room(self.limits.buffer_pages)
+
+    def can_compute(self, tokens: int, *, shrink: bool) -> bool:
+        """Whether a prompt can have a fully resident buffer of `tokens` rows in the hot pool; with `shrink`, if
+        necessary by shrinking fully resident ones.
+        """
+        return self._has_room(max(self.limits.buffer_pages, pages_for(tokens, self.limits.page_size)), shrink=shrink)
 
     def open(self, rid: str, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
         """Allocate a buffer for a sequence of `tokens` tokens, the newest included. Returns it with the buffers that
         were shrunk for it. It is fully resident if memory is free for all its rows. Call after `can_open`.
         """
         limits = self.limits
-        shrunk: list[HotBuffer] = []
-        while self.pages.available < limits.buffer_pages:
-            largest = max(self._buffers.values(), key=self._beyond_first)
-            assert self._beyond_first(largest), f"{rid} was admitted without memory for its hot buffer"
-            self.shrink(largest)
-            shrunk.append(largest)
+        shrunk = self._free_pages(limits.buffer_pages)
         wanted = pages_for(tokens, limits.page_size)
         first = min(wanted, limits.buffer_pages)
         grant = self.pages.grant(rid, first, reserve=limits.buffer_pages - first)
@@ -141,6 +166,28 @@ class HotBuffers:
             buffer.evicting_since = tokens
         self._set_capacity(buffer)
         return buffer, shrunk
+
+    def open_for_prompt(self, prompt_id: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
+        """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed. Returns it with the buffers
+        that were shrunk for it. Call after `can_compute`.
+        """
+        wanted = pages_for(tokens, self.limits.page_size)
+        reserve = max(0, self.limits.buffer_pages - wanted)
+        shrunk = self._free_pages(wanted + reserve)
+        grant = self.pages.grant(f"prompt {prompt_id}", wanted, reserve=reserve)
+        assert grant is not None, f"no hot pages for prompt {prompt_id} after can_compute()"
+        buffer = HotBuffer(prompt_id, self._free_slots.pop(), grant)
+        self._buffers[prompt_id] = buffer
+        buffer.tokens = tokens
+        buffer.computing = True
+        self._set_capacity(buffer)
+        return buffer, shrunk
+
+    def pass_on(self, prompt_id: int, rid: str) -> None:
+        """A prompt is computed: its buffer is that of a request from now on."""
+        buffer = self._buffers[rid] = self._buffers.pop(prompt_id)
+        buffer.owner = rid
+        buffer.computing = False
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
         """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
@@ -188,16 +235,16 @@ class HotBuffers:
             buffer.evicting_since = buffer.tokens
         self._set_capacity(buffer)
 
-    def close(self, rid: str) -> None:
-        """Release the buffer of a request that has ended or was retracted, if it has one."""
-        buffer = self._buffers.pop(rid, None)
+    def close(self, owner: HotOwner) -> None:
+        """Release the buffer of a request or prompt that has ended or was retracted, if it has one."""
+        buffer = self._buffers.pop(owner, None)
         if buffer is not None:
-            assert not buffer.loading, f"the hot buffer of {rid} is being written"
+            assert not buffer.loading, f"the hot buffer of {owner} is being written"
             self._release(buffer)
 
-    def detach(self, rid: str) -> HotBuffer:
-        """Take the buffer of a request that ends while the buffer is `loading`: `free` it when the copy has ended."""
-        buffer = self._buffers.pop(rid)
+    def detach(self, owner: HotOwner) -> HotBuffer:
+        """Take the buffer of an owner that ends while the buffer is `loading`: `free` it when the copy has ended."""
+        buffer = self._buffers.pop(owner)
         self._detached.append(buffer)
         return buffer
 
@@ -211,8 +258,8 @@ class HotBuffers:
         self._give_back(buffer)
         self._free_slots.append(buffer.slot)
 
-    def of(self, rid: str) -> HotBuffer:
-        return self._buffers[rid]
+    def of(self, owner: HotOwner) -> HotBuffer:
+        return self._buffers[owner]
 
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
@@ -234,10 +281,10 @@ class HotBuffers:
         for buffer in buffers:
             held = {*buffer.grant.pages, *(page for loan in buffer.loans for page in loan.hot_pages)}
             used = [*buffer.pages, *buffer.spare]
-            assert held == set(used), f"the hot buffer of {buffer.rid} has pages {sorted(held)} and uses {used}"
-            assert len(held) == len(used), f"the hot buffer of {buffer.rid} uses a page twice: {used}"
+            assert held == set(used), f"the hot buffer of {buffer.owner} has pages {sorted(held)} and uses {used}"
+            assert len(held) == len(used), f"the hot buffer of {buffer.owner} uses a page twice: {used}"
             first = buffer.pages[: self.limits.buffer_pages]
-            assert buffer.grant.pages[: len(first)] == first, f"first pages of {buffer.rid} are not its own: {first}"
+            assert buffer.grant.pages[: len(first)] == first, f"first pages of {buffer.owner} are not its own: {first}"
 
     @property
     def _unneeded(self) -> int:
@@ -247,6 +294,21 @@ class HotBuffers:
     @property
     def _lendable(self) -> int:
         return self._lending.room if self._lending is not None else 0
+
+    def _has_room(self, pages: int, *, shrink: bool = True) -> bool:
+        """Whether a slot and this many pages of the hot pool are free, or would be if buffers shrank."""
+        spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values()) if shrink else 0
+        return bool(self._free_slots) and self.pages.available + spare >= pages
+
+    def _free_pages(self, count: int) -> list[HotBuffer]:
+        """Shrink the largest buffers until this many pages of the hot pool are free; returns them."""
+        shrunk: list[HotBuffer] = []
+        while self.pages.available < count:
+            largest = max(self._buffers.values(), key=self._beyond_first)
+            assert self._beyond_first(largest), f"no {count} pages for a hot buffer"
+            self.shrink(largest)
+            shrunk.append(largest)
+        return shrunk
 
     def _extend(self, buffer: HotBuffer, count: int) -> bool:
         """Give a fully resident buffer `count` pages after its first ones; False, without a change, if there are not
@@ -261,7 +323,7 @@ class HotBuffers:
         self._take_own(buffer, missing - borrowed)
         if borrowed:
             assert self._lending is not None
-            loan = self._lending.borrow(buffer.rid, borrowed)
+            loan = self._lending.borrow(str(buffer.owner), borrowed)
             buffer.loans.append(loan)
             buffer.pages += loan.hot_pages[:borrowed]
             buffer.spare = loan.hot_pages[: borrowed - 1 : -1]
@@ -270,7 +332,7 @@ class HotBuffers:
     def _take_own(self, buffer: HotBuffer, count: int) -> None:
         for _ in range(count):
             grown = self.pages.grow(buffer.grant)
-            assert grown, f"no hot page for {buffer.rid}, although one was available"
+            assert grown, f"no hot page for {buffer.owner}, although one was available"
             buffer.pages.append(buffer.grant.pages[-1])
 
     def _give_back(self, buffer: HotBuffer) -> None:
@@ -285,4 +347,4 @@ class HotBuffers:
 
     def _beyond_first(self, buffer: HotBuffer) -> int:
         """Pages of the hot pool that it would give up when it shrinks."""
-        return 0 if buffer.loading else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)
+        return 0 if buffer.loading or buffer.computing else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

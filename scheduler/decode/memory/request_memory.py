@@ -1,5 +1,6 @@
 """The memory of requests: KV pages and, with HiSparse, a hot buffer for each running request."""
 
+import math
 from collections.abc import Iterable
 
 from ....memory.index_spaces import KvPage, RequestSlot
@@ -7,10 +8,10 @@ from ....memory.pages import PageAllocator, PageGrant, pages_for
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
-from ..requests.request import Request
+from ..requests.request import LocalPrompt, Prompt, Request
 from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
-from .hot_buffers import HotBuffer, HotBuffers, HotLimits
+from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
 from .page_lending import PageLending
 
 _WITH_HOT_BUFFER = (State.READY, State.RUNNING)
@@ -90,6 +91,66 @@ class RequestMemory:
         )
         return copy is None
 
+    @property
+    def largest_prompt(self) -> float:
+        """Tokens of the longest prompt that this server can compute; with HiSparse, a hot buffer has all its rows."""
+        return self.hot.limits.largest_prompt if self.hot is not None else math.inf
+
+    def may_compute(self, prompt: Prompt, *, shrink: bool) -> bool:
+        """Whether a prompt can get what this server needs to compute it, beside its pages; with `shrink`, if necessary
+        by making fully resident requests evicting.
+        """
+        return self.hot is None or self.hot.can_compute(prompt.tokens + 1, shrink=shrink)
+
+    def open_for_prompt(self, local: LocalPrompt) -> bool:
+        """Allocate a hot buffer, with HiSparse, for a prompt that has its pages; call after `may_compute`. Returns
+        False if the rows of its cached prefix are being copied: it can be computed when the copy has ended.
+        """
+        if self.hot is None:
+            return True
+        buffer, shrunk = self.hot.open_for_prompt(local.prompt.prompt_id, local.prompt_tokens + 1)
+        self._outbox += [_resized(other) for other in shrunk]
+        local.hot_slot = buffer.slot
+        copy = self.copies.begin("prefix", local) if local.cached else None
+        buffer.loading = copy is not None
+        self._outbox.append(
+            OpenHot(
+                copy.number if copy is not None else None,
+                buffer.slot,
+                tuple(buffer.pages),
+                tuple(local.pages),
+                local.cached,
+                buffer.capacity,
+            )
+        )
+        return copy is None
+
+    def pass_on_hot(self, local: LocalPrompt, request: Request | None) -> None:
+        """A prompt is computed: give its hot buffer, if it has one, to this request, or release it."""
+        if self.hot is None:
+            return
+        if request is not None:
+            self.hot.pass_on(local.prompt.prompt_id, request.rid)
+        else:
+            self.hot.close(local.prompt.prompt_id)
+
+    def release_prompt(self, local: LocalPrompt) -> None:
+        """Release all memory of a prompt that no request needs any more."""
+        prompt = local.prompt
+        grant, prompt.grant = prompt.grant, None
+        assert grant is not None, f"prompt {prompt.prompt_id} was computed without pages"
+        copy = self.copies.of(local)
+        if self.hot is not None and copy is not None:
+            copy.grant, copy.buffer = grant, self.hot.detach(prompt.prompt_id)
+            return
+        if self.hot is not None:
+            self.hot.close(prompt.prompt_id)
+        self._commands.release(grant)
+
+    def fetches(self, batch: Iterable[Request]) -> bool:
+        """Whether a decode step of these requests fetches rows, so that it cannot compute chunks of prompts."""
+        return self.hot is not None and any(self.hot.of(request.rid).evicting for request in batch)
+
     def next_to_reopen(self, running: Iterable[Request], requests: int) -> Request | None:
         """An evicting request that should become fully resident again, if pages are to spare after all of the
         `requests` (a count) have their first hot pages.
@@ -129,8 +190,9 @@ class RequestMemory:
             self._commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
             self.hot.free(copy.buffer)
-        elif self.hot is not None and copy.kind == "open":
-            self.hot.of(copy.request.rid).loading = False
+        elif self.hot is not None and copy.kind in ("open", "prefix"):
+            owner = copy.owner
+            self.hot.of(owner.rid if isinstance(owner, Request) else owner.prompt.prompt_id).loading = False
         return copy
 
     def close_hot(self, request: Request) -> None:
@@ -208,18 +270,20 @@ class RequestMemory:
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
         """Raise PageLeakError or AssertionError unless all pages are accounted for, and exactly those of `requests`
-        that are admitted, or whose rows are being copied, have hot buffers.
+        that are admitted, or whose rows are being copied, and their prompts that are computed here have hot
+        buffers.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
             self.hot.check_integrity(idle=idle)
-            running = {
+            owners: set[HotOwner] = {
                 rid
                 for rid, request in requests.items()
                 if request.state in _WITH_HOT_BUFFER
                 or (request.state is State.ARRIVED and self.copies.of(request) is not None)
             }
-            assert self.hot.owners == running, f"hot buffers of {self.hot.owners ^ running} do not match their states"
+            owners |= {request.prompt.prompt_id for request in requests.values() if request.state is State.COMPUTING}
+            assert self.hot.owners == owners, f"hot buffers of {self.hot.owners ^ owners} do not match their states"
         if self._lending is not None and not self._commands.pending_grants:
             assert self._lending.returning == 0, f"{self._lending.returning} returned pages are not free"
 

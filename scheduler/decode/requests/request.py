@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....configs.sampling import LogprobParams, SamplingParams, TokenLogprob
-from ....memory.index_spaces import KvPage
+from ....memory.index_spaces import KvPage, RequestSlot
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
@@ -60,6 +60,8 @@ class LocalPrompt:
         self.compute_s = 0.0
         """Time of the steps that it was in."""
         self.input_logprobs: list[TokenLogprob] = []
+        self.hot_slot: RequestSlot | None = None
+        """The slot of its hot buffer (HiSparse)."""
 
     @property
     def priority(self) -> int:

@@ -54,6 +54,12 @@ def test_index_leaves_a_hot_buffer_for_every_request(budget_gib: float) -> None:
     assert found.hot_pages == 13 * 65
 
 
+@pytest.mark.parametrize(("mode", "hot_pages"), [("auto", 16 * 65), ("always", 131072 // 64 + 1)])
+def test_index_leaves_hot_pages_for_the_longest_prompt_if_this_server_computes_all(mode: str, hot_pages: int) -> None:
+    settings = {"kv_memory_gib": 20, "host_memory_gib": 900, "max_running_requests": 16, "local_prefill": mode}
+    assert size(host_gib=1000, device_gib=60, **settings).hot_pages == hot_pages
+
+
 def test_pages_are_capped_at_running_requests_plus_two() -> None:
     found = size(host_gib=1000, device_gib=60, kv_memory_gib=50, host_memory_gib=900, max_running_requests=3)
     assert found.num_pages == 5 * 131072 // 64

@@ -220,6 +220,41 @@ def test_hot_buffers_change_between_steps_in_flight(gpu: PretendGpu, sparse: Mod
     cache.check_integrity()
 
 
+def test_chunks_over_hot_buffers_equal_the_cpu_and_do_not_wait(gpu: PretendGpu, sparse: Model) -> None:
+    """Prompts are computed in fully resident hot buffers, also beside a decode token that is only on the device. The
+    long one is evicting afterwards; decode steps are CUDA graphs.
+    """
+    runner = ModelRunner.load(sparse.source, device=DEVICE, dtype=sparse.dtype)
+    cache = runner.make_hisparse_cache(
+        NUM_PAGES, PAGE_SIZE, hot_pages=16, slots=2, hot_rows=HOT_ROWS, max_context=MAX_CONTEXT
+    )
+    gpu.pin(cache.host.data)
+    assert runner.capture_graphs(cache, max_batch=len(PROMPTS), max_context=MAX_CONTEXT) is not None
+    hot_pages = [HotPage(page) for page in cache.own_hot_pages]
+    (short, long), (of_short, of_long) = PROMPTS, (hot_pages[:4], hot_pages[4:10])
+    cache.open(RequestSlot(0), of_short, 0, 4 * PAGE_SIZE)
+    cache.open(RequestSlot(1), of_long, 0, 6 * PAGE_SIZE)
+    steps = [
+        [SequenceSlice(short, 0, PAGES[0], 0)],
+        [SequenceSlice([0], len(short), PAGES[0], 0), SequenceSlice(long[:20], 0, PAGES[1], 1)],
+        [SequenceSlice(long[20:], 20, PAGES[1], 1)],
+    ]
+    following = upload([sparse.first[0], 0], torch.long, DEVICE)
+    found = []
+    for slices in steps:
+        with gpu.no_waits():
+            logits = runner.forward(cache, slices, following if slices is steps[1] else None)
+        assert logits is not None
+        found.append(logits.to(CPU).argmax(-1).tolist())
+    assert [found[0][0], found[2][0]] == sparse.first
+    assert found[1][0] == sparse.expected[0][0]
+    cache.resize(RequestSlot(1), of_long[: buffer_pages(HOT_ROWS, PAGE_SIZE)], HOT_ROWS)
+    with gpu.no_waits():
+        assert decode(Executor(runner, cache, [], overlap=True), sparse.first) == sparse.expected
+    assert cache.tables.lookups.as_subclass(torch.Tensor)[0, 1] > 0
+    cache.check_integrity()
+
+
 def test_no_sampling_method_waits_for_the_device(gpu: PretendGpu) -> None:
     logits, choices = batch_of_everything()
     expected = choose(logits, choices, [4])

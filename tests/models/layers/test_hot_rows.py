@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -104,24 +105,44 @@ class Twin:
         self.free += self.pages.pop(slot)
         del self.tokens[slot], self.hot[slot]
 
-    def step(self, slots: Sequence[int]) -> torch.Tensor:
-        """Decode one token for each; returns the logits, after comparing both caches."""
-        plain, hot = [], []
+    def begin(self, slot: int, token_ids: Sequence[int], cached: int = 0) -> None:
+        """Open a fully resident buffer for a prompt that is computed in chunks; [0, cached) are in its pages."""
+        self.hot[slot] = []
+        self._hold(slot, max(self.buffer_pages, len(token_ids) // PAGE_SIZE + 1))
+        capacity = len(self.hot[slot]) * PAGE_SIZE
+        if cached:
+            self.prefill(slot, token_ids[:cached])
+        else:
+            self.pages[slot] = []
+        self.pages[slot] += [self.free.pop() for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(self.pages[slot]))]
+        open_loaded(self.cache, RequestSlot(slot), self.hot[slot], self.pages[slot], cached, capacity)
+        self.tokens[slot] = list(token_ids)
+
+    def step(self, slots: Sequence[int], chunks: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+        """Decode one token for each, and compute chunks (slot, start, end) of prompts; returns the logits, after
+        comparing both caches. The last chunk of a prompt samples its first token.
+        """
+        slices = []
         for slot in slots:
             ids, pages = self.tokens[slot], self.pages[slot]
             if len(ids) > len(pages) * PAGE_SIZE:
                 pages.append(self.free.pop())
-            plain.append(SequenceSlice(ids[-1:], len(ids) - 1, pages))
-            hot.append(SequenceSlice(ids[-1:], len(ids) - 1, pages, hot_slot=slot))
-        expected = self.forward(self.plain, plain)
-        found = self.forward(self.cache, hot)
+            slices.append(SequenceSlice(ids[-1:], len(ids) - 1, pages, hot_slot=slot))
+        for slot, start, end in chunks:
+            slices.append(SequenceSlice(self.tokens[slot][start:end], start, self.pages[slot], hot_slot=slot))
+        expected = self.forward(self.plain, [msgspec.structs.replace(piece, hot_slot=None) for piece in slices])
+        found = self.forward(self.cache, slices)
         assert not found.isnan().any()
         assert found.equal(expected)
-        self.written += len(slots)
-        self.check_host(slots)
+        for piece in slices:
+            assert piece.hot_slot is not None
+            self.check_host(piece.hot_slot, piece.end)
+            self.written += len(piece.token_ids)
         self.cache.check_integrity()
-        for slot, row in zip(slots, found.argmax(-1).tolist(), strict=True):
-            self.tokens[slot].append(row)
+        for piece, token in zip(slices, found.argmax(-1).tolist(), strict=True):
+            assert piece.hot_slot is not None
+            if piece.end == len(self.tokens[piece.hot_slot]):
+                self.tokens[piece.hot_slot].append(token)
         return found
 
     def lend(self, hot_pages: int) -> list[KvPage]:
@@ -147,14 +168,13 @@ class Twin:
         assert logits is not None
         return logits
 
-    def check_host(self, slots: Sequence[int]) -> None:
+    def check_host(self, slot: int, tokens: int) -> None:
         """Check that host memory has the new rows and all others, in every layer."""
         plain, _ = self.plain.pools
-        for slot in slots:
-            for position in range(len(self.tokens[slot])):
-                page, offset = self.pages[slot][position // PAGE_SIZE], position % PAGE_SIZE
-                found = self.cache.host.data[page, :, 0, 0, offset]
-                assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
+        for position in range(tokens):
+            page, offset = self.pages[slot][position // PAGE_SIZE], position % PAGE_SIZE
+            found = self.cache.host.data[page, :, 0, 0, offset]
+            assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
 
     def _hold(self, slot: int, pages: int) -> None:
         """Take hot pages, or return them, full of NaN, as the next to be taken."""
@@ -305,6 +325,40 @@ def test_requests_start_and_end_in_mixed_batches(glm: ModelRunner) -> None:
         if live:
             twin.step(generator.sample(live, len(live)))
     assert twin.cache.counters()["misses"] > 0
+
+
+@pytest.mark.parametrize("cached", [0, 24])
+def test_chunks_beside_decode_steps_equal_a_plain_cache(runner: ModelRunner, cached: int) -> None:
+    """Two prompts are computed in chunks beside a running request. Afterwards all three are evicting."""
+    twin = Twin(runner, hot_rows=TOP_K)
+    twin.start(3, prompt(0, 60), capacity=88)
+    twin.begin(0, prompt(1, 75), cached)
+    twin.begin(2, prompt(2, 41))
+    twin.step([3], [(0, cached, 32)])
+    twin.step([3], [(0, 32, 56), (2, 0, 16)])
+    twin.step([], [(2, 16, 40)])
+    twin.step([3], [(2, 40, 41), (0, 56, 75)])
+    twin.step([2, 3, 0])
+    assert twin.cache.counters()["misses"] == 0
+    for slot in (0, 2, 3):
+        twin.resize(slot, TOP_K)
+    for _ in range(6):
+        twin.step([2, 3, 0])
+    counters = twin.cache.counters()
+    assert counters["misses"] > 0
+    assert counters["write_backs"] == twin.written * len(twin.cache.groups)
+
+
+def test_prompt_computed_in_chunks_gives_the_tokens_of_transformers(glm_directory: Path, glm: ModelRunner) -> None:
+    twin = Twin(glm, hot_rows=TOP_K)
+    token_ids = prompt(12, 90)
+    twin.begin(1, token_ids)
+    for start in range(0, 90, 32):
+        twin.step([], [(1, start, min(90, start + 32))])
+    twin.resize(1, TOP_K)
+    for _ in range(15):
+        twin.step([1])
+    assert twin.tokens[1][90:] == reference_greedy(load_reference(glm_directory), token_ids, 16)
 
 
 def lend_and_take_back(twin: Twin) -> None:

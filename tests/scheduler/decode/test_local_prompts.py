@@ -1,11 +1,13 @@
 """Decode servers that compute prompts themselves, in simulations: beside running requests, and when prefill is lost."""
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
+from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import Simulator
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
@@ -22,6 +24,19 @@ MODES: list[dict[str, Any]] = [
     )
     for local_prefill in ("auto", "always")
 ]
+HISPARSE_MODES: list[dict[str, Any]] = [
+    {"local_prefill": local_prefill, **mode}
+    for mode in (
+        {"overlap": True, "hot_pages": 10},
+        {"hot_pages": 9},
+        {"stages": 2, "hot_pages": 9, "verifies": True},
+        {"overlap": True, "hot_pages": 9, "lends": True, "prefix_cache": False},
+        {"hot_pages": 6, "lends": True},
+        {"overlap": True, "hot_pages": 12, "retract_pages": 0},
+    )
+    for local_prefill in ("auto", "always")
+]
+"""Three request slots. Hot pages are too few for three fully resident requests, and sometimes for one prompt."""
 
 
 def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> None:
@@ -41,6 +56,36 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> 
         "remote_prefill_faster",
         "remote_prefill_unmeasured",
         "retractions_recomputed",
+        "steps_failed",
+        "prefix_tokens_reused",
+    ):
+        assert seen[event] >= 3, f"{event} happened {seen[event]} times"
+
+
+def test_random_hisparse_workloads_end_with_full_pools_and_read_the_right_rows() -> None:
+    """Prompts are computed in fully resident hot buffers, which become those of running requests."""
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(84):
+        simulator = Simulator(**HISPARSE_MODES[seed % len(HISPARSE_MODES)])
+        run_workload(simulator, ACTIONS, seed, steps=400)
+        seen.update(simulator.decode.counters)
+        seen.update(simulator.hot_seen)
+    for event in (
+        "resident chunk",
+        "mixed step",
+        "step of chunks",
+        "evicting step",
+        "shrunk",
+        "opened evicting",
+        "lost hot buffer",
+        "lent",
+        "reclaimed",
+        "local_prefill_always",
+        "local_prefill_absent",
+        "local_prefill_short",
+        "remote_prefill_hot_rows",
+        "retractions_recomputed",
+        "requests_aborted",
         "steps_failed",
         "prefix_tokens_reused",
     ):
@@ -174,3 +219,151 @@ def test_timeline_of_a_local_prompt_adds_up() -> None:
         assert timeline["prefill"] >= 4096 / 40_000
         assert timeline["transfer"] == 0
         assert timeline["control"] == pytest.approx(0)
+
+
+# -- HiSparse ------------------------------------------------------------------------------------------------------
+
+
+def settle(simulator: Simulator, until: Callable[[], object]) -> None:
+    """Run, with checks, until this is true."""
+    for _ in range(300):
+        simulator.work()
+        simulator.check()
+        simulator.pass_time(0.01)
+        if until():
+            return
+    raise AssertionError(simulator.decode.state_counts())
+
+
+def prompt_of(tokens: int, first: int = 100) -> tuple[int, ...]:
+    return tuple(range(first, first + tokens))
+
+
+def test_hisparse_prompt_is_computed_in_the_hot_buffer_that_its_request_then_has() -> None:
+    simulator = Simulator(local_prefill="always", hot_pages=9, overlap=True)
+    rid = simulator.ask_for(prompt_of(20), 8)
+    simulator.decode_turn()
+    hot = simulator.decode.memory.hot
+    assert hot is not None
+    (buffer,) = hot._buffers.values()
+    assert (buffer.computing, buffer.capacity) == (True, 24)
+    settle(simulator, lambda: simulator.output[rid] >= 3)
+    assert hot.of(rid) is buffer
+    settle(simulator, lambda: not simulator.decode.requests)
+    assert simulator.hot_seen["opened fully resident"] == 1, "no second buffer, and no copy of rows"
+    simulator.finish()
+
+
+def test_cached_rows_are_copied_into_the_hot_buffer_before_the_first_chunk() -> None:
+    simulator = Simulator(local_prefill="always", hot_pages=9)
+    simulator.ask_for(prompt_of(20), 2)
+    settle(simulator, lambda: not simulator.decode.requests)
+    simulator.ask_for(prompt_of(22), 2)
+    simulator.decode_turn()
+    simulator.rank_turn(eos=False)
+    assert [copy.kind for copy in simulator.decode.memory.copies._in_flight.values()] == ["prefix"]
+    simulator.decode_turn()
+    assert not simulator.commands, "its chunks wait for the copy"
+    settle(simulator, lambda: not simulator.decode.requests)
+    assert simulator.decode.counters["prefix_tokens_reused"] == 20
+    simulator.finish()
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("situation", ["copied", "computed", "in a step"])
+def test_abort_of_a_computing_hisparse_prompt_releases_its_hot_buffer(situation: str, samples: int) -> None:
+    """Of all its samples, or of the first: the buffer goes to the next one."""
+    simulator = Simulator(local_prefill="always", hot_pages=9, overlap=True)
+    simulator.submit(8, 0, 2, 1, None, 0)
+    settle(simulator, lambda: not simulator.decode.requests)
+    simulator.submit(22, 0, 4, samples, None, 0)
+    simulator.decode_turn()
+    if situation != "copied":
+        simulator.work_ranks()
+        simulator.decode_turn()
+    if situation == "computed":
+        simulator.rank_turn(eos=False)
+    assert simulator.decode.state_counts()["computing"] == samples
+    simulator.cancel(0, stopped=False)
+    simulator.check()
+    assert len(simulator.decode.memory.hot or ()) == samples - 1
+    settle(simulator, lambda: not simulator.decode.requests)
+    simulator.finish()
+    assert simulator.decode.counters["requests_finished"] == samples
+
+
+def test_chunks_and_steps_of_evicting_requests_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hot rows for one long prompt: it makes the running request evicting, and both progress."""
+    simulator = Simulator(local_prefill="always", hot_pages=9, overlap=True, pages=32)
+    running = simulator.ask_for(prompt_of(20), 40)
+    settle(simulator, lambda: simulator.output[running] >= 2)
+    simulator.ask_for(prompt_of(22, first=200), 1)
+    steps: list[tuple[int, int]] = []
+    compute = simulator._compute
+
+    def recorded(step: DecodeStep, eos: bool) -> None:
+        steps.append((len(step.rows), len(step.chunks)))
+        compute(step, eos)
+
+    monkeypatch.setattr(simulator, "_compute", recorded)
+    settle(simulator, lambda: len(simulator.decode.requests) == 1)
+    assert simulator.hot_seen["shrunk"] == 1
+    first, last = steps.index((0, 1)), len(steps) - 1 - steps[::-1].index((0, 1))
+    assert steps[first : last + 1] == [(0, 1), (1, 0), (0, 1), (1, 0), (0, 1)]
+    settle(simulator, lambda: not simulator.decode.requests)
+    simulator.finish()
+
+
+def test_hisparse_prompt_goes_to_prefill_while_hot_rows_are_short() -> None:
+    """Measured rates say that all prompts are faster here; but this one would make a running request evicting."""
+    simulator = Simulator(local_prefill="auto", hot_pages=9, pages=32)
+    rates = simulator.decode.dispatcher.rates
+    rates.local_tokens.measured(1 << 20, 0.001)
+    rates.prefilled_tokens.measured(1, 1.0)
+    rates.transfers.measured(1, 1.0)
+    running = simulator.ask_for(prompt_of(20), 40)
+    settle(simulator, lambda: simulator.output[running] >= 2)
+    assert simulator.decode.counters["local_prefill_short"] == 1
+    simulator.ask_for(prompt_of(22, first=200), 2)
+    settle(simulator, lambda: len(simulator.decode.requests) == 1)
+    assert simulator.decode.counters["remote_prefill_hot_rows"] == 1
+    simulator.finish()
+
+
+def test_hisparse_prompt_waits_for_hot_rows_without_a_prefill_server() -> None:
+    """Two running requests keep their first pages."""
+    simulator = Simulator(local_prefill="always", hot_pages=9, pages=64)
+    for first in (100, 200):
+        simulator.ask_for(prompt_of(22, first), 30)
+    settle(simulator, lambda: simulator.decode.state_counts()["running"] == 2)
+    long = simulator.ask_for(prompt_of(22, 300), 2)
+    simulator.work()
+    assert simulator.decode.state_counts()["queued"] == 1, "three first pages are free, and it needs six"
+    settle(simulator, lambda: not simulator.decode.requests)
+    assert simulator.output[long] == 2
+    simulator.finish()
+
+
+def test_hisparse_prompt_that_can_never_be_computed_is_refused_with_the_limit() -> None:
+    simulator = Simulator(local_prefill="always", hot_pages=3, pages=32)
+    fits, too_long = simulator.ask_for(prompt_of(11), 1), simulator.ask_for(prompt_of(12), 1)
+    failed = simulator.failures[too_long]
+    assert (failed.status, failed.code) == (413, "too_large")
+    assert "the prompt (12 tokens) exceeds this server's hot pool" in failed.message
+    assert "prompts of up to 11 tokens" in failed.message
+    settle(simulator, lambda: not simulator.decode.requests)
+    assert simulator.output[fits] == 1
+    simulator.finish()
+
+
+def test_error_without_a_prefill_server_names_the_longest_prompt_that_is_computed_here() -> None:
+    simulator = Simulator(local_prefill="auto", hot_pages=3, pages=32, endpoints=())
+    short, long = simulator.ask_for(prompt_of(11), 1), simulator.ask_for(prompt_of(12), 1)
+    for _ in range(8):
+        simulator.pass_time(0.5)
+        simulator.work()
+    assert simulator.output[short] == 1
+    failed = simulator.failures[long]
+    assert (failed.status, failed.code) == (503, "unavailable")
+    assert "this server computes prompts of up to 11 tokens (hot pool), and this one has 12" in failed.message
+    simulator.finish()

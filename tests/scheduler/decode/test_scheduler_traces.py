@@ -46,6 +46,7 @@ MODES = (
     Mode(hot_pages=3, lends=True),
     Mode(overlap=True, local_prefill="auto"),
     Mode(stages=2, local_prefill="always"),
+    Mode(overlap=True, hot_pages=10, local_prefill="always"),
 )
 """Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers."""
 RARELY = st.sampled_from([False, False, False, True])
@@ -141,7 +142,7 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def test_random_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(77):
+    for seed in range(84):
         simulator = MODES[seed % len(MODES)].simulator()
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)

@@ -82,6 +82,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         kv_memory_gib=DEVICE_BYTES / GIB,
         host_memory_gib=0.01,
         max_running_requests=SLOTS,
+        local_prefill="never",  # so that a request waits in the queue
         threads=1,
     )
     schedulers: list[DecodeScheduler] = []

@@ -289,10 +289,11 @@ class Simulator:
         assert buffer.capacity >= HOT_ROWS
         assert len(opened.pages) * PAGE_SIZE >= opened.tokens
         resident = opened.tokens <= opened.capacity
-        assert resident == (opened.copy is not None)
+        assert (resident and opened.tokens > 0) == (opened.copy is not None)
         self.hot_seen["opened fully resident" if resident else "opened evicting"] += 1
-        if resident:
+        if opened.copy is not None:
             self.copies.append(opened)
+        if resident:
             return
         for position in range(min(opened.tokens, HOT_ROWS + 1)):
             self._write_hot(_hot_row(buffer, position), ())
@@ -331,6 +332,24 @@ class Simulator:
             for slot in range(HOT_ROWS + 1):
                 self._write_hot(_hot_row(buffer, slot), ())
 
+    def _use_hot_chunk(self, chunk: Chunk[LocalPrompt], *, alive: bool) -> None:
+        """A chunk: all rows before it are in the buffer of its prompt, and its own ones are written there."""
+        local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
+        assert local.hot_slot is not None
+        buffer = self.hot[local.hot_slot]
+        assert chunk.end <= min(buffer.capacity, len(buffer.hot_pages) * PAGE_SIZE), "a chunk lacks hot rows"
+        if alive:
+            for position in range(chunk.start):
+                found = self.hot_memory[_hot_row(buffer, position)]
+                assert found == tokens[: position + 1], f"a chunk reads a wrong hot row {position}"
+        for position in range(chunk.start, chunk.end):
+            self._write_hot(_hot_row(buffer, position), tokens[: position + 1])
+        self.hot_seen["resident chunk"] += 1
+
+    def _is_resident(self, row: DecodeRow) -> bool:
+        assert row.hot_slot is not None
+        return row.position + 1 <= self.hot[row.hot_slot].capacity
+
     def _write_hot(self, row: Row, prefix: Prefix) -> None:
         """Write a hot row. Keys in the same memory are lost."""
         self.hot_memory[row] = prefix
@@ -353,8 +372,13 @@ class Simulator:
         slots = [
             row.hot_slot for row in step.rows if row.hot_slot is not None and row.request.rid in self.decode.requests
         ]
+        prompts = [chunk.prompt for chunk in step.chunks if chunk.prompt.prompt.local is chunk.prompt]
+        slots += [local.hot_slot for local in prompts if local.hot_slot is not None]
         hot = [page for slot in slots for page in self.hot[slot].hot_pages]
         assert len(hot) == len(set(hot)), "two requests of a step share a hot page"
+        if self.decode.memory.hot is not None and step.chunks:
+            assert all(self._is_resident(row) for row in step.rows), "a step with chunks fetches rows"
+            self.hot_seen["mixed step" if step.rows else "step of chunks"] += 1
         for row in step.rows:
             rid = row.request.rid
             alive = rid in self.decode.requests  # the result of an ended request is ignored
@@ -389,6 +413,8 @@ class Simulator:
         """Compute a chunk of a prompt; returns the first tokens of all samples after the last one."""
         local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
         alive = local.prompt.local is local
+        if self.decode.memory.hot is not None:
+            self._use_hot_chunk(chunk, alive=alive)
         for position in range(chunk.end):
             kv_row = local.pages[position // PAGE_SIZE], position % PAGE_SIZE
             if position >= chunk.start:
@@ -522,10 +548,9 @@ class Simulator:
                     touched.update(hot_pages)
                 case ResizeHot(slot=slot):
                     buffers[slot] = command
-                case DecodeStep(rows=rows):
-                    touched.update(
-                        page for row in rows if row.hot_slot is not None for page in buffers[row.hot_slot].hot_pages
-                    )
+                case DecodeStep(rows=rows, chunks=chunks):
+                    slots = [*(row.hot_slot for row in rows), *(chunk.prompt.hot_slot for chunk in chunks)]
+                    touched.update(page for slot in slots if slot is not None for page in buffers[slot].hot_pages)
         if self.decode.memory.hot is not None:
             touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
             touched.update(page for buffer in self.decode.memory.hot._detached for page in buffer.pages)

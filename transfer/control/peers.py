@@ -117,12 +117,12 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
         of this server as a loss.
         """
         peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
+        began_at = self._clock()
         for session in peers:
-            session.round_trip_s = None
-            self._beat(session, self._clock())
+            self._beat(session, began_at)
         ends_at = time.monotonic() + ANNOUNCE_SHUTDOWN_S
         while time.monotonic() < ends_at and any(
-            session.state is SessionState.PAIRED and session.round_trip_s is None for session in peers
+            session.state is SessionState.PAIRED and session.answered_beat_at < began_at for session in peers
         ):
             self._turn()
 
@@ -214,6 +214,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             self._reply(session, HeartbeatAck(self._me.instance, message.sent_at, self._current_load()))
         else:
             session.round_trip_s = max(0.0, self._clock() - message.sent_at)
+            session.answered_beat_at = message.sent_at
         if message.load != session.load:
             session.load = message.load
             self._emit(LoadReported(session.instance, message.load))

@@ -56,6 +56,8 @@ class Session:
         self.heartbeat_at = now
         self.complaint_at = now
         self.round_trip_s: float | None = None
+        self.answered_beat_at = now
+        """When our last answered heartbeat was sent."""
         self.load = Load()
         self.detail: str | None = None
 

@@ -189,8 +189,8 @@ class ModelRunner:
         the host knows the tokens. Only the first stage reads them. Without `logits` the result is [0, vocab].
         """
         for graphs in self._graphs:
-            if graphs.fits(slices):
-                return graphs.run(slices, token_ids, logits=logits)
+            if (size := graphs.size_for(slices)) is not None:
+                return graphs.run(slices, token_ids, logits=logits, size=size)
         batch = self._batch(cache, slices, token_ids)
         hidden = self._run(cache, batch, last_only=batch.last_rows is not None)
         if hidden is None or logits:

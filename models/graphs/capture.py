@@ -103,21 +103,32 @@ class StepGraphs:
         self._last_kind = 0
         self._capture()
 
+    def size_for(self, slices: Sequence[SequenceSlice]) -> int | None:
+        """The size of the graph that runs this batch; None if there is none."""
+        needed = self._step.size(slices)
+        if needed is None or not 0 < needed <= self._sizes[-1]:
+            return None
+        return self._sizes[bisect.bisect_left(self._sizes, needed)]
+
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether `run` accepts this batch."""
-        size = self._step.size(slices)
-        return size is not None and 0 < size <= self._sizes[-1]
+        return self.size_for(slices) is not None
 
     def run(
-        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None, *, logits: bool = True
+        self,
+        slices: Sequence[SequenceSlice],
+        token_ids: torch.Tensor | None = None,
+        *,
+        logits: bool = True,
+        size: int | None = None,
     ) -> torch.Tensor:
         """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
         of the last step. Does not wait for the device. `token_ids` on the device replace those of slices of a single
         token, if given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab].
+        `size` is that of `size_for`, if the caller has it.
         """
-        needed = self._step.size(slices)
-        assert needed is not None, "the batch fits"
-        size = self._sizes[bisect.bisect_left(self._sizes, needed)]
+        size = size or self.size_for(slices)
+        assert size is not None, "the batch fits"
         self._last_kind = self._step.fill(slices, size)
         if token_ids is not None:
             self._step.replace_tokens(slices, token_ids)

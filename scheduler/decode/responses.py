@@ -24,8 +24,8 @@ def refusal(
     *,
     local: bool = False,
 ) -> RequestError | None:
-    """Why a server with `num_pages` pages can never serve this prompt, if `prefill_tokens` is the longest one that can
-    be computed, here (`local`) or by prefill servers; None if it can.
+    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages.
+    Prompts of up to `prefill_tokens` tokens can be computed: here (`local`) or by prefill servers.
     """
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:

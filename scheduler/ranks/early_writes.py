@@ -12,8 +12,9 @@ from .executor import PendingStep
 
 
 class EarlyWrites:
-    """The writes of one rank that wait for the start of their step. `write` starts one, `report` ends one that never
-    starts. `add` and `cancel` may be called from other threads than the rank's.
+    """The waiting chunk writes of one rank. `write` starts a write. `report` reports the end of a write that was
+    cancelled, or whose step failed, before it started. `add` and `cancel` may be called from any thread, the rest from
+    the rank's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Transports are probed before use: the first that works is used, and one that fails is replaced by the next."""
+"""A sender probes its transports in order and uses the first that works. If that one fails, it uses the next."""
 
 import queue
 from collections.abc import Callable, Iterator

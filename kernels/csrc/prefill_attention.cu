@@ -8,18 +8,16 @@
 //
 // Blocks are processed from the last key to the first, so only the first one or two need a mask.
 //
-// Weights are relative to a reference: a score that no later one has exceeded by more than kGrowth (in powers of two).
-// When the reference changes, which is rare after the first blocks, the sums are scaled down.
-//
 // Constants: HALF (see hopper.cuh), GROUP, the query heads of a KV head.
 
 #include "hopper.cuh"
+#include "online_softmax.cuh"
 
 namespace {
 
 constexpr int kDim = 128;
 constexpr int kTileQueries = 128;
-constexpr int kQueries = 64;     // of a consumer
+constexpr int kQueries = 64;  // of a consumer
 constexpr int kBlockTokens = 128;
 constexpr int kHalfBytes = kBlockTokens * 128;   // 128 lines of 64 elements
 constexpr int kBlockBytes = 2 * kHalfBytes;      // of keys, or of values
@@ -27,9 +25,6 @@ constexpr int kQueryBytes = 2 * kQueries * 128;  // of a consumer: two halves of
 constexpr int kStages = 2;
 constexpr int kThreads = 3 * 128;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of a thread; 3 * 168 together
-constexpr float kLowest = -1e30f;                                 // below every score, but finite
-constexpr float kGrowth = 8.0f;
-constexpr unsigned kAll = 0xffffffffu;
 enum { kAllThreads, kConsumer, kTurn = kConsumer + 2 };  // barriers of sync_threads; + i for consumer i
 
 struct Shared {
@@ -133,39 +128,6 @@ __device__ __forceinline__ void produce(Shared& shared, const Plan& plan, const 
     }
 }
 
-// Softmax state of the two queries of a thread.
-struct Softmax {
-    float reference[2] = {kLowest, kLowest};
-    float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
-
-    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this
-    // warp.
-    __device__ __forceinline__ bool weigh(float (&scores)[64], float scale, float (&shrink)[2]) {
-        bool changes = false;
-#pragma unroll
-        for (int query = 0; query < 2; ++query) {
-            float most = max(scores[2 * query], scores[2 * query + 1]);
-#pragma unroll
-            for (int i = 4; i < 64; i += 4) most = max(most, max(scores[i + 2 * query], scores[i + 2 * query + 1]));
-            most = max(most, __shfl_xor_sync(kAll, most, 1));
-            most = max(most, __shfl_xor_sync(kAll, most, 2)) * scale;
-            const float old = reference[query];
-            if (most > old + kGrowth) {
-                reference[query] = most;
-                changes = true;
-            }
-            shrink[query] = exp2_approximate(old - reference[query]);
-            sum[query] *= shrink[query];
-#pragma unroll
-            for (int i = 2 * query; i < 64; i += i % 2 ? 3 : 1) {
-                scores[i] = exp2_approximate(fmaf(scores[i], scale, -reference[query]));
-                sum[query] += scores[i];
-            }
-        }
-        return __any_sync(kAll, changes);
-    }
-};
-
 // Keys after a query have no score. `first_key` is that of the block, `position` that of the thread's first query.
 __device__ __forceinline__ void mask(float (&scores)[64], int first_key, int position) {
     const int visible = position - first_key - lane() % 4 * 2;  // of the thread's first column
@@ -223,7 +185,7 @@ struct Consumer {
         turn.next();
     }
 
-    __device__ __forceinline__ void attend(const Tile& tile, float (&sums)[64], Softmax& softmax, bool in_turn) {
+    __device__ __forceinline__ void attend(const Tile& tile, float (&sums)[64], Softmax<64>& softmax, bool in_turn) {
         const int first_position = tile.first_position + number * kQueries;  // of this half of the tile
         const int position = first_position + own_query();
         float scores[64], shrink[2];
@@ -307,8 +269,8 @@ struct Consumer {
     }
 
     // Rounds the sums and stores the first `count` lines of 256 bytes, `pitch` bytes apart. The query is overwritten.
-    __device__ __forceinline__ void store(const float (&sums)[64], const Softmax& softmax, char* to, long long pitch,
-                                          int count) {
+    __device__ __forceinline__ void store(const float (&sums)[64], const Softmax<64>& softmax, char* to,
+                                          long long pitch, int count) {
         float inverse[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -392,7 +354,7 @@ prefill_attention(const char* query, long long query_pitch, const char* keys, co
         float sums[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
-        Softmax softmax;
+        Softmax<64> softmax;
         consumer.attend(tile, sums, softmax, tile.query_len - tile.first_query > kQueries);
         consumer.store(sums, softmax, out + (row * heads + tile.head) * kDim * 2, heads * kDim * 2, count);
     }

@@ -10,14 +10,12 @@
 // 900 clocks without tensor cores. To keep them busy meanwhile, weights are handed over late: when the scorer is half
 // through the next rows. The adders multiply while the scorer computes the next weights.
 //
-// Weights are relative to a reference: a score that no later one has exceeded by more than kGrowth (in powers of two).
-// When the reference changes, which is rare after the first rows, the adders scale their sums down.
-//
 // The blocks of all shares are a cluster. At the end each of them sums some of the columns.
 //
 // Constants: SHARES (a power of two), PAGE_SIZE, HALF (see hopper.cuh).
 
 #include "hopper.cuh"
+#include "online_softmax.cuh"
 
 namespace {
 
@@ -37,9 +35,6 @@ constexpr int kScorerRegisters = 184, kAdderRegisters = 160;  // of a thread; 3 
 constexpr int kScannedRows = 8;                               // of a thread at a time
 constexpr int kShares = SHARES;
 constexpr int kOwnSums = 128 / kShares;  // of those of a thread, in the end
-constexpr float kLowest = -1e30f;        // below every score, but finite
-constexpr float kGrowth = 8.0f;
-constexpr unsigned kAll = 0xffffffffu;
 enum { kAllThreads, kScorer, kAdders, kCounted };  // barriers of sync_threads
 
 struct Shared {
@@ -197,41 +192,9 @@ __device__ __forceinline__ void mask(const Rows& rows, int block, float (&scores
     }
 }
 
-// Softmax state of the two heads of a thread.
-struct Softmax {
-    float reference[2] = {kLowest, kLowest};
-    float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
-
-    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this warp.
-    __device__ __forceinline__ bool weigh(float (&scores)[32], float scale, float (&shrink)[2]) {
-        bool changes = false;
-#pragma unroll
-        for (int head = 0; head < 2; ++head) {
-            float most = max(scores[2 * head], scores[2 * head + 1]);
-#pragma unroll
-            for (int i = 4; i < 32; i += 4) most = max(most, max(scores[i + 2 * head], scores[i + 2 * head + 1]));
-            most = max(most, __shfl_xor_sync(kAll, most, 1));
-            most = max(most, __shfl_xor_sync(kAll, most, 2)) * scale;
-            const float old = reference[head];
-            if (most > old + kGrowth) {
-                reference[head] = most;
-                changes = true;
-            }
-            shrink[head] = exp2_approximate(old - reference[head]);
-            sum[head] *= shrink[head];
-#pragma unroll
-            for (int i = 2 * head; i < 32; i += i % 2 ? 3 : 1) {
-                scores[i] = exp2_approximate(scores[i] * scale - reference[head]);
-                sum[head] += scores[i];
-            }
-        }
-        return __any_sync(kAll, changes);
-    }
-};
-
 __device__ __forceinline__ void score(Shared& shared, const Rows& rows, int blocks,
                                       const unsigned (&query)[kRegisterSteps][4], float scale) {
-    Softmax softmax;
+    Softmax<32> softmax;
     float scores[32];
     Turn turn;
 #pragma unroll 1

@@ -5,7 +5,8 @@ batch, of the sampling server and of the device. For this, the one random number
 generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose sums do not
 depend on the order of additions. On CUDA the host does not wait.
 
-The order is: penalties, bias and mask (penalties.py), temperature, top_k, top_p of the rest, min_p.
+The order is: the mask of the grammar, penalties, bias and no EOS (penalties.py), temperature, top_k, top_p of the rest,
+min_p.
 """
 
 import enum
@@ -17,6 +18,7 @@ import torch
 
 from ...configs.sampling import SamplingParams
 from ...kernels.sampling.keep_top_p import keep_top_p
+from ...kernels.sampling.mask_logits import mask_logits
 from ...kernels.sampling.top_tokens import top_tokens
 from ..layers.host_copies import upload
 from .penalties import Choice, Penalties
@@ -51,6 +53,23 @@ class _Kind(enum.Enum):
         return _Kind.TOP_P if params.top_p < 1.0 else _Kind.VOCABULARY
 
 
+class TokenMasks:
+    """Which tokens the rows of the logits allow: `masks` has one mask (models/grammar/masks.py) for each of `rows`. The
+    other rows allow all tokens.
+    """
+
+    def __init__(self, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        self._rows = rows
+        self._masks = masks
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of logits [B, V] in which tokens that are not allowed are -inf."""
+        slots = np.full(len(logits), -1, dtype=np.int32)
+        slots[list(self._rows)] = np.arange(len(self._rows))
+        device = logits.device
+        return mask_logits(logits, upload(slots, torch.int32, device), upload(self._masks, torch.int32, device))
+
+
 class Sampler:
     """Samples tokens. Before a request's `min_new_tokens`, none of `eos_token_ids` can be sampled."""
 
@@ -58,8 +77,12 @@ class Sampler:
         self._penalties = Penalties(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-        """One token per choice from logits [B, V] (float32)."""
+    def sample(
+        self, logits: torch.Tensor, choices: Sequence[Choice], allowed: TokenMasks | None = None
+    ) -> torch.Tensor:
+        """One token per choice from logits [B, V] (float32), of the tokens `allowed`."""
+        if allowed is not None:
+            logits = allowed.apply(logits)
         groups: dict[_Kind, list[int]] = {}
         for index, choice in enumerate(choices):
             groups.setdefault(_Kind.of(choice.params), []).append(index)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...configs.sampling import Grammar, SamplingParams
 from ...configs.words import counted
 from ...transfer.control.events import (
     LoadReported,
@@ -42,6 +43,7 @@ from ..messages.ranks import (
     CancelChunks,
     ChunkReport,
     ClosePeer,
+    GrammarReady,
     OpenPeer,
     PartReport,
     PeerRoutes,
@@ -52,6 +54,7 @@ from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import Ranks
 from .frontend_link import FrontendLink
+from .grammar_gate import GrammarGate
 from .loop import EngineLoop
 from .step_rows import prefill_row
 
@@ -93,15 +96,23 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Reports of the chunks that some ranks have written, but not all."""
+        self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
-            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
-                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
-            case MessageReceived(instance=instance, message=Abort() as message):
+            case MessageReceived(message=KvDestination(sampling=SamplingParams(grammar=Grammar() as grammar))):
+                self._gate.hold(event, grammar)
+            case MessageReceived(message=KvDestination()):
+                self._receive(event, now)
+            case GrammarReady(number=number, problem=problem):
+                if (held := self._gate.ready(number)) is not None:
+                    self._receive(held, now, problem)
+            case MessageReceived(instance=instance, message=Abort(key=key) as message):
+                for held in self._gate.release(lambda held: _is_about(held, instance, key)):
+                    self._receive(held, now)
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
@@ -123,6 +134,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 if remark is not None:
                     log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
+                self._gate.release(lambda held: held.instance == instance)
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
                 self._open.discard(instance)
@@ -144,6 +156,20 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
+
+    def _receive(self, event: MessageReceived, now: float, problem: str | None = None) -> None:
+        """Pass a KvDestination to the scheduler, or refuse it because its grammar cannot be compiled."""
+        message, (prompt, indices) = event.message, event.arrays
+        assert isinstance(message, KvDestination)
+        if problem is None:
+            self.scheduler.receive(event.instance, message, prompt.tolist(), indices.tolist(), now)
+        else:
+            failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
+            self._control.send(event.instance, failed)
+
+    def _release_held(self, now: float) -> None:
+        for held in self._gate.release():
+            self._receive(held, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
         """Send a message. A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
@@ -172,16 +198,26 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
-            drawn = [result.drawn for result in done.results]
-            self.scheduler.step_done(done.command_id, drawn, [result.prompt_logprobs for result in done.results], now)
+            results = done.results
+            self.scheduler.step_done(
+                done.command_id,
+                [result.drawn for result in results],
+                [result.prompt_logprobs for result in results],
+                now,
+                [result.problem for result in results],
+            )
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
     def _answered(self) -> bool:
-        return self.scheduler.idle
+        return self.scheduler.idle and not self._gate
 
     def _writes(self) -> bool:
         return bool(self.scheduler.requests)
+
+
+def _is_about(held: MessageReceived, instance: InstanceId, key: TransferKey) -> bool:
+    return held.instance == instance and isinstance(held.message, KvDestination) and held.message.key == key
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

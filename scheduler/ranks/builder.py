@@ -3,9 +3,10 @@
 import logging
 import time
 
+import numpy as np
 import torch
 
-from ...configs.arithmetic import round_up
+from ...configs.arithmetic import ceil_div, round_up
 from ...configs.errors import StartupError
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -19,13 +20,16 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
 from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ...models.grammar.compiler import GrammarCompiler
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
 from ...models.runner import ModelRunner, resolve_dtype
+from ...models.sampling.sampler import TokenMasks
 from ...transfer.data.part_writer import gather_bytes, warm_up_gather
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
 from ..messages.step import Draw, StepRow
 from .executor import Executor
+from .step_grammars import StepGrammars
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +108,13 @@ class RankBuilder:
                 self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
-        return Executor(runner, cache, source.config.eos_token_ids, overlap=uses_overlap(config))
+        return Executor(
+            runner,
+            cache,
+            source.config.eos_token_ids,
+            overlap=uses_overlap(config),
+            grammars=StepGrammars(GrammarCompiler(source), self.step_limit),
+        )
 
     def _choose_step_limit(self) -> int:
         config, model = self._config, self._source.config
@@ -278,8 +288,13 @@ class RankBuilder:
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
+        steps = trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda")
+        # stands for the copy of the logits that a grammar masks
+        logits = torch.zeros(max(map(len, steps)), runner.config.vocab_size, device=self._device)
+        for rows in steps:
             executor.start(rows).finish()
+        all_tokens = TokenMasks([0], np.full((1, ceil_div(runner.config.vocab_size, 32)), -1, np.int32))
+        all_tokens.apply(logits[:1])  # compiles the kernel
         runner.release_graphs()
 
 

@@ -1,0 +1,43 @@
+"""Compiles grammars in a process of its own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT`.
+
+A hostile grammar may take minutes. A compiler cannot be interrupted, but a process can be killed. The process writes
+one line of JSON when it is ready, and then one for each line that it reads, a grammar: null, or why it is refused.
+"""
+
+import signal
+import sys
+from typing import cast
+
+import msgspec
+
+from ...configs.sampling import Grammar
+from ...configs.schema import LoadFormat
+from ..loading.catalog import locate_model
+from .compiler import GrammarCompiler
+from .dialects import GrammarError
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C; end of file on stdin ends this process
+    compiler = GrammarCompiler(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
+    _ = compiler.vocabulary
+    _answer(None)
+    for line in sys.stdin.buffer:
+        problem = None
+        try:
+            compiler.compile(msgspec.json.decode(line, type=Grammar))
+        except GrammarError as error:
+            problem = str(error)
+        except Exception as error:  # the compiler must not die of one grammar
+            problem = f"cannot be compiled: {type(error).__name__}: {error}"
+        _answer(problem)
+    return 0
+
+
+def _answer(problem: str | None) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(problem and problem[:2000]) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches them. The vocabulary is read when the first grammar is compiled."""
+    """Compiles grammars and caches them. The vocabulary is read once, at the latest for the first grammar."""
 
     def __init__(self, source: ModelSource, max_cached: int = MAX_CACHED) -> None:
         self._source = source
@@ -62,6 +62,13 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._source)
             return self._vocabulary
+
+    def read_vocabulary(self) -> None:
+        """Read it now. Without it the server works, but every grammar is refused with the reason."""
+        try:
+            _ = self.vocabulary
+        except Exception:
+            log.exception("the tokenizer cannot be used for grammars")
 
     def is_cached(self, grammar: Grammar) -> bool:
         with self._lock:

@@ -1,6 +1,7 @@
 """Builds the executor of a rank: weights, memory for steps, a KV cache in the rest, CUDA graphs."""
 
 import logging
+import threading
 import time
 
 import numpy as np
@@ -59,6 +60,10 @@ class RankBuilder:
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
+        compiler = GrammarCompiler(source)
+        reading = threading.Thread(target=compiler.read_vocabulary, name="vocabulary", daemon=True)
+        if parallel.shard.samples:
+            reading.start()  # here and not by the first grammar: llguidance holds the GIL for up to a second
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
@@ -108,12 +113,14 @@ class RankBuilder:
                 self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
+        if parallel.shard.samples:
+            reading.join()
         return Executor(
             runner,
             cache,
             source.config.eos_token_ids,
             overlap=uses_overlap(config),
-            grammars=StepGrammars(GrammarCompiler(source), self.step_limit),
+            grammars=StepGrammars(compiler, self.step_limit),
         )
 
     def _choose_step_limit(self) -> int:

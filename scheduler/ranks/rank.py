@@ -235,7 +235,7 @@ class RankEngine:
 
     def _prepare_grammar(self, command: PrepareGrammar) -> None:
         """Compile a grammar on a thread of its own, if this rank samples. A cached one is reported at once."""
-        if not self._parallel.shard.last or self._parallel.shard.tp_rank != 0:
+        if not self._parallel.shard.samples:
             return
         assert self._executor.grammars is not None, "the builder sets it"
         compiler = self._executor.grammars.compiler

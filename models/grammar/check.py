@@ -19,7 +19,7 @@ from .dialects import GrammarError
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C; end of file on stdin ends this process
-    compiler = GrammarCompiler(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
+    compiler = GrammarCompiler.of(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
     _ = compiler.vocabulary
     _answer(None)
     for line in sys.stdin.buffer:

@@ -60,7 +60,7 @@ class RankBuilder:
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
-        compiler = GrammarCompiler(source)
+        compiler = GrammarCompiler.of(source)
         reading = threading.Thread(target=compiler.read_vocabulary, name="vocabulary", daemon=True)
         if parallel.shard.samples:
             reading.start()  # here and not by the first grammar: llguidance holds the GIL for up to a second

@@ -111,6 +111,8 @@ class Executor:
         self._last: PendingStep | None = None
         self.cache = cache
         self.grammars = grammars
+        self.samples_later = cache.device.type == "cuda"
+        """Rows with a grammar that follow the previous step are sampled after its end, while the device computes."""
 
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it, and with a grammar on a row that follows the previous step,
@@ -161,7 +163,7 @@ class Executor:
             sampled = previous() if any(row.follows is not None for row in rows) else []
             return self._draw(rows, choices, logits, prompt_parts, self.grammars.masks(rows, sampled))
 
-        if logits.device.type == "cuda" and any(row.has_grammar and row.follows is not None for row in rows):
+        if self.samples_later and any(row.has_grammar and row.follows is not None for row in rows):
             return PendingStep(logits.device, sample=sample)
         return PendingStep(logits.device, sample())
 

@@ -168,7 +168,7 @@ def test_greedy_output_equals_transformers_with_masked_logits(decode: Server, to
     """The reference masks the logits of transformers with llguidance directly."""
     prompt = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False)
     model = load_smollm2_reference()
-    matcher = GrammarCompiler(locate_model("smollm2")).new_matcher(Grammar("json_schema", json.dumps(PERSON)))
+    matcher = GrammarCompiler.of(locate_model("smollm2")).new_matcher(Grammar("json_schema", json.dumps(PERSON)))
     expected: list[int] = []
     with torch.inference_mode():
         while not expected or expected[-1] not in tokenizer.eos_token_ids:

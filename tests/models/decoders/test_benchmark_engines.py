@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine
+from benchmarks import dsa_engine, engine, grammar
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
@@ -76,3 +77,19 @@ def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         pools.hot.add_(1)
         with pytest.raises(AssertionError):
             trace.check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_grammar_benchmark_follows_the_grammar() -> None:
+    config = replace(
+        engine.QWEN3_8B, vocab_size=640, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
+    )
+    bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
+    compiler = GrammarCompiler(lambda: grammar.made_up_vocabulary(640))
+    grammars = grammar.TimedGrammars(compiler, 2)  # asserts that no row has a problem
+    executor = Executor(bench.runner, bench.cache, (grammar.EOS,), overlap=True, grammars=grammars)
+    executor.samples_later = True
+    timing = grammar.time_steps(bench, executor, 2, 40, 30, True)
+    assert timing.mean_ms > 0
+    assert len(grammars.seconds) == 30
+    assert grammar.time_first_tokens(bench, executor, 20, True) > 0

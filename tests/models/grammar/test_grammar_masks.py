@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdserve.configs.sampling import Grammar
-from pdserve.models.grammar.compiler import GrammarCompiler
+from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import MAX_CHARACTERS, GrammarError
 from pdserve.models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
 from pdserve.models.grammar.regex_size import regex_size
@@ -26,7 +26,7 @@ SLASH = {"type": "regex", "pattern": "a/b"}
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    return GrammarCompiler(locate_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny")))), max_cached=4)
+    return GrammarCompiler.of(locate_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny")))), max_cached=4)
 
 
 def state_after(compiler: GrammarCompiler, grammar: Grammar, text: str, stop: tuple[int, ...] = ()) -> GrammarState:
@@ -165,7 +165,29 @@ def test_regex_size_writes_repetitions_out(pattern: str, size: int) -> None:
     assert regex_size(pattern) == size
 
 
+@pytest.mark.parametrize("changed", [" {}", "", "{}{}"], ids=["space", "nothing", "twice"])
+def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> None:
+    """As SentencePiece does, which begins every text with a space."""
+    tokens = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"abc", b" abc", b"bc"]
+    ids = {text: token for token, text in enumerate(tokens)}
+
+    def encode(text: str) -> list[int]:
+        return [ids[bytes([byte])] for byte in changed.format(text, text).encode()]
+
+    compiler = GrammarCompiler(lambda: Vocabulary(tokens, special={}, eos_token_ids=(0,), encode=encode))
+    states = [
+        GrammarMasks(compiler, 8).begin(Grammar("regex", "abcd"), (), [ids[each] for each in given], None)
+        for given in ([], [b"a"], [b"a", b"bc"])
+    ]
+    (first, second, third) = allowed(compiler, *states)
+    assert first <= {ids[b"a"], ids[b"abc"]}
+    assert second <= {ids[b"b"], ids[b"bc"]}
+    assert third == {ids[b"d"]}
+    assert first
+    assert second
+
+
 def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, eos_token_id=None)
     with pytest.raises(GrammarError, match="no end token"):
-        GrammarCompiler(locate_model(str(directory))).compile(Grammar("regex", "a"))
+        GrammarCompiler.of(locate_model(str(directory))).compile(Grammar("regex", "a"))

@@ -96,7 +96,7 @@ def time_steps(engine: Engine, executor: Executor, batch: int, context: int, ste
                 pages=pages[row],
                 draws=(Draw(sampling, index, (), row if grammar else None),),
                 follows=None if index == 0 else row,
-                **fed,  # type: ignore[arg-type]  # token ids
+                **fed,
             )
             for row in range(batch)
         ]

@@ -19,7 +19,7 @@ from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference
 from tests.cluster.servers import HTTP, Server, cluster
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 20},
@@ -30,7 +30,7 @@ PERSON = {
     "additionalProperties": False,
 }
 CITIES = 'root ::= city | city " is in " country\ncity ::= "Paris" | "Berlin"\ncountry ::= "France" | "Germany"'
-QUESTION = [{"role": "user", "content": "Describe a person as JSON with name, age and likes."}]
+QUESTION: list[Any] = [{"role": "user", "content": "Describe a person as JSON with name, age and likes."}]
 
 
 class Person(pydantic.BaseModel):

@@ -7,7 +7,8 @@ loop   the model loop of a prefill server: its executor, in chunks of `--chunk-s
 pair   a prefill and a decode server on the GPU with default settings: from the client's first byte sent to the first
        token received, and the stages that the servers report
 
-The floor is the weights read once at the copy rate, or the matrix products at 790 TFLOP/s, whichever is longer. Prompts
+The floor is the weights read once at the copy rate, or the matrix products and causal attention at 790 TFLOP/s,
+whichever is longer. Prompts
 differ, so nothing is cached. `--hops` records when a request passes each thread of the servers
 (hop_trace/sitecustomize.py) and prints the median time from one to the next; this costs about 0.1 ms itself.
 """
@@ -43,6 +44,8 @@ PAUSE_S = 0.05
 """Between two prompts of the model loop. `sustained` is without pauses: the GPU then reaches its power limit and lowers
 its clock.
 """
+SHORT = 16_384
+"""Longer prompts of the model loop are measured once, after one to warm up."""
 CACHED = ((16, 1024), (64, 8192), (256, 8192), (64, 30720), (64, 100_000))
 """New tokens after cached ones, for the model loop."""
 STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
@@ -80,7 +83,7 @@ def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
         (pages,) = engine.pages([cached + tokens])
         prompt = engine.tokens(cached + tokens)
         walls = []
-        for _ in range(max(5, min(15, 20_000 // tokens))):
+        for _ in range(max(2 if tokens > SHORT else 5, min(15, 20_000 // tokens))):
             time.sleep(pause_s)
             begun = time.perf_counter()
             for first in range(cached, len(prompt), chunk):
@@ -94,9 +97,11 @@ def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "chunk_size": chunk, "prompts": []}
     print("tokens   loop ms  sustained     eager     floor  vLLM")
     for tokens in lengths:
-        graphed, eager = (milliseconds(executor, tokens) for executor in executors)
+        graphed = milliseconds(executors[0], tokens)
         sustained = milliseconds(executors[0], tokens, pause_s=0.0)
-        floor = max(engine.weight_bytes / rate, tokens * products / PRODUCT_RATE) * 1e3
+        eager = milliseconds(executors[1], tokens) if tokens <= SHORT else graphed  # chunks of long prompts are eager
+        attention = 2 * tokens**2 * QWEN3_8B.num_heads * QWEN3_8B.head_dim * QWEN3_8B.num_layers  # causal: half of it
+        floor = max(engine.weight_bytes / rate, (tokens * products + attention) / PRODUCT_RATE) * 1e3
         row = {"loop_ms": graphed, "sustained_ms": sustained, "eager_ms": eager, "floor_ms": floor}
         results["prompts"].append({"tokens": tokens, **row})
         print(

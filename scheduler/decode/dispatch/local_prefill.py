@@ -12,6 +12,8 @@ from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
+STEP_ROWS = 128
+"""The GPU computes tokens in tiles of this many, and CUDA graphs have such sizes: a smaller rest costs as much."""
 MOST_SHARE = 0.5
 """Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
 
@@ -87,7 +89,10 @@ class LocalPrefill:
             tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
             target_s=self._target_s,
         )
-        return max(self._limits.page_size, min(tokens, self._most - batch))
+        rows = min(tokens + batch, self._most)
+        if rows > STEP_ROWS:
+            rows -= rows % STEP_ROWS
+        return max(self._limits.page_size, rows - batch)
 
     def tokens_per_s(self, expected: float | None) -> float | None:
         """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate

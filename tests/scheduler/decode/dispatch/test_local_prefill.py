@@ -10,3 +10,9 @@ from pdserve.scheduler.rates import Rates
 def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, tokens: int) -> None:
     local = LocalPrefill(LocalLimits(page_size=16, max_step_tokens=2048), Rates())
     assert local.budget(batch, running=batch, waiting=64) == tokens
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 399), (60, 452), (120, 400)])
+def test_a_step_has_a_multiple_of_128_tokens(batch: int, tokens: int) -> None:
+    local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=tokens + batch + 100), Rates())
+    assert local.budget(batch, running=batch, waiting=64) + batch == (tokens + batch + 100) // 128 * 128

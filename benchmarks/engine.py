@@ -102,16 +102,18 @@ class Engine:
     def kv_token_bytes(self) -> int:
         return self.decoder.kv_token_bytes
 
-    def prompt_floor_ms(self, tokens: int, _cached: int, rate: float) -> float:
-        """The least time for `tokens` tokens of a prompt: weights read once at `rate`, or their products, whichever is
-        longer. Attention is not counted.
+    def prompt_floor_ms(self, tokens: int, cached: int, rate: float) -> float:
+        """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
+        weights, of causal attention), whichever is longer.
         """
-        products = 2 * sum(
+        products = tokens * sum(
             slot.target.numel()
             for name, slot in self.parameters.slots().items()
             if slot.target.ndim == 2 and "embed" not in name and "lm_head" not in name
         )
-        return max(self.weight_bytes / rate, tokens * products / PRODUCT_RATE) * 1e3
+        config, pairs = self.config, sum(range(cached + 1, cached + tokens + 1))
+        products += config.num_layers * pairs * 2 * config.num_heads * config.head_dim
+        return max(self.weight_bytes / rate, 2 * products / PRODUCT_RATE) * 1e3
 
 
 def scattered_pages(source: random.Random, lengths: Sequence[int], cache: KvCache) -> list[list[int]]:

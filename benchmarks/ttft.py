@@ -8,10 +8,10 @@ loop   the model loop of a prefill server: its executor, in chunks of `--chunk-s
 pair   a prefill and a decode server on the GPU with default settings: from the client's first byte sent to the first
        token received, and the stages that the servers report
 
-The floor is the weights read once at the copy rate, or the matrix products at 790 TFLOP/s, whichever is longer. For the
-sparse geometry these include index scores and attention; its chunks run without CUDA graphs, in a pool on the GPU. It
-has 4 layers of DeepSeek-V3.2's attention with the dense MLP of its first layers, and a small vocabulary. Prompts
-differ, so nothing is cached. `--hops` records when a request passes each thread of the servers
+The floor is the weights read once at the copy rate, or the matrix products and attention at 790 TFLOP/s, whichever is
+longer. The sparse geometry has 4 layers of DeepSeek-V3.2's attention with the dense MLP of its first layers, and a
+small vocabulary. Its floor also counts index scores; its chunks run without CUDA graphs. Prompts differ, so nothing is
+cached. `--hops` records when a request passes each thread of the servers
 (hop_trace/sitecustomize.py) and prints the median time from one to the next; this costs about 0.1 ms itself.
 """
 
@@ -53,6 +53,8 @@ PAUSE_S = 0.05
 """Between two prompts of the model loop. `sustained` is without pauses: the GPU then reaches its power limit and lowers
 its clock.
 """
+SHORT = 16_384
+"""Longer prompts of the model loop are measured once, after one to warm up."""
 CACHED = ((16, 1024), (64, 8192), (256, 8192), (64, 30720), (64, 100_000))
 """New tokens after cached ones, for the model loop."""
 STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
@@ -86,7 +88,7 @@ def measure_loop(
         (pages,) = bench.pages([cached + tokens])
         prompt = bench.tokens(cached + tokens)
         walls = []
-        for _ in range(max(5, min(15, 20_000 // tokens))):
+        for _ in range(max(2 if tokens > SHORT else 5, min(15, 20_000 // tokens))):
             time.sleep(pause_s)
             begun = time.perf_counter()
             for first in range(cached, len(prompt), chunk):
@@ -98,7 +100,9 @@ def measure_loop(
         return statistics.median(walls[1:])
 
     def measure(tokens: int, cached: int) -> dict[str, float]:
-        found = {name: milliseconds(executor, tokens, cached) for name, executor in executors.items()}
+        # all chunks of a long prompt run without graphs
+        used = executors if tokens <= SHORT else {"loop_ms": executors["loop_ms"]}
+        found = {name: milliseconds(executor, tokens, cached) for name, executor in used.items()}
         if not cached:
             found["sustained_ms"] = milliseconds(executors["loop_ms"], tokens, pause_s=0.0)
         found["floor_ms"] = bench.prompt_floor_ms(tokens, cached, rate)

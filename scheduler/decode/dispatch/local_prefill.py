@@ -73,10 +73,12 @@ class LocalPrefill:
         """
         if not self.queue.waiting or (batch and self.times.remeasure):
             return []
-        return self.queue.next_chunks(self.budget(running, self.queue.waiting + queued))
+        return self.queue.next_chunks(self.budget(batch, running, self.queue.waiting + queued))
 
-    def budget(self, running: int, waiting: int) -> int:
-        """Most prompt tokens of the next step; at least a page."""
+    def budget(self, batch: int, running: int, waiting: int) -> int:
+        """Most prompt tokens of the next step, which also computes a token of each request of its `batch`; at least a
+        page.
+        """
         tokens = step_tokens(
             most=self._most,
             running=running,
@@ -85,7 +87,7 @@ class LocalPrefill:
             tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
             target_s=self._target_s,
         )
-        return max(self._limits.page_size, tokens)
+        return max(self._limits.page_size, min(tokens, self._most - batch))
 
     def tokens_per_s(self, expected: float | None) -> float | None:
         """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate

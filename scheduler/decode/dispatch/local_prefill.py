@@ -94,15 +94,18 @@ class LocalPrefill:
             rows -= rows % STEP_ROWS
         return max(self._limits.page_size, rows - batch)
 
-    def tokens_per_s(self, expected: float | None) -> float | None:
-        """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate
-        without them.
+    def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
+        """Seconds until `tokens` tokens are begun here, and tokens per second; `rate` is that of this server without
+        other work. Tokens that fit into one step of an idle server get all of it. Others get a share: requests run
+        beside them, or may begin to.
         """
-        rate, idle_s = self._rates.local_tokens.per_s or expected, self.times.idle_step_s
+        idle_s = self.times.idle_step_s
+        if not self.times.running and tokens <= self._most:
+            return 0.0, rate
         if rate is None or not idle_s:
-            return rate and rate * MOST_SHARE
+            return 0.0, rate and rate * MOST_SHARE
         prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
-        return rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
+        return idle_s, rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
         """A step has computed this chunk. Returns whether the prompt is still wanted."""

@@ -66,6 +66,11 @@ class StepTimes:
         return 1 / per_s if per_s is not None else None
 
     @property
+    def running(self) -> int:
+        """Running requests of the newest step in flight; 0 if there is none."""
+        return self._steps[-1][1] if self._steps else 0
+
+    @property
     def remeasure(self) -> bool:
         """Whether the next step of running requests should have no prompt tokens."""
         return self._mixed >= REMEASURE_STEPS or self.idle_step_s is None

@@ -167,6 +167,14 @@ class StepGraphs:
         for rows in reversed(self._logits_sizes):
             with torch.cuda.graph(self._logits_graphs.setdefault(rows, torch.cuda.CUDAGraph()), pool=memory):
                 self._run_logits(rows)
+        # the first replay uploads a graph to the device, which takes milliseconds
+        for size in reversed(self._sizes):
+            self._step.fill([], size)
+            for kind in range(self._step.kinds):
+                self._graphs[size, kind].replay()
+        for graph in self._logits_graphs.values():
+            graph.replay()
+        torch.cuda.synchronize(self._device)
 
     def _run_step(self, size: int, kind: int) -> None:
         hidden = self._step.hidden(size, kind)

@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import torch
 
-from tests.cluster.forkserver import ForkedServer, ForkServer
+from tests.cluster.forkserver import CLI, File, ForkedProcess, ForkServer
 from tests.ports import free_port
 from tests.processes import stop_process
 
@@ -36,6 +37,40 @@ def python_path() -> str:
 def fork_server() -> ForkServer:
     """Started on first use. One per test process: workers of pytest-xdist have one each."""
     return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
+
+
+def start_forked(main: str, *arguments: str, stderr: File = 2) -> tuple[ForkedProcess, IO[str], IO[str]]:
+    """Call `main`, "MODULE:FUNCTION", in a forked process; returns that process, its stdin and its stdout."""
+    (their_stdin, stdin), (stdout, their_stdout) = os.pipe(), os.pipe()
+    try:
+        process = fork_server().run(main, arguments, dict(os.environ), (their_stdin, their_stdout, stderr))
+    finally:
+        os.close(their_stdin)
+        os.close(their_stdout)
+    return process, os.fdopen(stdin, "w"), os.fdopen(stdout)
+
+
+class ForkedCommand:
+    """A forked process with its output in files, for tests that read all of it at the end. The default is `pdserve`."""
+
+    def __init__(self, *arguments: str, main: str = CLI, environment: dict[str, str] | None = None) -> None:
+        self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 (closed in close())
+        environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
+        with Path(os.devnull).open("rb") as null:
+            self.process = fork_server().run(main, arguments, environment, (null, *self._output))
+
+    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+        """Wait for its end: exit code, stdout and stderr."""
+        code = self.process.wait(timeout_s)
+        for file in self._output:
+            file.seek(0)
+        out, err = [file.read() for file in self._output]
+        return code, out, err
+
+    def close(self) -> None:
+        self.process.kill()
+        for file in self._output:
+            file.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
@@ -73,7 +108,7 @@ class Server:
         self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
         self.port = free_port()
         self.bootstrap_port = free_port()
-        self.process: subprocess.Popen[bytes] | ForkedServer | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:

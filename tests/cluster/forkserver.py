@@ -138,21 +138,26 @@ class ForkServer:
         self._socket.close()
         self._process.wait()
 
-    def start(self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int) -> ForkedProcess:
-        """Run `pdserve` with these arguments; `ranks` is how many rank processes its leader will start."""
+    def start(
+        self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int, leaders: int = 1
+    ) -> ForkedProcess:
+        """Run `pdserve` with these arguments. It will start at most `leaders` leaders, one after the other, and each of
+        them `ranks` rank processes.
+        """
         with Path(os.devnull).open("rb") as null:
-            return self._request(CLI, arguments, environment, (null, log, log), ranks)
+            return self._request(CLI, arguments, environment, (null, log, log), ranks, leaders)
 
     def run(self, main: str, arguments: Sequence[str], environment: dict[str, str], files: Files) -> ForkedProcess:
         """Call `main`, "MODULE:FUNCTION", with these arguments; it returns the exit code. `files` become stdin, stdout
         and stderr.
         """
-        return self._request(main, arguments, environment, files, None)
+        return self._request(main, arguments, environment, files, 0, 0)
 
     def _request(
-        self, main: str, arguments: Sequence[str], environment: dict[str, str], files: Files, ranks: int | None
+        self, main: str, arguments: Sequence[str], environment: dict[str, str], files: Files, ranks: int, leaders: int
     ) -> ForkedProcess:
-        fields = {"main": main, "arguments": list(arguments), "environment": environment, "ranks": ranks}
+        fields: dict[str, Any] = {"main": main, "arguments": list(arguments), "environment": environment}
+        fields |= {"ranks": ranks, "leaders": leaders}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = [file if isinstance(file, int) else file.fileno() for file in (*files, theirs)]
         with theirs, self._lock:
@@ -256,7 +261,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Become the process that was asked for; if it is a server, fork its leader first."""
+    """Become the process that was asked for; if it is a server, fork its leaders first."""
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
@@ -265,14 +270,15 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # it depends on the environment
     sys.argv[1:] = request["arguments"]
-    started: dict[str, Iterator[ForkedChild]] = {}
-    if request["ranks"] is not None:
-        started[LEADER] = iter([ForkedChild(functools.partial(_become_leader, request["ranks"]), [])])
-    raise _RunInChild(functools.partial(_run, request["main"], request["arguments"], started))
+    waiting: list[ForkedChild] = []
+    for _ in range(request["leaders"]):
+        waiting.append(ForkedChild(functools.partial(_become_leader, request["ranks"]), waiting))
+    raise _RunInChild(functools.partial(_run, request["main"], request["arguments"], waiting))
 
 
-def _run(main: str, arguments: list[str], started: dict[str, Iterator[ForkedChild]]) -> int:
-    _hand_out(started)
+def _run(main: str, arguments: list[str], leaders: list[ForkedChild]) -> int:
+    if leaders:
+        _hand_out({LEADER: iter(leaders)})
     module, _, function = main.partition(":")
     return int(getattr(importlib.import_module(module), function)(arguments))
 

@@ -97,14 +97,18 @@ class Server:
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
         forked: bool = True,
+        leaders: int = 1,
     ) -> None:
-        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner."""
+        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner. `leaders` is
+        how many leaders it starts, one after the other: one more with every change of its role.
+        """
         self.role = role
         self.model = str(model)
         self.log = log
         self.flags = list(flags)
         self.env = env or {}
         self.launcher = launcher
+        self.leaders = leaders
         self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
         self.port = free_port()
         self.bootstrap_port = free_port()
@@ -136,7 +140,7 @@ class Server:
             if self.forked:
                 server = fork_server()
                 arguments += ["--parent-pid", str(server.pid)]
-                self.process = server.start(arguments, log, environment, self._ranks() - 1)
+                self.process = server.start(arguments, log, environment, self._ranks() - 1, self.leaders)
                 return self
             if not self.launcher:
                 arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
@@ -167,7 +171,8 @@ class Server:
     def leader_pid(self) -> int:
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (leader,) = (int(child) for child in children)
+        leader, *waiting = (int(child) for child in children)
+        assert len(waiting) < self.leaders
         return leader
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -267,9 +272,10 @@ class Cluster:
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
         forked: bool = True,
+        leaders: int = 1,
     ) -> Server:
         log = self.directory / f"{len(self.servers)}-{role}.log"
-        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked)
+        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked, leaders=leaders)
         self.servers.append(server)
         return server.start()
 

@@ -171,6 +171,12 @@ def reference_greedy(model: Any, token_ids: list[int], new_tokens: int) -> list[
     return tokens
 
 
+def is_reference_greedy(model: Any, token_ids: list[int], out: list[int]) -> bool:
+    """Whether `out` is transformers' greedy continuation: one uncached pass, faster than `reference_greedy`."""
+    steps = reference_logits(model, token_ids + out[:-1])[len(token_ids) - 1 :]
+    return steps.argmax(-1).tolist() == out
+
+
 DsaArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
 
 

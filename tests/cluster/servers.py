@@ -54,23 +54,22 @@ class ForkedCommand:
     """A forked process with its output in files, for tests that read all of it at the end. The default is `pdserve`."""
 
     def __init__(self, *arguments: str, main: str = CLI, environment: dict[str, str] | None = None) -> None:
-        self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 (closed in close())
+        self._stdout, self._stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (closed in close())
         environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         with Path(os.devnull).open("rb") as null:
-            self.process = fork_server().run(main, arguments, environment, (null, *self._output))
+            self.process = fork_server().run(main, arguments, environment, (null, self._stdout, self._stderr))
 
     def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
         """Wait for its end: exit code, stdout and stderr."""
         code = self.process.wait(timeout_s)
-        for file in self._output:
+        for file in (self._stdout, self._stderr):
             file.seek(0)
-        out, err = [file.read() for file in self._output]
-        return code, out, err
+        return code, self._stdout.read(), self._stderr.read()
 
     def close(self) -> None:
         self.process.kill()
-        for file in self._output:
-            file.close()
+        self._stdout.close()
+        self._stderr.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

@@ -4,9 +4,12 @@ A hostile grammar may take minutes. A compiler cannot be interrupted, but a proc
 one line of JSON when it is ready, and then one for each line that it reads, a grammar: null, or why it is refused.
 """
 
+import os
+import queue
 import signal
 import sys
-from typing import cast
+import threading
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -17,13 +20,15 @@ from .compiler import GrammarCompiler
 from .dialects import GrammarError
 
 
-def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C; end of file on stdin ends this process
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
     compiler = GrammarCompiler.of(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
     _ = compiler.vocabulary
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
     _answer(None)
-    for line in sys.stdin.buffer:
-        problem = None
+    while True:
+        line, problem = lines.get(), None
         try:
             compiler.compile(msgspec.json.decode(line, type=Grammar))
         except GrammarError as error:
@@ -31,7 +36,13 @@ def main() -> int:
         except Exception as error:  # the compiler must not die of one grammar
             problem = f"cannot be compiled: {type(error).__name__}: {error}"
         _answer(problem)
-    return 0
+
+
+def _read(lines: "queue.SimpleQueue[bytes]") -> NoReturn:
+    """Exit at the end of the frontend, also while a grammar is compiled."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    os._exit(0)
 
 
 def _answer(problem: str | None) -> None:
@@ -40,4 +51,4 @@ def _answer(problem: str | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

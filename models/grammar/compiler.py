@@ -140,7 +140,7 @@ class GrammarCompiler:
                 if len(self._compiled) > self._max_cached:
                     self._compiled.popitem(last=False)
         if isinstance(found, GrammarError):
-            raise found
+            raise GrammarError(str(found))  # a new one: several threads may raise it
 
     def new_matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """The state before the first token; raises GrammarError. Compiles the grammar if it is not in the cache."""

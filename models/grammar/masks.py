@@ -30,10 +30,14 @@ class GrammarState:
     has ended, and tokens of steps in flight are dropped.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, end_tokens: frozenset[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, end_tokens: frozenset[int], has_stop_tokens: bool) -> None:
         self.matcher = matcher
         self.end_tokens = end_tokens
         """EOS tokens of the model and stop tokens of the request."""
+        self.has_stop_tokens = has_stop_tokens
+        ends = np.fromiter(end_tokens, np.int64)
+        self.end_words = ends >> 5
+        self.end_bits = (np.uint32(1) << (ends & 31).astype(np.uint32)).view(np.int32)
         self.length = 0
         self.ended = False
 
@@ -75,8 +79,9 @@ class GrammarMasks:
         """The state of a sequence after `output`; raises GrammarError or GrammarStateError. With a `key`, `advance`
         finds it again.
         """
-        ends = frozenset((*self.compiler.vocabulary.eos_token_ids, *stop_token_ids))
-        state = GrammarState(self.compiler.new_matcher(grammar), ends)
+        eos_token_ids = self.compiler.vocabulary.eos_token_ids
+        ends = frozenset((*eos_token_ids, *stop_token_ids))
+        state = GrammarState(self.compiler.new_matcher(grammar), ends, has_stop_tokens=len(ends) > len(eos_token_ids))
         if key is not None:
             self._states[key] = state
             self._states.move_to_end(key)
@@ -104,7 +109,7 @@ class GrammarMasks:
             llguidance.numpy.fill_next_token_bitmask(running[0][0], masks, running[0][1])
         elif running:
             if self._executor is None:
-                self._executor = llguidance.LLExecutor(max(1, min(16, (os.cpu_count() or 1) // 2)))
+                self._executor = llguidance.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) // 2)))
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, running, masks)
         for mask, row in zip(masks, rows, strict=True):
             if not row.state.ended:
@@ -113,17 +118,19 @@ class GrammarMasks:
 
 
 def _allow_ends(mask: npt.NDArray[np.int32], row: MaskRow) -> None:
-    """Allow end tokens exactly where the grammar may end. If only they are left, or only they may follow, they stay."""
-    matcher = row.state.matcher
+    """Allow end tokens exactly where the grammar may end. If nothing else can follow, they stay."""
+    state, matcher = row.state, row.state.matcher
     if matcher.is_error():
         row.problem = f"the grammar cannot be continued: {matcher.get_error().strip()}"
         mask.fill(-1)
         return
-    ends = np.fromiter(row.state.end_tokens, np.int64)
-    words, bits = ends >> 5, (np.uint32(1) << (ends & 31).astype(np.uint32)).view(np.int32)
-    without = mask.copy()
-    np.bitwise_and.at(without, words, ~bits)
-    if matcher.is_accepting() and (row.may_end or not without.any()):
-        np.bitwise_or.at(mask, words, bits)
-    elif without.any():
-        mask[:] = without
+    accepting = matcher.is_accepting()
+    if accepting and row.may_end:
+        np.bitwise_or.at(mask, state.end_words, state.end_bits)
+    elif accepting or state.has_stop_tokens:
+        without = mask.copy()
+        np.bitwise_and.at(without, state.end_words, ~state.end_bits)
+        if without.any():
+            mask[:] = without
+        elif accepting:
+            np.bitwise_or.at(mask, state.end_words, state.end_bits)

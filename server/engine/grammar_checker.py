@@ -6,12 +6,13 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from ...configs.errors import ServerError
 from ...configs.sampling import Grammar
 from ...configs.schema import LoadFormat
 
@@ -31,41 +32,34 @@ class GrammarChecker:
     def __init__(self, model: str, load_format: LoadFormat, max_compile_s: float = MAX_COMPILE_S) -> None:
         self._command = [sys.executable, "-m", "pdserve.models.grammar.check", model, load_format]
         self._max_compile_s = max_compile_s
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
         self._known: OrderedDict[Grammar, str | None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> str | None:
-        """Why this grammar is refused; None if it is accepted. Answers are cached."""
+        """Why this grammar is refused; None if it is accepted. Answers are cached. Raises ServerError."""
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return self._known[grammar]
-        problem = await asyncio.to_thread(self._compile, grammar)
+        problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
         self._known[grammar] = problem
         if len(self._known) > MAX_REMEMBERED:
             self._known.popitem(last=False)
         return problem
 
-    def close(self) -> None:
-        with self._lock:
-            self._kill()
-
     def _compile(self, grammar: Grammar) -> str | None:
-        with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._start()
+        try:
+            process = self._process or self._start()
             assert process.stdin is not None
-            try:
-                process.stdin.write(msgspec.json.encode(grammar) + b"\n")
-                process.stdin.flush()
-                return self._answer(process, self._max_compile_s)
-            except TimeoutError:
-                self._kill()
-                return f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
-            except OSError as error:
-                self._kill()
-                return f"cannot be compiled: {error}"
+            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+            process.stdin.flush()
+            return self._answer(process, self._max_compile_s)
+        except TimeoutError:
+            self._kill()
+            return f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
+        except OSError as error:
+            self._kill()
+            raise ServerError(f"the grammar compiler has failed: {error}") from error
 
     def _start(self) -> "subprocess.Popen[bytes]":
         started = time.monotonic()

@@ -27,9 +27,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return locate_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny"))))
 
 
-@pytest.fixture
-def executor(source: ModelSource) -> Executor:
-    runner = ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def executor(source: ModelSource, request: pytest.FixtureRequest) -> Executor:
+    runner = ModelRunner.load(source, device=torch.device(request.param), dtype=torch.float32)
     grammars = StepGrammars(GrammarCompiler.of(source), max_rows=4)
     return Executor(runner, runner.make_cache(32, 8), [EOS_ID], overlap=True, grammars=grammars)
 

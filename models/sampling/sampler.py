@@ -28,7 +28,7 @@ _SCALE = 1 << 40
 sum of 8 million of the largest does not overflow."""
 
 _BLOCK_ELEMENTS = 1 << 24
-"""Logits converted to 64-bit weights at once: limits the temporary memory of large batches."""
+"""Logits converted to 64-bit weights, or masked, at once: limits the temporary memory of large batches."""
 
 _MASK_32 = (1 << 32) - 1
 
@@ -59,15 +59,19 @@ class TokenMasks:
     """
 
     def __init__(self, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        self._rows = rows
-        self._masks = masks
+        self._slots = {row: slot for slot, row in enumerate(rows)}
+        self._masks: npt.NDArray[np.int32] | torch.Tensor = masks
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of logits [B, V] in which tokens that are not allowed are -inf."""
-        slots = np.full(len(logits), -1, dtype=np.int32)
-        slots[list(self._rows)] = np.arange(len(self._rows))
-        device = logits.device
-        return mask_logits(logits, upload(slots, torch.int32, device), upload(self._masks, torch.int32, device))
+    def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """The logits [B, V] of these rows, in which tokens that are not allowed are -inf: a copy, or `logits` itself if
+        all of them allow all tokens.
+        """
+        slots = [self._slots.get(row, -1) for row in rows]
+        if max(slots) < 0:
+            return logits
+        if not isinstance(self._masks, torch.Tensor):
+            self._masks = upload(self._masks, torch.int32, logits.device)
+        return mask_logits(logits, upload(slots, torch.int32, logits.device), self._masks)
 
 
 class Sampler:
@@ -81,19 +85,21 @@ class Sampler:
         self, logits: torch.Tensor, choices: Sequence[Choice], allowed: TokenMasks | None = None
     ) -> torch.Tensor:
         """One token per choice from logits [B, V] (float32), of the tokens `allowed`."""
-        if allowed is not None:
-            logits = allowed.apply(logits)
         groups: dict[_Kind, list[int]] = {}
         for index, choice in enumerate(choices):
             groups.setdefault(_Kind.of(choice.params), []).append(index)
         order: list[int] = []
         tokens: list[torch.Tensor] = []
         for kind, members in groups.items():
-            size = len(members) if kind is _Kind.GREEDY else max(1, _BLOCK_ELEMENTS // logits.shape[-1])
+            copies = kind is not _Kind.GREEDY or allowed is not None
+            size = max(1, _BLOCK_ELEMENTS // logits.shape[-1]) if copies else len(members)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 chosen = [choices[index] for index in part]
-                rows = self._penalties.apply(_rows(logits, chosen), chosen)
+                rows = _rows(logits, chosen)
+                if allowed is not None:
+                    rows = allowed.apply(rows, [choice.row for choice in chosen])
+                rows = self._penalties.apply(rows, chosen)
                 if kind is _Kind.GREEDY:
                     tokens.append(rows.argmax(dim=-1))
                 else:

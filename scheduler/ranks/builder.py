@@ -297,13 +297,11 @@ class RankBuilder:
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        steps = trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda")
-        # stands for the copy of the logits that a grammar masks
-        logits = torch.zeros(max(map(len, steps)), runner.config.vocab_size, device=self._device)
-        for rows in steps:
+        for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
             executor.start(rows).finish()
-        all_tokens = TokenMasks([0], np.full((1, ceil_div(runner.config.vocab_size, 32)), -1, np.int32))
-        all_tokens.apply(logits[:1])  # compiles the kernel
+        vocabulary = runner.config.vocab_size
+        all_tokens = TokenMasks([0], np.full((1, ceil_div(vocabulary, 32)), -1, np.int32))
+        all_tokens.apply(torch.zeros(1, vocabulary, device=self._device), [0])  # compiles the kernel
         runner.release_graphs()
 
 

@@ -51,13 +51,13 @@ def start_forked(main: str, *arguments: str, stderr: File = 2) -> tuple[ForkedPr
 
 
 class ForkedCommand:
-    """A forked process with its output in files, for tests that read all of it at the end. The default is `pdserve`."""
+    """`pdserve` in a forked process, with its output in files, for tests that read all of it at the end."""
 
-    def __init__(self, *arguments: str, main: str = CLI, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self._stdout, self._stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (closed in close())
         environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         with Path(os.devnull).open("rb") as null:
-            self.process = fork_server().run(main, arguments, environment, (null, self._stdout, self._stderr))
+            self.process = fork_server().run(CLI, arguments, environment, (null, self._stdout, self._stderr))
 
     def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
         """Wait for its end: exit code, stdout and stderr."""

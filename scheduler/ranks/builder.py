@@ -68,6 +68,7 @@ class RankBuilder:
             parallel=parallel,
             load_format=config.load_format,
             kv_dtype=config.kv_dtype,
+            index_dtype=config.index_dtype,
             cpu_kernels=config.cpu_kernels,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)

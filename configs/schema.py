@@ -60,7 +60,7 @@ class ServerConfig(BaseModel):
     index_dtype: IndexDtypeSetting = Field(
         "auto",
         description="type of the indexer keys of sparse-attention models: fp8_e4m3 with a scale per key (132 bytes "
-        "instead of 256), or that of the model's weights; auto is fp8_e4m3 on GPUs of capability 8.9 and above",
+        "instead of 256), or the model's; auto is fp8_e4m3 for 16-bit models on GPUs of capability 8.9 and above",
     )
     load_format: LoadFormat = Field(
         "auto",

@@ -39,19 +39,20 @@ def resolve_dtype(
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
 
 
-def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device) -> bool:
-    """Whether indexer keys are stored in fp8. `auto` is fp8 on GPUs that multiply it, and exact on the CPU. Raises
-    StartupError for a GPU without fp8.
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
+    it; on the CPU and in float32 selections stay exact. Raises StartupError for a GPU without fp8.
     """
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    if setting == "fp8_e4m3" and device.type == "cuda" and not has_fp8:
-        capability, least = (
-            ".".join(map(str, pair)) for pair in (torch.cuda.get_device_capability(device), FP8_CAPABILITY)
-        )
+    if setting == "model" or (setting == "auto" and (device.type != "cuda" or dtype == torch.float32)):
+        return False
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        if setting == "auto":
+            return False
+        found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
         raise StartupError(
-            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {capability}: use model"
+            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
         )
-    return has_fp8 if setting == "auto" else setting == "fp8_e4m3"
+    return True
 
 
 class AnyDecoder(Protocol):
@@ -128,7 +129,7 @@ class ModelRunner:
                 parameters,
                 parallel,
                 packed=kv_dtype == "fp8_e4m3",
-                fp8_index=uses_fp8_index(index_dtype, device),
+                fp8_index=uses_fp8_index(index_dtype, device, dtype),
             )
         else:
             decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])

@@ -69,20 +69,20 @@ def _rotate_queries(
         inside = in_head & in_half[None, :]
         x1 = tl.load(row + first, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(row + first + step, mask=inside, other=0.0).to(tl.float32)
-        rotated1, rotated2 = rotate_pair(x1, x2, cos, sin, dtype)
+        turned1, turned2 = rotate_pair(x1, x2, cos, sin, dtype)
         column = tl.arange(0, BLOCK_REST)[None, :]
         kept = in_head & (column < REST)
         plain = tl.load(row + 2 * HALF + column, mask=kept, other=0.0)
         if FP8:
-            turned = tl.maximum(tl.abs(rotated1.to(tl.float32)), tl.abs(rotated2.to(tl.float32)))
+            turned = tl.maximum(tl.abs(turned1.to(tl.float32)), tl.abs(turned2.to(tl.float32)))
             largest = tl.maximum(tl.max(turned, 1), tl.max(tl.abs(plain.to(tl.float32)), 1))
             scale, inverse = fp8_scale(largest)
             tl.store(scales_ptr + token * INDEX_HEADS + head, scale, mask=head < INDEX_HEADS)
-            rotated1 = (rotated1.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
-            rotated2 = (rotated2.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+            turned1 = (turned1.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+            turned2 = (turned2.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
             plain = (plain.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
-        tl.store(out + pair[None, :], rotated1, mask=inside)
-        tl.store(out + HALF + pair[None, :], rotated2, mask=inside)
+        tl.store(out + pair[None, :], turned1, mask=inside)
+        tl.store(out + HALF + pair[None, :], turned2, mask=inside)
         if REST > 0:
             tl.store(out + 2 * HALF + column, plain, mask=kept)
 

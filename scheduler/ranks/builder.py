@@ -89,6 +89,9 @@ class RankBuilder:
             STEP_SETTING[config.role],
             self.step_limit,
         )
+        if source.config.dsa is not None:
+            *_, keys = cache.pools
+            log.info("indexer keys: %s, %d bytes per token and layer", keys.dtype_name, sum(keys.plane_token_bytes))
         self._prepare_staging(runner, cache)
         started = time.monotonic()
         context = min(source.config.context_length, cache.num_pages * config.page_size)

@@ -1,12 +1,14 @@
 """Speed of the sparse-attention kernels on one GPU, at DeepSeek-V3.2's geometry: the indexer's top-k and sparse MLA.
 
     python -m benchmarks.dsa_kernels [--kernel index_topk] [--json results.json]
+    python -m benchmarks.dsa_kernels --shapes
 
 The indexer runs with keys in bfloat16 and in fp8 (with scales, 132 bytes each); of chunks, the scores and the selection
 are also timed alone. Results are first compared with the references. Times are GPU time per call in a CUDA graph over
 the layers of a page-major pool with scattered pages, more layers than the caches hold. The lower bound of a call is
 what it must read over the copy rate, or what it must multiply over the rate of a large matrix product in the same type,
-whichever is longer; all rates are measured in the same run.
+whichever is longer; all rates are measured in the same run. `--shapes` times the scores of a chunk with other shapes of
+their programs.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+import triton
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.arithmetic import ceil_div
@@ -217,6 +220,24 @@ def time_index_topk(query_lens: list[int], context: int, rates: Rates, *, fp8: b
         yield Row("select_top", plan.tokens, context, select_us, scores_us, 0.0)
 
 
+SHAPES = [(4, 64, 4, 3), (4, 64, 4, 5), (4, 128, 8, 3), (4, 128, 8, 5), (2, 128, 4, 3), (2, 64, 4, 5), (2, 128, 8, 3)]
+"""Of programs of scores: tokens, keys, warps, stages. The shapes in use are among them."""
+
+
+def compare_shapes(rates: Rates) -> None:
+    """Time the scores of a chunk in all shapes, in bfloat16 and in fp8."""
+    from pdserve.kernels.mla import index_topk_triton
+
+    for fp8, shape in itertools.product((False, True), SHAPES):
+        index_topk_triton.CHUNK_SHAPES[1 if fp8 else 2] = index_topk_triton.ScoreShape(*shape)
+        try:
+            _, scores, *_ = time_index_topk([2048], 32768, rates, fp8=fp8)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{shape}: {error}")
+            continue
+        print(scores, shape, flush=True)
+
+
 def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int | None = None) -> Row:
     """`tokens` queries over a pool of one sequence each, or of `sequences` in all."""
     read_bytes = tokens * TOP_K * LATENT_DIM * DTYPE.itemsize
@@ -237,6 +258,9 @@ def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int |
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument(
+        "--shapes", action="store_true", help="compare shapes of the scores of a chunk, and nothing else"
+    )
     parser.add_argument("--kernel", choices=["index_topk", "sparse_mla"], help="only this one")
     options = parser.parse_args()
 
@@ -249,6 +273,9 @@ def main() -> None:
         f"matrix products at {rates.product / 1e12:.0f} TFLOP/s, in fp8 at {rates.fp8_product / 1e12:.0f}"
     )
     print(HEADER)
+    if options.shapes:
+        compare_shapes(rates)
+        return
     results: list[Row] = []
 
     def add(row: Row) -> None:

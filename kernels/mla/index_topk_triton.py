@@ -1,10 +1,11 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
 Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has
-_GROUP adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
-tokens of a sequence. In a decode step, blocks are numbered across the batch, and every program has an equal share, of
-one token or a few adjacent ones (`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each,
-of which 42 are the time to read them (H200).
+four adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
+tokens of a sequence. Two programs fit on an SM: one multiplies while the other sums over heads. In a decode step,
+blocks are numbered across the batch, and every program has an equal share, of one token or a few adjacent ones
+(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, of which 42 are the time to read
+them (H200, bfloat16).
 
 Keys are the rows and heads the columns of the matrix products, so that the sum over heads stays within a few threads.
 The buffer, 4 bytes per key of 256 (of 132 in fp8), mostly stays in the L2 cache between the two kernels.
@@ -16,6 +17,7 @@ them. Those of fp8 queries are multiplied with the weights once per program.
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,9 +29,24 @@ from ..backends.nvrtc import load_kernel
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .index_plan import IndexPlan, IndexScales, select_top_reference
 
+
+class ScoreShape(NamedTuple):
+    """A program of scores: its tokens, for which a block of keys is read once, the keys of a block, and how it runs."""
+
+    tokens: int
+    keys: int
+    warps: int
+    stages: int
+
+
+CHUNK_SHAPES = {1: ScoreShape(4, 64, 4, 5), 2: ScoreShape(4, 64, 4, 3), 4: ScoreShape(1, 128, 4, 2)}
+"""By bytes of an element. Five stages load two blocks ahead, three one block, because the page ids are loaded first.
+float32 products take many registers.
+"""
+_STAGES_OF_FEW = {1: 5, 2: 3, 4: 2}
+"""An fp8 block has half the bytes: more of them must be on their way."""
 _KEYS_AT_ONCE = 128
-_PROGRAMS_PER_SM = 8  # one or two run at a time; more balance sequences of different lengths
-_GROUP = 4  # tokens of a program, for which a block of keys is read once
+_PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
 _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = 2
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
@@ -278,13 +295,12 @@ def launch_scores(
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     if tokens <= _FEW_TOKENS:
         launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
-        block_t, warps = triton.next_power_of_2(tokens), 4
+        stages = _STAGES_OF_FEW[query.dtype.itemsize]
+        shape = ScoreShape(triton.next_power_of_2(tokens), _KEYS_AT_ONCE, warps=4, stages=stages)
     else:
-        block_t, warps = (_GROUP, 8) if query.dtype.itemsize <= 2 else (1, 4)  # float32 products take many registers
-        groups = ceil_div(tokens, block_t)
-        launch = _index_scores[
-            (groups, min(ceil_div(_PROGRAMS_PER_SM * sms, groups), scores.shape[1] // _KEYS_AT_ONCE))
-        ]
+        shape = CHUNK_SHAPES[query.dtype.itemsize]
+        groups = ceil_div(tokens, shape.tokens)
+        launch = _index_scores[(groups, min(ceil_div(_PROGRAMS_PER_SM * sms, groups), scores.shape[1] // shape.keys))]
     launch(
         query,
         weights,
@@ -304,17 +320,17 @@ def launch_scores(
         scores.stride(0),
         k,
         tokens,
-        BLOCK_T=block_t,
+        BLOCK_T=shape.tokens,
         HEADS=heads,
         BLOCK_H=max(triton.next_power_of_2(heads), 16),
         D=dim,
         BLOCK_D=max(triton.next_power_of_2(dim), 16 if scales is None else 32),  # the least of a matrix product
         PAGE=plan.page_size,
-        BLOCK=_KEYS_AT_ONCE,
+        BLOCK=shape.keys,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         FP8=scales is not None,
-        num_warps=warps,
-        num_stages=3 if query.dtype.itemsize <= 2 else 2,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
         **overlap_options(device),
     )
 

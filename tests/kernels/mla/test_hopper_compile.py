@@ -45,8 +45,8 @@ for interleaved in (False, True):
     queries = {"BLOCK_H": 16, "FP8": True, "INTERLEAVED": interleaved}
     assert "e4m3x2.f32" in compile_kernel(_rotate_queries, 4, 3, {"query_ptr"}, **rope, **heads, **queries)
 geometry = {"HEADS": 64, "BLOCK_H": 64, "D": 128, "BLOCK_D": 128, "PAGE": 64, "BLOCK": 128, "PRECISION": "tf32"}
-for kernel, tokens, warps in ((_index_scores, 4, 8), (_index_scores_of_few, 32, 4)):
-    assert "e4m3.e4m3" in compile_kernel(kernel, warps, 3, BLOCK_T=tokens, FP8=True, OVERLAP=False, **geometry)
+for kernel, tokens, warps in ((_index_scores, 4, 4), (_index_scores_of_few, 32, 4)):
+    assert "e4m3.e4m3" in compile_kernel(kernel, warps, 5, BLOCK_T=tokens, FP8=True, OVERLAP=False, **geometry)
 """
 
 

@@ -39,11 +39,13 @@ def resolve_dtype(
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
 
 
-def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype) -> bool:
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
     """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
-    it; on the CPU and in float32 selections stay exact. Raises StartupError for a GPU without fp8.
+    it, if keys have a multiple of 4 elements; on the CPU and in float32 selections stay exact. Raises StartupError for
+    a GPU without fp8.
     """
-    if setting == "model" or (setting == "auto" and (device.type != "cuda" or dtype == torch.float32)):
+    exact = device.type != "cuda" or dtype == torch.float32 or index_dim % 4 != 0
+    if setting == "model" or (setting == "auto" and exact):
         return False
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         if setting == "auto":
@@ -125,12 +127,9 @@ class ModelRunner:
             load_weights(source, parameters.slots(), parameters.names(source.config))
         decoder: AnyDecoder
         if isinstance(parameters, DsaParameters):
-            decoder = DsaDecoder(
-                parameters,
-                parallel,
-                packed=kv_dtype == "fp8_e4m3",
-                fp8_index=uses_fp8_index(index_dtype, device, dtype),
-            )
+            assert source.config.dsa is not None
+            fp8_index = uses_fp8_index(index_dtype, device, dtype, source.config.dsa.index_dim)
+            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
         else:
             decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)

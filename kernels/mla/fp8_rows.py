@@ -30,8 +30,3 @@ def quantize_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     bits = ((largest.view(torch.int32) + ROUND_UP) & EXPONENT) - EXPONENT_OF_448
     scales = bits.view(torch.float32)
     return (x.float() / scales.unsqueeze(-1)).to(FP8), scales
-
-
-def dequantize_rows_reference(fp8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [..., D]"""
-    return fp8.float() * scales.unsqueeze(-1)

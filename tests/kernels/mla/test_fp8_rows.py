@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.fp8_rows import FP8, dequantize_rows_reference, quantize_rows_reference
+from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
 from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
 from pdserve.kernels.mla.index_topk import index_scores_reference, index_topk
 from pdserve.kernels.mla.key_write import KeyWrite
@@ -63,7 +63,6 @@ def test_rows_are_rounded_to_the_nearest_multiple_of_a_power_of_two() -> None:
         assert 224 * scale < largest <= 448 * scale * (1 + 1e-9)
         assert values.equal(nearest(row / scale))
     assert scales[1:4].tolist() == [2.0**-9, 2.0**-8, 2.0**-9]
-    assert dequantize_rows_reference(fp8, scales).equal(fp8.float() * scales[:, None])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -151,16 +151,17 @@ def test_pages_of_fp8_keys_are_lent_to_hot_buffers(tmp_path: Path) -> None:
 def test_auto_uses_fp8_on_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, capability = torch.device("cuda", 0), (9, 0)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
-    assert uses_fp8_index("auto", gpu, torch.bfloat16)
-    assert not uses_fp8_index("auto", gpu, torch.float32)
-    assert uses_fp8_index("fp8_e4m3", gpu, torch.float32)
-    assert not uses_fp8_index("model", gpu, torch.bfloat16)
-    assert not uses_fp8_index("auto", CPU, torch.bfloat16)
-    assert uses_fp8_index("fp8_e4m3", CPU, torch.float32)
+    assert uses_fp8_index("auto", gpu, torch.bfloat16, 128)
+    assert not uses_fp8_index("auto", gpu, torch.float32, 128)
+    assert not uses_fp8_index("auto", gpu, torch.bfloat16, 30)
+    assert uses_fp8_index("fp8_e4m3", gpu, torch.float32, 128)
+    assert not uses_fp8_index("model", gpu, torch.bfloat16, 128)
+    assert not uses_fp8_index("auto", CPU, torch.bfloat16, 128)
+    assert uses_fp8_index("fp8_e4m3", CPU, torch.float32, 128)
     capability = (8, 6)
-    assert not uses_fp8_index("auto", gpu, torch.bfloat16)
+    assert not uses_fp8_index("auto", gpu, torch.bfloat16, 128)
     with pytest.raises(StartupError, match=r"capability 8\.9 or above, and cuda:0 has 8\.6: use model"):
-        uses_fp8_index("fp8_e4m3", gpu, torch.bfloat16)
+        uses_fp8_index("fp8_e4m3", gpu, torch.bfloat16, 128)
 
 
 def test_key_size_that_would_misalign_scales_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import CpuKernelsSetting, KvDtypeSetting, LoadFormat
+from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -24,6 +24,7 @@ from .loading.dummy_weights import fill_with_noise
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -36,6 +37,24 @@ def resolve_dtype(
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
+
+
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
+    """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
+    it, if keys have a multiple of 4 elements; on the CPU and in float32 selections stay exact. Raises StartupError for
+    a GPU without fp8.
+    """
+    exact = device.type != "cuda" or dtype == torch.float32 or index_dim % 4 != 0
+    if setting == "model" or (setting == "auto" and exact):
+        return False
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        if setting == "auto":
+            return False
+        found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        raise StartupError(
+            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
+        )
+    return True
 
 
 class AnyDecoder(Protocol):
@@ -91,6 +110,7 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
         kv_dtype: KvDtypeSetting = "auto",
+        index_dtype: IndexDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
@@ -107,7 +127,9 @@ class ModelRunner:
             load_weights(source, parameters.slots(), parameters.names(source.config))
         decoder: AnyDecoder
         if isinstance(parameters, DsaParameters):
-            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+            assert source.config.dsa is not None
+            fp8_index = uses_fp8_index(index_dtype, device, dtype, source.config.dsa.index_dim)
+            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
         else:
             decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)

@@ -90,7 +90,14 @@ class Setup:
     """A tiny model on the GPU, its cache and graphs, and transformers' model on the CPU."""
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, architecture: Any, *, packed: bool = False, **overrides: Any
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        architecture: Any,
+        *,
+        packed: bool = False,
+        fp8_index: bool = False,
+        **overrides: Any,
     ) -> None:
         device = torch.device("cuda")
         make_dsa_checkpoint(directory, architecture, **overrides)
@@ -98,7 +105,7 @@ class Setup:
         parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype)
         load_weights(source, parameters.slots())
         self.reference: Any = load_reference(directory)
-        self.decoder = DsaDecoder(parameters, packed=packed)
+        self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -130,10 +137,16 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bf16 rows", "packed rows"])
+@pytest.fixture(
+    scope="module",
+    params=[(False, False), (True, False), (False, True)],
+    ids=["bf16 rows", "packed rows", "fp8 keys"],
+)
 def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
-    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", packed=request.param)
+    packed, fp8_index = request.param
+    directory = tmp_path_factory.mktemp("experts")
+    return Setup(directory, torch.bfloat16, "deepseek_v32", packed=packed, fp8_index=fp8_index)
 
 
 @pytest.mark.gpu
@@ -193,8 +206,10 @@ def check_padded_step(model: Setup) -> None:
         (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
     }
     for pool, old in zip(model.cache.pools, before, strict=True):
-        written = (pool.data != old).any(-1).any(3).any(2).any(1)  # [page, token]
-        assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+        changed = pool.data.view(torch.uint8).flatten(2) != old.view(torch.uint8).flatten(2)
+        for plane in pool._split_planes(changed):
+            written = plane.any(-1).any(2).any(1)  # [page, token]
+            assert {(page, token) for page, token in written.nonzero().tolist()} == slots
 
 
 @pytest.mark.gpu

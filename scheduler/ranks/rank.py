@@ -27,7 +27,7 @@ from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
 from ...models.config.sharding import Shard
-from ...models.layers.parallel import Backend, Parallel
+from ...models.layers.parallel import Backend, Parallel, nccl_available
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite
@@ -124,7 +124,9 @@ class RankEngine:
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
+        self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
+        self._parallel.check()
         self._mover = PageMover(
             self._executor.cache,
             PageStore.allocate(self._executor.cache, _retract_bytes(config)),
@@ -280,6 +282,7 @@ class RankEngine:
         started = time.monotonic()
         try:
             results = step.finish()
+            self._parallel.check()
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
@@ -468,7 +471,8 @@ def _meet(
     if meet_at is None:
         return Parallel(shard, device=device)
     # NCCL needs a GPU for each rank
-    backend: Backend = "nccl" if device.type == "cuda" and not config.ranks_share_gpu else "gloo"
+    own_gpu = device.type == "cuda" and not config.ranks_share_gpu
+    backend: Backend = "nccl" if own_gpu and nccl_available() else "gloo"
     log.info("rank %d of %d: joining the process group at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
     host, port = meet_at
     return Parallel.connect(

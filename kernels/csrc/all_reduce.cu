@@ -43,41 +43,45 @@ __device__ Flag now_ns() {
     return time;
 }
 
-// Waits until `flag` has reached `value`. After a timeout, `report` (host memory) has 1 + peer and the call.
-__device__ void wait_for(const Flag* flag, Flag value, int peer, State* state, Flag* report) {
-    if (load_acquire(flag) >= value) return;
+// Waits until `flag` has reached `value`; false if it has not in time. Then `report` (host memory) has 1 + peer and the
+// call.
+__device__ bool wait_for(const Flag* flag, Flag value, int peer, State* state, Flag* report) {
+    if (load_acquire(flag) >= value) return true;
     const Flag started = now_ns(), timeout = state->timeout_ns;
     volatile Flag* failed = &state->failed;
     while (load_acquire(flag) < value) {
-        if (*failed != 0) return;
+        if (*failed != 0) return false;
         if (now_ns() - started > timeout) {
             *failed = 1;
             report[1] = value / 2;
             __threadfence_system();
             *static_cast<volatile Flag*>(report) = 1 + peer;
-            return;
+            return false;
         }
         __nanosleep(40);  // leaves the memory system to others
     }
+    return true;
 }
 
-// All blocks of this number meet; what their threads have written before is visible to all of them afterwards.
-__device__ void meet(char* const* memory, Flag value, State* state, Flag* report) {
+// All blocks of this number meet; what their threads have written before is visible to all of them afterwards. False
+// if one has not come in time: its memory may be gone.
+__device__ bool meet(char* const* memory, Flag value, State* state, Flag* report) {
     __syncthreads();
     const int peer = threadIdx.x;
+    bool arrived = true;
     if (peer < RANKS) {
         const long long row = blockIdx.x * RANKS;
         store_release(reinterpret_cast<Flag*>(memory[peer]) + row + RANK, value);
-        wait_for(reinterpret_cast<Flag*>(memory[RANK]) + row + peer, value, peer, state, report);
+        arrived = wait_for(reinterpret_cast<Flag*>(memory[RANK]) + row + peer, value, peer, state, report);
     }
-    __syncthreads();
+    return __syncthreads_and(arrived);
 }
 
 __device__ char* half(char* const* memory, int rank, Flag call) {
     return memory[rank] + kFlagBytes + (call & 1) * HALF_BYTES;
 }
 
-// Every thread has read its block's counter before: it has met the others.
+// Ends the call for the block. All its threads have read its counter: they have met the others.
 __device__ void count(State* state, Flag call) {
     if (threadIdx.x < MAX_BLOCKS && threadIdx.x % gridDim.x == blockIdx.x) state->calls[threadIdx.x] = call;
 }
@@ -190,7 +194,9 @@ all_reduce(char* tensor, long long bytes, char* const* memory, char* state_memor
         for (long long at = rank * share + first; at < min((rank + 1) * share, vectors); at += step)
             own[at] = read(tensor, at, bytes).words;
     }
-    meet(memory, 2 * call, state, report);
+    const bool met = meet(memory, 2 * call, state, report);
+    count(state, call);
+    if (!met) return;
     for (long long at = RANK * share + first; at < min((RANK + 1) * share, vectors); at += step) {
         Sum sum;
         Vector parts[RANKS];
@@ -205,7 +211,7 @@ all_reduce(char* tensor, long long bytes, char* const* memory, char* state_memor
         own[at] = result.words;
         write(tensor, at, bytes, result);
     }
-    meet(memory, 2 * call + 1, state, report);
+    if (!meet(memory, 2 * call + 1, state, report)) return;
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank) {
         if (rank == RANK) continue;
@@ -217,7 +223,9 @@ all_reduce(char* tensor, long long bytes, char* const* memory, char* state_memor
     }
 #else
     for (long long at = first; at < vectors; at += step) own[at] = read(tensor, at, bytes).words;
-    meet(memory, 2 * call, state, report);
+    const bool met = meet(memory, 2 * call, state, report);
+    count(state, call);
+    if (!met) return;
     for (long long at = first; at < vectors; at += step) {
         Sum sum;
         Vector parts[RANKS];
@@ -228,7 +236,6 @@ all_reduce(char* tensor, long long bytes, char* const* memory, char* state_memor
         write(tensor, at, bytes, sum.rounded());
     }
 #endif
-    count(state, call);
 }
 
 #endif
@@ -260,14 +267,15 @@ gather_shares(const char* share, long long rows, long long row_units, char* out,
     const long long step = gridDim.x * static_cast<long long>(THREADS);
     Unit* own = reinterpret_cast<Unit*>(half(memory, RANK, call));
     for (long long at = first; at < units; at += step) own[at] = reinterpret_cast<const Unit*>(share)[at];
-    meet(memory, 2 * call, state, reinterpret_cast<Flag*>(report_memory));
+    const bool met = meet(memory, 2 * call, state, reinterpret_cast<Flag*>(report_memory));
+    count(state, call);
+    if (!met) return;
     for (long long rank = first_rank; rank < end_rank; ++rank) {
         const Unit* theirs = reinterpret_cast<const Unit*>(half(memory, rank, call));
         Unit* to = reinterpret_cast<Unit*>(out) + (rank - first_rank) * row_units;
         for (long long at = first; at < units; at += step)
             to[at / row_units * out_row_units + at % row_units] = theirs[at];
     }
-    count(state, call);
 }
 
 #endif

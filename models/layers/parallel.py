@@ -107,7 +107,7 @@ class Parallel:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture the collectives of a stage. Transfers between stages are never captured."""
-        return self._stage is None or self._stage.on_device
+        return self.shard.tp_size == 1 or (self._stage is not None and self._stage.on_device)
 
     @property
     def on_device(self) -> bool:
@@ -116,7 +116,8 @@ class Parallel:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the stage, in place."""
-        if self._stage is not None:
+        if self.shard.tp_size > 1:
+            assert self._stage is not None, "several ranks are made by `connect`"
             self._stage.all_reduce(tensor)
         return tensor
 

@@ -121,7 +121,7 @@ class RankProcesses:
     def stop(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        self._process.join(10)
+        self._process.join(TIMEOUT_S)
         assert self._process.exitcode == 0, "a rank did not end"
 
 

@@ -1,6 +1,6 @@
 """Launches of collectives and the exchange of handles, without a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,7 +187,7 @@ def shared_memory(
     core = SimpleNamespace(Device=lambda _: SimpleNamespace(set_current=lambda: None))
     monkeypatch.setattr(ipc_memory, "cuda_packages", lambda: (core, driver))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    answers = [lambda own: (machine or own[:-64]) + handle, lambda _: bytes([ok])]
+    answers: list[Callable[[bytes], bytes]] = [lambda own: (machine or own[:-64]) + handle, lambda _: bytes([ok])]
 
     def exchange(own: bytes) -> list[bytes]:
         return [own, answers.pop(0)(own)]

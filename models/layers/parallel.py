@@ -65,9 +65,8 @@ class Parallel:
         backend: Backend,
         device: torch.device,
         timeout_s: float,
-        listener: socket.socket | None = None,
     ) -> "Parallel":
-        """Join the process group at `store_host`:`store_port`, where rank 0 listens, on `listener` if it is given.
+        """Join the process group at `store_host`:`store_port`, where rank 0 listens.
 
         Raises StartupError if not all ranks join within `timeout_s`, which is also the timeout of later collectives. A
         process can be one rank at a time.
@@ -83,7 +82,7 @@ class Parallel:
                 _choose_gloo_interface(store_host, store_port)
             listening = None
             if shard.rank == 0:
-                listening = (listener or listen(store_host, store_port)).detach()
+                listening = listen(store_host, store_port).detach()
             dist.init_process_group(
                 backend,
                 store=_open_store(shard, store_host, store_port, listening, timeout),
@@ -213,9 +212,24 @@ def nccl_available() -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket on which rank 0 accepts the others. Port 0 is a free port. Raises OSError."""
+    """The socket on which rank 0 accepts the others, at a port that may be reserved; 0: a free one. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family)
+    return socket.create_server(address, family=family, reuse_port=True)
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port, for `listen` in another process of the same user. It accepts no connections. Raises
+    OSError.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
 
 def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeout: timedelta) -> TCPStore:

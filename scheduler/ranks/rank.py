@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -102,11 +101,8 @@ class RankEngine:
         *,
         meet_at: tuple[str, int] | None,
         report: Callable[[RankReport], None],
-        listener: socket.socket | None = None,
     ) -> None:
-        """`meet_at` is the rendezvous address of the ranks, None for a single rank; `listener` is the socket on which
-        rank 0 listens there. Raises StartupError.
-        """
+        """`meet_at` is the rendezvous address of the ranks, None for a single rank. Raises StartupError."""
         self._config = config
         self._source = source
         self._report = report
@@ -120,7 +116,7 @@ class RankEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
-        self._parallel = _meet(config, rank, self._device, meet_at, listener)
+        self._parallel = _meet(config, rank, self._device, meet_at)
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
@@ -460,13 +456,7 @@ def _layout(pool: KvPool) -> KvLayout:
     )
 
 
-def _meet(
-    config: AnyServerConfig,
-    rank: int,
-    device: torch.device,
-    meet_at: tuple[str, int] | None,
-    listener: socket.socket | None,
-) -> Parallel:
+def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
     shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
     if meet_at is None:
         return Parallel(shard, device=device)
@@ -482,5 +472,4 @@ def _meet(
         backend=backend,
         device=device,
         timeout_s=COLLECTIVE_TIMEOUT_S,
-        listener=listener,
     )

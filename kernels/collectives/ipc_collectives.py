@@ -48,9 +48,7 @@ class IpcCollectives:
         """
         assert 1 < ranks <= MAX_RANKS
         self._rank, self._ranks, self._device, self._first_rank = rank, ranks, device, first_rank
-        self.size_bytes = 8 * MAX_BLOCKS * ranks + 2 * HALF_BYTES
-        """Device memory that it takes."""
-        self._memory = IpcMemory(self.size_bytes, rank, device, exchange)
+        self._memory = IpcMemory(8 * MAX_BLOCKS * ranks + 2 * HALF_BYTES, rank, device, exchange)
         self._addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(MAX_BLOCKS + 2, dtype=torch.int64, device=device)
         """Calls, by block; the timeout in ns; whether a call has failed."""

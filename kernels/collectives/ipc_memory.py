@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from ...configs.arithmetic import round_up
 from ..backends.nvrtc import cuda_packages
 
 _HANDLE_BYTES = 64
+_BLOCK_BYTES = 2 << 20
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -67,7 +69,10 @@ class IpcMemory:
         return driver
 
     def _allocate(self, size_bytes: int) -> int:
-        """With the driver itself: torch's allocator gives parts of larger allocations, or memory without a handle."""
+        """With the driver itself: torch's allocator gives parts of larger allocations, or memory without a handle. In
+        whole blocks of the driver, because a handle is that of a block.
+        """
+        size_bytes = round_up(size_bytes, _BLOCK_BYTES)
         address = self._call("cuMemAlloc", size_bytes)
         self._call("cuMemsetD8", address, 0, size_bytes)
         torch.cuda.synchronize(self._device)

@@ -1,8 +1,8 @@
 """Collectives of the tensor-parallel ranks of one stage: how they are done, and which way is used.
 
-ranks with a GPU each       NCCL; small tensors over CUDA IPC memory, if the ranks are on one machine
-ranks that share a GPU      CUDA IPC memory
-otherwise                   gloo, which blocks the host: no CUDA graphs
+- Ranks with a GPU each: NCCL; small tensors over CUDA IPC memory, if the ranks are on one machine.
+- Ranks that share a GPU: CUDA IPC memory.
+- Otherwise gloo, which blocks the host: no CUDA graphs.
 """
 
 import logging

@@ -104,7 +104,9 @@ def wait_for_lost_rank(ipc: IpcCollectives, rank: int) -> tuple[float, str]:
     ipc.all_reduce(tensor)
     torch.cuda.synchronize()
     if rank == 1:
+        time.sleep(0.5)  # the other rank may still read the memory of this one
         vanish()
+    time.sleep(1.5)
     started = time.monotonic()
     for _ in range(50):  # as in a graph: only the first of them waits
         ipc.all_reduce(tensor)

@@ -205,7 +205,8 @@ def test_memory_of_the_other_rank_is_mapped_and_unmapped(monkeypatch: pytest.Mon
     assert memory.addresses == [0x1000, 0x2000]
     opened = next(call for call in driver.calls if call[0] == "cuIpcOpenMemHandle")
     assert (opened[1].reserved, opened[2]) == (OTHER, 1)
-    assert ("cuMemsetD8", 0x1000, 0, 4096) in driver.calls
+    assert ("cuMemAlloc", 2 << 20) in driver.calls
+    assert ("cuMemsetD8", 0x1000, 0, 2 << 20) in driver.calls
     memory.close()
     assert driver.calls[-2:] == [("cuIpcCloseMemHandle", 0x2000), ("cuMemFree", 0x1000)]
 

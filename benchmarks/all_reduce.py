@@ -95,7 +95,7 @@ def time_steps(parallel: Parallel) -> dict[str, float]:
     found = {}
     for batch in BATCHES:
         slices = [
-            SequenceSlice([7], CONTEXT - 1, range(at * pages, (at + 1) * pages))  # pages of their own
+            SequenceSlice([7], CONTEXT - 1, list(range(at * pages, (at + 1) * pages)))  # pages of their own
             for at in range(batch)
         ]
         for name, runner in (("graph", graphed), ("eager", eager)):

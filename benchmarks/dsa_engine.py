@@ -226,10 +226,12 @@ def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], c
             slices = first
             found.append([])
             for _ in range(CHECKED_STEPS):
-                found[-1].append(forward(slices).clone())
+                logits = forward(slices)
+                assert logits is not None
+                found[-1].append(logits.clone())
                 slices = following(slices)
-        for expected, logits in zip(*found, strict=True):
-            if not expected.isfinite().all() or not logits.equal(expected):
+        for expected, captured in zip(*found, strict=True):
+            if not expected.isfinite().all() or not captured.equal(expected):
                 raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
 
 
@@ -266,6 +268,7 @@ class Steps:
 
     def run(self) -> torch.Tensor:
         logits = self._graphs.run(self._slices)
+        assert logits is not None
         self._slices = following(self._slices)
         return logits
 

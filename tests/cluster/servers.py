@@ -139,7 +139,7 @@ class Server:
             if self.forked:
                 server = fork_server()
                 arguments += ["--parent-pid", str(server.pid)]
-                self.process = server.start(arguments, log, environment, self._ranks() - 1, self.leaders)
+                self.process = server.start(arguments, log, environment, self._rank_processes(), self.leaders)
                 return self
             if not self.launcher:
                 arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
@@ -147,9 +147,10 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         return self
 
-    def _ranks(self) -> int:
+    def _rank_processes(self) -> int:
         sizes = dict(itertools.pairwise(self.flags))
-        return int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
+        ranks = int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
+        return ranks if ranks > 1 else 0
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
         """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""

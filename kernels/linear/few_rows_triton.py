@@ -12,7 +12,6 @@ experts, `scatter` writes results in the order of tokens.
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,6 +20,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled, Weight
+from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
 _WEIGHT_ROWS = 64
@@ -31,20 +31,6 @@ _AHEAD = 512
 _LEAST_GROUPS = 4
 """Groups of columns of a program, at least, if columns are divided."""
 _COUNTERS = 4096
-
-
-@dataclass(frozen=True)
-class RowTiles:
-    """Tiles of rows by expert, on the device; see moe/routing.py."""
-
-    order: torch.Tensor  # [n] int32: numbers of token * per_token + choice, sorted by expert
-    ends: torch.Tensor  # [experts] int32: end of each expert's part of `order`
-    expert: torch.Tensor  # [tiles] int32: expert of each tile, -1 if unused
-    first: torch.Tensor  # [tiles] int32: where the tile begins in `order`
-    rows: int  # of a tile, at most
-    per_token: int
-    gather: bool  # rows of x are tokens; otherwise in the order of experts
-    scatter: bool  # rows of the result are numbers; otherwise in the order of experts
 
 
 @triton.jit
@@ -91,7 +77,7 @@ def _converted(fp8, dtype: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    else:
+    else:  # noqa: RET505 - the other branch is not compiled
         return fp8.to(dtype)
 
 
@@ -172,7 +158,8 @@ def _few_rows(
             order_ptr, ends_ptr, first_ptr, tile, expert, row, PER_TOKEN, GATHER, SCATTER
         )
         values_ptr += expert.to(tl.int64) * weight_rows * in_size
-        scales_ptr += expert.to(tl.int64) * row_groups * scale_stride
+        if SCALED:
+            scales_ptr += expert.to(tl.int64) * row_groups * scale_stride
         weights = values_ptr + number.to(tl.int64)[:, None] * in_size + column[None, :]
     else:
         exists, source, target = row < rows, row, row
@@ -191,7 +178,8 @@ def _few_rows(
             )
             wait_for_previous()
     inputs = x_ptr + source.to(tl.int64)[:, None] * in_size + column[None, :]
-    scales = scales_ptr + (number // ROW_GROUP) * scale_stride
+    if SCALED:
+        scales = scales_ptr + (number // ROW_GROUP) * scale_stride
     acc = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
     for at in range(begin, end, _BLOCK):
         if WHOLE:
@@ -226,8 +214,9 @@ def launch_few_rows(
     x: torch.Tensor, weight: Weight, out: torch.Tensor, *, gated: bool, tiles: RowTiles | None = None
 ) -> None:
     """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`."""
-    scaled = isinstance(weight, BlockScaled)
-    values = weight.values if isinstance(weight, BlockScaled) else weight
+    values, scales, row_group = weight, None, BLOCK
+    if isinstance(weight, BlockScaled):
+        values, scales, row_group = weight.values, weight.scales, weight.row_group
     *_, weight_rows, in_size = values.shape
     if len(out) == 0:
         return
@@ -243,7 +232,7 @@ def launch_few_rows(
     _few_rows[(blocks, row_tiles, splits)](
         x,
         values,
-        weight.scales if isinstance(weight, BlockScaled) else None,
+        scales,
         out,
         sums,
         counters,
@@ -252,15 +241,14 @@ def launch_few_rows(
         weight_rows,
         out.shape[1],
         in_size,
-        weight.scales.shape[-2] if isinstance(weight, BlockScaled) else 0,
-        weight.scales.shape[-1] if isinstance(weight, BlockScaled) else 0,
-        SCALED=scaled,
+        *((0, 0) if scales is None else scales.shape[-2:]),
+        SCALED=scales is not None,
         GATED=gated,
         GROUPED=tiles is not None,
         GATHER=tiles is not None and tiles.gather,
         SCATTER=tiles is not None and tiles.scatter,
         PER_TOKEN=1 if tiles is None else tiles.per_token,
-        ROW_GROUP=weight.row_group if isinstance(weight, BlockScaled) else BLOCK,
+        ROW_GROUP=row_group,
         ROWS=rows,
         WEIGHT_ROWS=_WEIGHT_ROWS,
         SPLITS=splits,

@@ -13,8 +13,9 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled
-from .few_rows_triton import RowTiles, find_rows
+from .few_rows_triton import find_rows
 from .quantise import QuantisedRows
+from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
 _OUTPUTS = 128

@@ -6,8 +6,9 @@
     mixture(x)    =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
 The bias affects the selection but not the weights. With tensor parallelism a rank has a part of every expert's width
-or, with expert parallelism, whole experts; either way its result is a part of the sum. In bfloat16 on CUDA nothing here
-waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
+or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
+on CUDA, nothing here waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped
+product waits.
 """
 
 from dataclasses import dataclass

@@ -86,11 +86,11 @@ def ranks() -> Iterator[RankProcesses]:
     processes.stop()
 
 
-def kept(model: Path, shard: Shard = WHOLE) -> DsaParameters:
-    """Weights that stay fp8, on a CPU."""
+def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> DsaParameters:
+    """Weights that stay fp8, also on a CPU."""
     source = locate_model(str(model))
     parameters = DsaParameters.allocate(
-        source.config, shard, device=CPU, dtype=torch.float32, fp8=fp8_tensors(source, "auto")
+        source.config, shard, device=device, dtype=torch.float32, fp8=fp8_tensors(source, "auto")
     )
     load_weights(source, parameters.slots(), parameters.names(source.config))
     return parameters
@@ -110,11 +110,14 @@ def test_expanded_weights_give_transformers_logits(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fp8_weights_give_transformers_logits_in_short_steps(cases: dict[str, Case], name: str) -> None:
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
+def test_fp8_weights_give_transformers_logits_in_short_steps(
+    cases: dict[str, Case], device: torch.device, name: str
+) -> None:
     case = cases[name]
-    parameters = kept(case.model)
+    parameters = kept(case.model, device=device)
     assert isinstance(parameters.layers[0].attention.compress, BlockScaled)
-    runner = ModelRunner(DsaDecoder(parameters), device=CPU, dtype=torch.float32)
+    runner = ModelRunner(DsaDecoder(parameters), device=device, dtype=torch.float32)
     logits = torch.cat([torch.from_numpy(rows) for rows in run_passes(runner, case.passes).logits])
     torch.testing.assert_close(logits, case.expected, rtol=0, atol=TOLERANCE)
     assert logits.argmax(-1).equal(case.expected.argmax(-1))

@@ -95,7 +95,7 @@ def _store_result(
     tl.store(out, acc.to(dtype), mask=exists[None, :] & (output < out_size)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _few_rows(
     x_ptr,
     values_ptr,
@@ -113,6 +113,7 @@ def _few_rows(
     in_size,
     row_groups,
     scale_stride,
+    splits,
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -122,7 +123,7 @@ def _few_rows(
     ROW_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WEIGHT_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -145,7 +146,7 @@ def _few_rows(
         output = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
         number = tl.where(output < out_size, output, 0)
     groups = (in_size + _BLOCK - 1) // _BLOCK
-    share = (groups + SPLITS - 1) // SPLITS
+    share = (groups + splits - 1) // splits
     begin = split * share * _BLOCK
     end = tl.minimum(begin + share * _BLOCK, in_size)
     if GROUPED:
@@ -194,20 +195,20 @@ def _few_rows(
             acc += product * tl.load(scales + at // _BLOCK)[:, None]
         else:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
-    if SPLITS == 1:
-        _store_result(acc, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
-    else:
+    if SPLIT:
         block = tile * tl.num_programs(0) + tl.program_id(0)
         element = tl.arange(0, WEIGHT_ROWS)[:, None] * ROWS + row[None, :]
-        sums = sums_ptr + block * SPLITS * (WEIGHT_ROWS * ROWS) + element
+        sums = sums_ptr + block * splits * (WEIGHT_ROWS * ROWS) + element
         tl.store(sums + split * (WEIGHT_ROWS * ROWS), acc)
         tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == splits - 1:
             tl.store(counters_ptr + block, 0)
             total = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
-            for part in range(SPLITS):
+            for part in range(splits):
                 total += tl.load(sums + part * (WEIGHT_ROWS * ROWS), cache_modifier=".cg")
             _store_result(total, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
+    else:
+        _store_result(acc, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
 
 
 def launch_few_rows(
@@ -242,6 +243,7 @@ def launch_few_rows(
         out.shape[1],
         in_size,
         *((0, 0) if scales is None else scales.shape[-2:]),
+        splits,
         SCALED=scales is not None,
         GATED=gated,
         GROUPED=tiles is not None,
@@ -251,7 +253,7 @@ def launch_few_rows(
         ROW_GROUP=row_group,
         ROWS=rows,
         WEIGHT_ROWS=_WEIGHT_ROWS,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         WHOLE=in_size % BLOCK == 0,
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",

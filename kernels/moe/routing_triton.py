@@ -74,8 +74,8 @@ def _place(
     else:
         sizes = tl.zeros([BINS], tl.int32)
         before = tl.zeros([BINS], tl.int32)
-        for begin in range(0, chunks, 16):
-            other = (begin + tl.arange(0, 16))[:, None]
+        for begin in range(0, chunks, 8):
+            other = (begin + tl.arange(0, 8))[:, None]
             counted = tl.load(counts_ptr + other * BINS + bins[None, :], mask=other < chunks, other=0)
             sizes += tl.sum(counted, 0)
             before += tl.sum(tl.where(other < chunk, counted, 0), 0)
@@ -87,8 +87,8 @@ def _place(
     tl.debug_barrier()
     start = tl.load(starts_ptr + expert, mask=expert < count, other=0)
     rank = tl.zeros([CHUNK], tl.int32)
-    for begin in tl.static_range(0, CHUNK, 64):  # equal experts before each number of the chunk
-        at = begin + tl.arange(0, 64)
+    for begin in range(0, CHUNK, 32):  # equal experts before each number of the chunk
+        at = begin + tl.arange(0, 32)
         other = _local_experts(experts_ptr, chunk * CHUNK + at, numbers, first, count)
         rank += tl.sum(((other[None, :] == expert[:, None]) & (at[None, :] < index[:, None])).to(tl.int32), 1)
     tl.store(order_ptr + start + rank, number, mask=expert < count)
@@ -130,6 +130,6 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing
         CHUNK=chunk,
         CHUNKS=min(chunks, 2),
         BINS=bins,
-        num_warps=8,
+        num_warps=16 if chunk == _CHUNK else 8,
         **options,
     )

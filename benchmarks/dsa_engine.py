@@ -182,7 +182,7 @@ class Engine:
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue
-            weight_bytes += slot.target.nbytes
+            weight_bytes += slot.nbytes
             if slot.target.ndim == 2 and name != "lm_head.weight":
                 products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
         visible = range(cached + 1, cached + tokens + 1)

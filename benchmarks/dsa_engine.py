@@ -171,7 +171,7 @@ class Engine:
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         for name, slot in self.parameters.slots().items():
             if name != "model.embed_tokens.weight":
-                weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
         latent, keys = self.cache.pools
         rows = context * sum(keys.plane_token_bytes) + min(context, self.dsa.index_topk) * latent.head_token_bytes
         return weights + self.config.num_layers * batch * rows
@@ -185,7 +185,7 @@ class Engine:
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue
-            weight_bytes += slot.target.nbytes
+            weight_bytes += slot.nbytes
             if slot.target.ndim == 2 and name != "lm_head.weight":
                 products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
         visible = range(cached + 1, cached + tokens + 1)

@@ -45,6 +45,9 @@ class AnyDecoder(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
+    def parameters(self) -> DecoderParameters | DsaParameters: ...
+
+    @property
     def kv_token_bytes(self) -> int: ...
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
@@ -62,6 +65,16 @@ def allocate_parameters(
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this."""
     architecture = DecoderParameters if config.dsa is None else DsaParameters
     return architecture.allocate(config, shard, device=device, dtype=dtype)
+
+
+def _decoder(parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting) -> AnyDecoder:
+    if isinstance(parameters, DsaParameters):
+        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+
+
+def _held_bytes(parameters: DecoderParameters | DsaParameters) -> int:
+    return sum(slot.target.nbytes for slot in parameters.slots().values())
 
 
 class ModelRunner:
@@ -105,18 +118,28 @@ class ModelRunner:
             fill_with_noise(parameters.slots())
         else:
             load_weights(source, parameters.slots(), parameters.names(source.config))
-        decoder: AnyDecoder
-        if isinstance(parameters, DsaParameters):
-            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
-        else:
-            decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
-        return cls(decoder, device=device, dtype=dtype, parallel=parallel)
+        return cls(_decoder(parameters, parallel, kv_dtype), device=device, dtype=dtype, parallel=parallel)
+
+    @classmethod
+    def outline(
+        cls, config: ModelConfig, shard: Shard = WHOLE, *, dtype: torch.dtype, kv_dtype: KvDtypeSetting = "auto"
+    ) -> "ModelRunner":
+        """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
+        of a loaded one. Raises StartupError if the model cannot be divided like this.
+        """
+        meta, parallel = torch.device("meta"), Parallel(shard)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype)
+        return cls(_decoder(parameters, parallel, kv_dtype), device=meta, dtype=dtype, parallel=parallel)
 
     @staticmethod
     def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
         """Bytes of the weights of `shard`, without reading any."""
-        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype)
-        return sum(slot.target.nbytes for slot in parameters.slots().values())
+        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype))
+
+    @property
+    def held_weight_bytes(self) -> int:
+        """Bytes of the weights of this runner."""
+        return _held_bytes(self._decoder.parameters)
 
     @property
     def kv_token_bytes(self) -> int:

@@ -57,28 +57,16 @@ class _Pages:
 
 
 class Plan:
-    """One decode server: `config` is checked against the model. Without `max_running_requests` the largest number that
-    fits is planned. Raises StartupError for a model that cannot be divided, or a context that it does not support.
+    """The decode server of `config` with one rank of each of its pipeline stages. Without `max_running_requests` the
+    largest number that fits is planned.
     """
 
-    def __init__(self, config: DecodeConfig, source: ModelSource, *, context: int, device_bytes: int) -> None:
+    def __init__(self, config: DecodeConfig, stages: list[ModelRunner], *, context: int, device_bytes: int) -> None:
         """`device_bytes`: memory of a GPU that weights and KV may use."""
-        model = source.config
-        if context > model.context_length:
-            raise StartupError(f"context = {context} is more than the {model.context_length} tokens of {source.name}")
-        if config.enable_hisparse and model.dsa is None:
-            raise StartupError(
-                f"enable_hisparse needs a model with sparse attention, and {source.name} is {model.architecture}"
-            )
-        self._config, self._source, self._context = config, source, context
+        self._config, self._stages, self._context = config, stages, context
         self._device_bytes = device_bytes
-        dtype = resolve_dtype(config.dtype, model, torch.device("cuda"))
-        self._stages: list[ModelRunner] = []
-        for stage in range(config.pp):
-            shard = Shard(tp_size=config.tp, stage=stage, stages=config.pp, whole_experts=config.expert_parallel)
-            model.check_shares(shard)
-            self._stages.append(_outline(model, shard, dtype, config.kv_dtype))
-        self._weight_bytes = max(_weight_bytes(runner) for runner in self._stages)
+        self._model = stages[0].config
+        self._weight_bytes = max(_weight_bytes(runner) for runner in stages)
 
     def sizes(self) -> Sizes:
         requests = self._fitting(self._config)
@@ -157,7 +145,7 @@ class Plan:
             hot_pages=pages.own_hot_pages,
             slots=slots,
             hot_rows=self._hot_rows,
-            max_context=min(self._source.config.context_length, pages.num_pages * config.page_size),
+            max_context=min(self._model.context_length, pages.num_pages * config.page_size),
         )
 
     def _token_bytes(self, runner: ModelRunner) -> tuple[int, int]:
@@ -173,7 +161,7 @@ class Plan:
         if not self._config.enable_hisparse:
             return runner.make_cache(pages, self._config.page_size).device_bytes
         # whole contexts: the tables of a smaller cache are shorter
-        least = pages_for(self._source.config.context_length, self._config.page_size)
+        least = pages_for(self._model.context_length, self._config.page_size)
         before, after = (
             self._cache(runner, _Pages(least + extra * pages, (1 + extra) * self._buffer_pages), 1 + extra).device_bytes
             for extra in (0, 1)
@@ -182,8 +170,8 @@ class Plan:
 
     @property
     def _hot_rows(self) -> int:
-        dsa = self._source.config.dsa
-        assert dsa is not None, "checked at the start"
+        dsa = self._model.dsa
+        assert dsa is not None, "checked by plan_sizes"
         return resolve_hot_rows(self._config, dsa.index_topk)
 
     @property
@@ -194,14 +182,28 @@ class Plan:
 def plan_sizes(
     config: DecodeConfig, source: ModelSource, *, context: int, device_bytes: int, hisparse: bool | None
 ) -> list[Sizes]:
-    """The server without and with HiSparse, or one of them. Raises StartupError."""
-    both = (False, True) if source.config.dsa is not None else (False,)
-    variants = both if hisparse is None else (hisparse,)
+    """The server without and with HiSparse, or one of them. Raises StartupError for a model that cannot be divided like
+    this, has no sparse attention, or does not support the context.
+    """
+    model = source.config
+    if context > model.context_length:
+        raise StartupError(f"context = {context} is more than the {model.context_length} tokens of {source.name}")
+    if hisparse and model.dsa is None:
+        raise StartupError(
+            f"enable_hisparse needs a model with sparse attention, and {source.name} is {model.architecture}"
+        )
+    dtype = resolve_dtype(config.dtype, model, torch.device("cuda"))
+    stages = []
+    for stage in range(config.pp):
+        shard = Shard(tp_size=config.tp, stage=stage, stages=config.pp, whole_experts=config.expert_parallel)
+        model.check_shares(shard)
+        stages.append(_outline(model, shard, dtype, config.kv_dtype))
+    both = (False, True) if model.dsa is not None else (False,)
     return [
         Plan(
-            config.model_copy(update={"enable_hisparse": variant}), source, context=context, device_bytes=device_bytes
+            config.model_copy(update={"enable_hisparse": variant}), stages, context=context, device_bytes=device_bytes
         ).sizes()
-        for variant in variants
+        for variant in (both if hisparse is None else (hisparse,))
     ]
 
 

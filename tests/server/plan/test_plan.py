@@ -13,14 +13,19 @@ from pdserve.configs.schema import DecodeConfig
 from pdserve.models.loading.catalog import GEOMETRIES, ModelSource, locate_geometry
 from pdserve.server.cli import main
 from pdserve.server.plan.options import GIB, GPU_GIB, Gpus, parse_gpus, parse_tokens
-from pdserve.server.plan.sizes import Plan, Sizes
+from pdserve.server.plan.sizes import Sizes, plan_sizes
 
 CONTEXT = 32768
 
 
-def sizes(model: str, *, gib: float = 10_000.0, context: int = CONTEXT, **settings: Any) -> Sizes:
-    config = DecodeConfig(model=model, page_size=64, **settings)
-    return Plan(config, locate_geometry(model), context=context, device_bytes=int(gib * GIB)).sizes()
+def sizes(
+    model: str, *, gib: float = 10_000.0, context: int = CONTEXT, enable_hisparse: bool = False, **settings: Any
+) -> Sizes:
+    config, device_bytes = DecodeConfig(model=model, page_size=64, **settings), int(gib * GIB)
+    (found,) = plan_sizes(
+        config, locate_geometry(model), context=context, device_bytes=device_bytes, hisparse=enable_hisparse
+    )
+    return found
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The parts of GPU benchmarks that run without a GPU: they call the engine in their own way."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import dsa
+from pdserve.models.decoders.dense_parameters import Slot
 from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.graphs.capture import StepGraphs
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
@@ -148,6 +151,36 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
     assert not gathered[3:6].equal(rows)
     torch.testing.assert_close(result, gathered.view(8, 3, -1).sum(dim=0))
     assert decoder_module.mixture is before
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
+def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
+
+    def fill(slots: Mapping[str, Slot]) -> None:
+        for slot in slots.values():
+            values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
+            slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)
+
+    monkeypatch.setattr("pdserve.models.runner.fill_with_noise", fill)  # there is no generator of a pretended GPU
+    config = rank_of_eight.model_config(1, tiny=True)
+    assert config.dsa is not None
+    config = replace(config, dtype="float16", dsa=replace(config.dsa, mixed=(False,)))
+    layout = one_rank.Layout.of("dp8", config)
+    with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
+        rank = one_rank.Rank(layout, "auto", DEVICE)
+        bench = one_rank.RankEngine(rank, sequences=2, max_context=40, page_size=8, hot_rows=24)
+        gpu.pin(bench.cache.pools[0].data)
+        with torch.inference_mode(), one_rank.exchanging(layout, DEVICE):
+            graphs = bench.graphs([2])
+            slices = bench.sequences(2, 40, steps=2)
+            for _ in range(2):
+                logits = graphs.run(slices)
+                slices = dsa_engine.following(slices)
+        assert isinstance(graphs, StepGraphs)
+        assert logits.shape == (2, 320)
+        assert logits.to(CPU).isfinite().all()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")

@@ -171,7 +171,7 @@ def _prefill_tiles(
     row = row_start + number
     query = tl.load(query_ptr + row[:, None] * query_stride + head * D + column[None, :], mask=inside, other=0.0)
 
-    top = tl.full([ROWS], -float("inf"), tl.float32)
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a query may see no key of a part
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     # [first_key, seen_by_all) whole blocks without a mask; [seen_by_all, last) the diagonal

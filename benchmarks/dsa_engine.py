@@ -194,7 +194,7 @@ class Engine(SteppedEngine):
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         for name, slot in self.parameters.slots().items():
             if name != "model.embed_tokens.weight":
-                weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
         rows = context * self.dsa.index_dim + min(context, self.dsa.index_topk) * self.dsa.latent_dim
         return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
 

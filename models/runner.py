@@ -1,6 +1,6 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
+from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,11 +61,14 @@ class AnyDecoder(Protocol):
 
 
 def allocate_parameters(
-    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype, fp8: Collection[str] = frozenset()
 ) -> DecoderParameters | DsaParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this."""
-    architecture = DecoderParameters if config.dsa is None else DsaParameters
-    return architecture.allocate(config, shard, device=device, dtype=dtype)
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
+    are the tensors to keep in block-scaled fp8.
+    """
+    if config.dsa is None:
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+    return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
 def _decoder(parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting) -> AnyDecoder:
@@ -74,7 +78,7 @@ def _decoder(parameters: DecoderParameters | DsaParameters, parallel: Parallel, 
 
 
 def _held_bytes(parameters: DecoderParameters | DsaParameters) -> int:
-    return sum(slot.target.nbytes for slot in parameters.slots().values())
+    return sum(slot.nbytes for slot in parameters.slots().values())
 
 
 class ModelRunner:
@@ -108,33 +112,54 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
         prepare_kernels(device, dtype, cpu_kernels)
+        stored = fp8_tensors(source, load_format)
+        kept = kept_in_fp8(stored, device)
         try:
-            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype)
+            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype, fp8=kept)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"model {source.name}: not enough memory on {device} for its weights: {error}"
             ) from error
+        slots = parameters.slots()
+        log_expansion(slots, stored, device)
         if load_format == "dummy":
-            fill_with_noise(parameters.slots())
+            fill_with_noise(slots, stored)
         else:
-            load_weights(source, parameters.slots(), parameters.names(source.config))
+            load_weights(source, slots, parameters.names(source.config))
         return cls(_decoder(parameters, parallel, kv_dtype), device=device, dtype=dtype, parallel=parallel)
 
     @classmethod
     def outline(
-        cls, config: ModelConfig, shard: Shard = WHOLE, *, dtype: torch.dtype, kv_dtype: KvDtypeSetting = "auto"
+        cls,
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: KvDtypeSetting = "auto",
+        fp8: Collection[str] = frozenset(),
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. Raises StartupError if the model cannot be divided like this.
+        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8. Raises StartupError if the model cannot be
+        divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)
-        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8)
         return cls(_decoder(parameters, parallel, kv_dtype), device=meta, dtype=dtype, parallel=parallel)
 
     @staticmethod
-    def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """Bytes of the weights of `shard`, without reading any."""
-        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype))
+    def weight_bytes(
+        source: ModelSource,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+    ) -> int:
+        """Bytes of the weights of `shard` on `device`, without reading any."""
+        fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
+        return _held_bytes(
+            allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8)
+        )
 
     @property
     def held_weight_bytes(self) -> int:

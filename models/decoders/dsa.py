@@ -69,11 +69,12 @@ class DsaDecoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step: torch's grouped product does not wait for the device in bfloat16
-        only (moe.py).
+        """Whether a CUDA graph can capture a step: torch's grouped product, for experts that are not block-scaled,
+        does not wait for the device in bfloat16 only (moe.py).
         """
-        has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
-        return self.parameters.dtype == torch.bfloat16 or not has_experts
+        mlps = [layer.mlp for layer in self.parameters.layers]
+        by_torch = any(isinstance(mlp, MoeParameters) and isinstance(mlp.gate_up, torch.Tensor) for mlp in mlps)
+        return self.parameters.dtype == torch.bfloat16 or not by_torch
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""

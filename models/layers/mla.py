@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.linear.block_format import Weight
 from ...kernels.linear.linear import linear
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.latent_write import latent_write
@@ -29,15 +30,16 @@ class MlaParameters:
     """Attention's weights; `heads` are this rank's own, everything before them is the same on every rank.
 
     The rows of `compress` compute the queries' latent, the cache row and, with an indexer, its key; those of `expand`
-    compute the queries of the heads and of the indexer.
+    compute the queries of the heads and of the indexer. `kv_b` is never fp8: it is absorbed into batched products per
+    head, and small.
     """
 
-    compress: torch.Tensor  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
+    compress: Weight  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
     q_norm: torch.Tensor  # [q_rank]
     kv_norm: torch.Tensor  # [kv_rank]
-    expand: torch.Tensor  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
+    expand: Weight  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
     kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: what expands keys, then what expands values
-    o: torch.Tensor  # [hidden, heads * value_dim]
+    o: Weight  # [hidden, heads * value_dim]
 
 
 def compress(
@@ -94,7 +96,7 @@ def expand_index_queries(
 
 def _expand(
     compressed: torch.Tensor,
-    expand: torch.Tensor,
+    expand: Weight,
     kv_b: torch.Tensor,
     config: DsaConfig,
     cos: torch.Tensor,

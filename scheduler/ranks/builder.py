@@ -53,7 +53,9 @@ class RankBuilder:
         config, source, parallel = self._config, self._source, self._parallel
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
-        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
+        weight_bytes = ModelRunner.weight_bytes(
+            source, dtype, parallel.shard, device=self._device, load_format=config.load_format
+        )
         check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
         parallel.agree_minimum(0)  # a barrier: all ranks read the free memory before any of them loads
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)

@@ -157,9 +157,7 @@ class ModelRunner:
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
-        return _held_bytes(
-            allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8)
-        )
+        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8))
 
     @property
     def held_weight_bytes(self) -> int:

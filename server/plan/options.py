@@ -21,6 +21,8 @@ GPU_GIB: Mapping[str, float] = {
     "B200": 178.3,
 }
 """Memory that torch reports (`total_memory`). Measured on the H200; the others are approximate."""
+WITHOUT_FP8 = ("A100", "A100-40GB")
+"""GPUs on which fp8 weights are expanded (kernels/linear/block_format.py)."""
 RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
 
@@ -51,6 +53,11 @@ class Gpus:
     count: int
     name: str
     gib: float
+
+    @property
+    def fp8(self) -> bool:
+        """Whether weights stay in fp8 there."""
+        return self.name not in WITHOUT_FP8
 
 
 @dataclass(frozen=True, slots=True)

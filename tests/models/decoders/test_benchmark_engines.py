@@ -157,7 +157,7 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
 def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
 
-    def fill(slots: Mapping[str, Slot]) -> None:
+    def fill(slots: Mapping[str, Slot], *_: object) -> None:
         for slot in slots.values():
             values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
             slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import CpuKernelsSetting, KvDtypeSetting, LoadFormat
+from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -25,6 +25,7 @@ from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -37,6 +38,24 @@ def resolve_dtype(
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
+
+
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
+    """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
+    it, if keys have a multiple of 4 elements; on the CPU and in float32 selections stay exact. Raises StartupError for
+    a GPU without fp8.
+    """
+    exact = device.type != "cuda" or dtype == torch.float32 or index_dim % 4 != 0
+    if setting == "model" or (setting == "auto" and exact):
+        return False
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        if setting == "auto":
+            return False
+        found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        raise StartupError(
+            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
+        )
+    return True
 
 
 class AnyDecoder(Protocol):
@@ -71,9 +90,11 @@ def allocate_parameters(
     return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
-def _decoder(parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting) -> AnyDecoder:
+def _decoder(
+    parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
+) -> AnyDecoder:
     if isinstance(parameters, DsaParameters):
-        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
     return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
@@ -108,6 +129,7 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
         kv_dtype: KvDtypeSetting = "auto",
+        index_dtype: IndexDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
@@ -126,7 +148,10 @@ class ModelRunner:
             fill_with_noise(slots, stored)
         else:
             load_weights(source, slots, parameters.names(source.config))
-        return cls(_decoder(parameters, parallel, kv_dtype), device=device, dtype=dtype, parallel=parallel)
+        dsa = source.config.dsa
+        fp8_index = dsa is not None and uses_fp8_index(index_dtype, device, dtype, dsa.index_dim)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
+        return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @classmethod
     def outline(
@@ -137,14 +162,16 @@ class ModelRunner:
         dtype: torch.dtype,
         kv_dtype: KvDtypeSetting = "auto",
         fp8: Collection[str] = frozenset(),
+        fp8_index: bool = False,
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8. Raises StartupError if the model cannot be
-        divided like this.
+        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8; `fp8_index`: whether indexer keys are in fp8.
+        Raises StartupError if the model cannot be divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)
         parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8)
-        return cls(_decoder(parameters, parallel, kv_dtype), device=meta, dtype=dtype, parallel=parallel)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
+        return cls(decoder, device=meta, dtype=dtype, parallel=parallel)
 
     @staticmethod
     def weight_bytes(

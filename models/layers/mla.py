@@ -17,7 +17,7 @@ from ...kernels.linear.block_format import Weight
 from ...kernels.linear.linear import linear
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.latent_write import latent_write
-from ...kernels.mla.rotate_queries import rotate_queries
+from ...kernels.mla.rotate_queries import IndexQueries, rotate_queries
 from ..config.dsa import DsaConfig
 from .latent_rows import RowPlaces
 
@@ -67,10 +67,16 @@ def compress(
 
 
 def expand_queries(
-    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    compressed: torch.Tensor,
+    parameters: MlaParameters,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    *,
+    fp8_index: bool,
+) -> tuple[torch.Tensor, IndexQueries]:
     """The queries of the heads and of the indexer, in one pass."""
-    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin)
+    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin, fp8_index)
     assert index_query is not None, "the layer has an indexer"
     return query, index_query
 
@@ -85,11 +91,18 @@ def expand_head_queries(
 
 
 def expand_index_queries(
-    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
-) -> torch.Tensor:
+    compressed: torch.Tensor,
+    parameters: MlaParameters,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    *,
+    fp8_index: bool,
+) -> IndexQueries:
     """[T, index_heads, index_dim]: the queries of the layer's indexer."""
     rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
-    _, index_query = _expand(compressed, parameters.expand[rows:], parameters.kv_b[:0], config, cos, signed_sin)
+    own = parameters.expand[rows:], parameters.kv_b[:0]
+    _, index_query = _expand(compressed, *own, config, cos, signed_sin, fp8_index)
     assert index_query is not None, "the layer has an indexer"
     return index_query
 
@@ -101,7 +114,8 @@ def _expand(
     config: DsaConfig,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    fp8_index: bool = False,
+) -> tuple[torch.Tensor, IndexQueries | None]:
     """The queries of the heads of `kv_b`, which come first in `expand`, and of an indexer, if rows remain."""
     tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
     expanded = linear(compressed, expand)
@@ -118,6 +132,7 @@ def _expand(
         head_dim=head_dim,
         index_dim=config.index_dim,
         interleaved=config.index_interleaved,
+        fp8=fp8_index,
     )
     return query, index_query
 

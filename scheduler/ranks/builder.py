@@ -66,6 +66,7 @@ class RankBuilder:
             parallel=parallel,
             load_format=config.load_format,
             kv_dtype=config.kv_dtype,
+            index_dtype=config.index_dtype,
             cpu_kernels=config.cpu_kernels,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
@@ -86,6 +87,9 @@ class RankBuilder:
             STEP_SETTING[config.role],
             self.step_limit,
         )
+        if source.config.dsa is not None:
+            *_, keys = cache.pools
+            log.info("indexer keys: %s, %d bytes per token and layer", keys.dtype_name, sum(keys.plane_token_bytes))
         self._prepare_staging(runner, cache)
         started = time.monotonic()
         context = min(source.config.context_length, cache.num_pages * config.page_size)

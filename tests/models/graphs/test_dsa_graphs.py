@@ -104,6 +104,7 @@ class Setup:
         *,
         packed: bool = False,
         fp8: bool = False,
+        fp8_index: bool = False,
         **overrides: Any,
     ) -> None:
         device = torch.device("cuda")
@@ -115,7 +116,7 @@ class Setup:
         parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)
-        self.decoder = DsaDecoder(parameters, packed=packed)
+        self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -148,7 +149,9 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(
-    scope="module", params=[{}, {"packed": True}, {"fp8": True}], ids=["bf16", "packed rows", "fp8 weights"]
+    scope="module",
+    params=[{}, {"packed": True}, {"fp8": True}, {"fp8_index": True}],
+    ids=["bf16", "packed rows", "fp8 weights", "fp8 keys"],
 )
 def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
@@ -212,8 +215,10 @@ def check_padded_step(model: Setup) -> None:
         (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
     }
     for pool, old in zip(model.cache.pools, before, strict=True):
-        written = (pool.data != old).any(-1).any(3).any(2).any(1)  # [page, token]
-        assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+        changed = pool.data.view(torch.uint8).flatten(2) != old.view(torch.uint8).flatten(2)
+        for plane in pool._split_planes(changed):
+            written = plane.any(-1).any(2).any(1)  # [page, token]
+            assert {(page, token) for page, token in written.nonzero().tolist()} == slots
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ GPU_GIB: Mapping[str, float] = {
 }
 """Memory that torch reports (`total_memory`). Measured on the H200; the others are approximate."""
 WITHOUT_FP8 = ("A100", "A100-40GB")
-"""GPUs on which fp8 weights are expanded (kernels/linear/block_format.py)."""
+"""GPUs of a compute capability below 8.9: fp8 weights are expanded there, and indexer keys stay in 16 bits."""
 RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
 
@@ -33,6 +33,7 @@ PLAN_SETTINGS = (
     "expert_parallel",
     "dtype",
     "kv_dtype",
+    "index_dtype",
     "page_size",
     "enable_hisparse",
     "hot_rows",
@@ -56,7 +57,7 @@ class Gpus:
 
     @property
     def fp8(self) -> bool:
-        """Whether weights stay in fp8 there."""
+        """Whether weights and indexer keys may be in fp8 there."""
         return self.name not in WITHOUT_FP8
 
 

@@ -35,7 +35,8 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.moe import MoeParameters
 from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import ModelSource
-from pdserve.models.runner import ModelRunner, resolve_dtype
+from pdserve.models.loading.fp8_weights import fp8_tensors, kept_in_fp8
+from pdserve.models.runner import ModelRunner, resolve_dtype, uses_fp8_index
 
 RANKS = 8
 LayoutName = Literal["tp8", "dp8"]
@@ -58,6 +59,23 @@ class Layout:
     @property
     def heads(self) -> int:
         return self.config.num_heads // self.shard.tp_size
+
+    @property
+    def source(self) -> ModelSource:
+        """For the loader of dummy weights, which reads no file."""
+        return ModelSource(self.name, Path(self.name), "huggingface", self.config)
+
+    def outline(self, kv_dtype: KvDtypeSetting, device: torch.device) -> ModelRunner:
+        """The rank as `device` holds it, without memory."""
+        dtype = resolve_dtype("auto", self.config, device)
+        return ModelRunner.outline(
+            self.config,
+            self.shard,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            fp8=kept_in_fp8(fp8_tensors(self.source, "dummy"), device),
+            fp8_index=uses_fp8_index("auto", device, dtype, self.dsa.index_dim),
+        )
 
     @classmethod
     def of(cls, name: LayoutName, config: ModelConfig) -> "Layout":
@@ -102,9 +120,8 @@ class Rank:
 
     def __init__(self, layout: Layout, kv_dtype: KvDtypeSetting, device: torch.device = DEVICE) -> None:
         self.layout = layout
-        source = ModelSource(layout.name, Path(layout.name), "huggingface", layout.config)  # no file is read
         self.runner = ModelRunner.load(
-            source,
+            layout.source,
             device=device,
             dtype=resolve_dtype("auto", layout.config, device),
             parallel=LocalRank(layout.shard, device=device),
@@ -123,7 +140,7 @@ class Rank:
         """Names and bytes of the weights that steps read."""
         for name, slot in self.slots.items():
             if name != "model.embed_tokens.weight":
-                yield name, getattr(slot, "nbytes", slot.target.nbytes)  # with scales, where the weights have such
+                yield name, slot.nbytes
 
     def prompt_floor_ms(self, tokens: int, rate: float, product_rates: dict[torch.dtype, float]) -> float:
         """The least time for a prompt: weights read once at `rate`, or all products (of weights, of index scores, of

@@ -37,7 +37,6 @@ from pdserve.memory.sizing import GIB
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_geometry
-from pdserve.models.runner import ModelRunner
 from pdserve.server.plan.options import GPU_GIB, RESERVE_GIB
 from pdserve.server.plan.sizes import Plan
 
@@ -78,9 +77,7 @@ class Benchmark:
             model="deepseek-v3.2", page_size=options.page_size, kv_dtype=options.kv_dtype, local_prefill="never"
         )
         self._layout = Layout.of(options.layout, model_config(options.layers, tiny=options.tiny))
-        self._outline = ModelRunner.outline(
-            self._layout.config, self._layout.shard, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
-        )
+        self._outline = self._layout.outline(options.kv_dtype, device)
         on_gpu = device.type == "cuda"
         self._rate = copy_rate() if on_gpu else NOMINAL_RATE
         self._product_rates = product_rates() if on_gpu else {torch.bfloat16: NOMINAL_RATE}
@@ -199,9 +196,7 @@ class Benchmark:
         )
         for hisparse in (False, True):
             config = self._config.model_copy(update={"enable_hisparse": hisparse})
-            # weights as they are held here, whatever their type in the outline
-            usable = total - self._step_bytes - weights + self._outline.held_weight_bytes
-            found = Plan(config, [self._outline], context=context, device_bytes=usable).sizes()
+            found = Plan(config, [self._outline], context=context, device_bytes=total - self._step_bytes).sizes()
             self.results["memory"]["hisparse" if hisparse else "plain"] = dataclasses.asdict(found)
             on_all = found.requests * (RANKS if self._options.layout == "dp8" else 1)
             name = "with HiSparse" if hisparse else "without"

@@ -36,6 +36,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
+IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
@@ -55,6 +56,11 @@ class ServerConfig(BaseModel):
     kv_dtype: KvDtypeSetting = Field(
         "auto",
         description="type of KV: auto is that of the weights, fp8_e4m3 takes about half the memory of 16 bits",
+    )
+    index_dtype: IndexDtypeSetting = Field(
+        "auto",
+        description="type of the indexer keys of sparse-attention models: fp8_e4m3 with a scale per key (132 bytes "
+        "instead of 256), or the model's; auto is fp8_e4m3 for 16-bit models on GPUs of capability 8.9 and above",
     )
     load_format: LoadFormat = Field(
         "auto",

@@ -62,7 +62,9 @@ def sizes(model: str, settings: dict[str, object], context: int) -> list[Sizes]:
     device_bytes = int((GPUS.gib - RESERVE_GIB) * GIB)
     config = DecodeConfig.model_validate(settings)
     try:
-        return plan_sizes(config, locate_geometry(model), context=context, device_bytes=device_bytes, hisparse=None)
+        return plan_sizes(
+            config, locate_geometry(model), context=context, device_bytes=device_bytes, fp8=GPUS.fp8, hisparse=None
+        )
     except StartupError:
         return []
 

@@ -449,7 +449,7 @@ def next_command(
 
 def _layout(pool: KvPool) -> KvLayout:
     return KvLayout(
-        planes=tuple(Plane(name, pool.head_token_bytes) for name in pool.planes),
+        planes=tuple(map(Plane, pool.planes, pool.plane_token_bytes)),
         layer_start=pool.layers.start,
         layer_end=pool.layers.stop,
         head_start=pool.heads.start,

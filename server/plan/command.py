@@ -12,7 +12,12 @@ def run_plan(options: PlanOptions) -> int:
     source = locate_geometry(options.config.model)
     device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
     found = plan_sizes(
-        options.config, source, context=options.context, device_bytes=device_bytes, hisparse=options.hisparse
+        options.config,
+        source,
+        context=options.context,
+        device_bytes=device_bytes,
+        fp8=options.gpus.fp8,
+        hisparse=options.hisparse,
     )
     print(_as_json(options, found) if options.as_json else _as_text(options, source, found))
     return 0

@@ -21,6 +21,8 @@ GPU_GIB: Mapping[str, float] = {
     "B200": 178.3,
 }
 """Memory that torch reports (`total_memory`). Measured on the H200; the others are approximate."""
+WITHOUT_FP8 = ("A100", "A100-40GB")
+"""GPUs of a compute capability below 8.9: fp8 weights are expanded there, and indexer keys stay in 16 bits."""
 RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
 
@@ -31,6 +33,7 @@ PLAN_SETTINGS = (
     "expert_parallel",
     "dtype",
     "kv_dtype",
+    "index_dtype",
     "page_size",
     "enable_hisparse",
     "hot_rows",
@@ -51,6 +54,11 @@ class Gpus:
     count: int
     name: str
     gib: float
+
+    @property
+    def fp8(self) -> bool:
+        """Whether weights and indexer keys may be in fp8 there."""
+        return self.name not in WITHOUT_FP8
 
 
 @dataclass(frozen=True, slots=True)

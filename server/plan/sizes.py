@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.errors import StartupError
-from ...configs.schema import DecodeConfig, KvDtypeSetting
+from ...configs.schema import DecodeConfig, IndexDtypeSetting, KvDtypeSetting
 from ...kernels.hisparse.slot_tables import buffer_pages
 from ...memory.auto_settings import ALONE_KV_FRACTION, KvShare
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.hot_buffer_size import resolve_hot_rows
 from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
-from ...models.config.model import ModelConfig
 from ...models.config.sharding import Shard
 from ...models.loading.catalog import ModelSource
-from ...models.runner import ModelRunner, resolve_dtype
+from ...models.loading.fp8_weights import fp8_tensors
+from ...models.runner import ModelRunner, fp8_index, resolve_dtype
 from ...scheduler.ranks.cache_size import hisparse_pages, plain_pages
 
 MOST_REQUESTS = 4096
@@ -180,10 +180,10 @@ class Plan:
 
 
 def plan_sizes(
-    config: DecodeConfig, source: ModelSource, *, context: int, device_bytes: int, hisparse: bool | None
+    config: DecodeConfig, source: ModelSource, *, context: int, device_bytes: int, fp8: bool, hisparse: bool | None
 ) -> list[Sizes]:
-    """The server without and with HiSparse, or one of them. Raises StartupError for a model that cannot be divided like
-    this, has no sparse attention, or does not support the context.
+    """The server without and with HiSparse, or one of them. `fp8`: whether the GPU has it. Raises
+    StartupError for a model that cannot be divided like this, has no sparse attention, or does not support the context.
     """
     model = source.config
     if context > model.context_length:
@@ -197,7 +197,7 @@ def plan_sizes(
     for stage in range(config.pp):
         shard = Shard(tp_size=config.tp, stage=stage, stages=config.pp, whole_experts=config.expert_parallel)
         model.check_shares(shard)
-        stages.append(_outline(model, shard, dtype, config.kv_dtype))
+        stages.append(_outline(source, shard, dtype, config.kv_dtype, config.index_dtype, fp8))
     both = (False, True) if model.dsa is not None else (False,)
     return [
         Plan(
@@ -208,9 +208,24 @@ def plan_sizes(
 
 
 @functools.lru_cache(maxsize=16)
-def _outline(model: ModelConfig, shard: Shard, dtype: torch.dtype, kv_dtype: KvDtypeSetting) -> ModelRunner:
+def _outline(
+    source: ModelSource,
+    shard: Shard,
+    dtype: torch.dtype,
+    kv_dtype: KvDtypeSetting,
+    index_dtype: IndexDtypeSetting,
+    fp8: bool,
+) -> ModelRunner:
     """Cached, because a model of many experts has tens of thousands of tensors."""
-    return ModelRunner.outline(model, shard, dtype=dtype, kv_dtype=kv_dtype)
+    dsa = source.config.dsa
+    return ModelRunner.outline(
+        source.config,
+        shard,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        fp8=fp8_tensors(source, "dummy") if fp8 else frozenset(),
+        fp8_index=dsa is not None and fp8_index(index_dtype, dtype, dsa.index_dim, has_fp8=fp8),
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -14,9 +14,16 @@ from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+from tests.checkpoints import (
+    load_reference,
+    make_dsa_checkpoint,
+    quantise_checkpoint,
+    reference_greedy,
+    reference_logits,
+)
 from tests.memory.hisparse.hot_buffer import open_loaded
 
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
@@ -90,15 +97,26 @@ class Setup:
     """A tiny model on the GPU, its cache and graphs, and transformers' model on the CPU."""
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, architecture: Any, *, packed: bool = False, **overrides: Any
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        architecture: Any,
+        *,
+        packed: bool = False,
+        fp8: bool = False,
+        fp8_index: bool = False,
+        **overrides: Any,
     ) -> None:
         device = torch.device("cuda")
         make_dsa_checkpoint(directory, architecture, **overrides)
+        if fp8:
+            quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
-        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype)
-        load_weights(source, parameters.slots())
-        self.reference: Any = load_reference(directory)
-        self.decoder = DsaDecoder(parameters, packed=packed)
+        kept = fp8_tensors(source, "auto")
+        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
+        load_weights(source, parameters.slots(), parameters.names(source.config))
+        self.reference: Any = None if fp8 else load_reference(directory)
+        self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -130,10 +148,14 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bf16 rows", "packed rows"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"packed": True}, {"fp8": True}, {"fp8_index": True}],
+    ids=["bf16", "packed rows", "fp8 weights", "fp8 keys"],
+)
 def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
-    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", packed=request.param)
+    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", **request.param)
 
 
 @pytest.mark.gpu
@@ -193,8 +215,10 @@ def check_padded_step(model: Setup) -> None:
         (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
     }
     for pool, old in zip(model.cache.pools, before, strict=True):
-        written = (pool.data != old).any(-1).any(3).any(2).any(1)  # [page, token]
-        assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+        changed = pool.data.view(torch.uint8).flatten(2) != old.view(torch.uint8).flatten(2)
+        for plane in pool._split_planes(changed):
+            written = plane.any(-1).any(2).any(1)  # [page, token]
+            assert {(page, token) for page, token in written.nonzero().tolist()} == slots
 
 
 @pytest.mark.gpu

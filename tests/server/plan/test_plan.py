@@ -19,11 +19,21 @@ CONTEXT = 32768
 
 
 def sizes(
-    model: str, *, gib: float = 10_000.0, context: int = CONTEXT, enable_hisparse: bool = False, **settings: Any
+    model: str,
+    *,
+    gib: float = 10_000.0,
+    context: int = CONTEXT,
+    fp8: bool = False,
+    enable_hisparse: bool = False,
+    **settings: Any,
 ) -> Sizes:
-    config, device_bytes = DecodeConfig(model=model, page_size=64, **settings), int(gib * GIB)
     (found,) = plan_sizes(
-        config, locate_geometry(model), context=context, device_bytes=device_bytes, hisparse=enable_hisparse
+        DecodeConfig(model=model, page_size=64, **settings),
+        locate_geometry(model),
+        context=context,
+        device_bytes=int(gib * GIB),
+        fp8=fp8,
+        hisparse=enable_hisparse,
     )
     return found
 
@@ -87,6 +97,14 @@ def test_geometries_have_the_published_number_of_parameters(name: str, billions:
     assert found == pytest.approx(billions, rel=0.01)
 
 
+def test_weights_stay_in_fp8_where_the_gpu_has_it() -> None:
+    """All but the embedding, the head, the router and kv_b_proj."""
+    expanded, kept = (
+        sizes("deepseek-v3.2", gib=1.0, context=1024, tp=8, fp8=fp8).weight_bytes for fp8 in (False, True)
+    )
+    assert 0.5 < kept / expanded < 0.52
+
+
 def test_kv_of_a_token_follows_from_the_geometry() -> None:
     dense = sizes("qwen3-8b", tp=4)
     assert dense.device_token_bytes == 2 * 36 * 2 * 128 * 2  # keys and values of 2 heads in 36 layers, bfloat16
@@ -145,7 +163,8 @@ def test_plan_for_all_gpus_is_printed_with_and_without_hisparse(capsys: pytest.C
     assert [one["hisparse"] for one in document["sizes"]] == [False, True]
     reserve = 4.0
     expected = [
-        asdict(sizes("deepseek-v3.2", gib=GPU_GIB["H200"] - reserve, tp=16, enable_hisparse=on)) for on in (False, True)
+        asdict(sizes("deepseek-v3.2", gib=GPU_GIB["H200"] - reserve, tp=16, fp8=True, enable_hisparse=on))
+        for on in (False, True)
     ]
     assert document["sizes"] == expected
     assert main(["plan", *flags]) == 0

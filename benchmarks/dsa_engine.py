@@ -51,7 +51,7 @@ ALL_STEPS = WARM_STEPS + 2 * TIMED_STEPS
 class Forward(Protocol):
     """Runs a step; CUDA graphs, or a stand-in."""
 
-    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor: ...
+    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor | None: ...
 
 
 def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) -> ModelConfig:
@@ -210,7 +210,7 @@ class Engine(SteppedEngine):
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue
-            weight_bytes += slot.target.nbytes
+            weight_bytes += slot.nbytes
             if slot.target.ndim == 2 and name != "lm_head.weight":
                 products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
         visible = range(cached + 1, cached + tokens + 1)
@@ -251,10 +251,12 @@ def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], c
             slices = first
             found.append([])
             for _ in range(CHECKED_STEPS):
-                found[-1].append(forward(slices).clone())
+                logits = forward(slices)
+                assert logits is not None
+                found[-1].append(logits.clone())
                 slices = following(slices)
-        for expected, logits in zip(*found, strict=True):
-            if not expected.isfinite().all() or not logits.equal(expected):
+        for expected, captured in zip(*found, strict=True):
+            if not expected.isfinite().all() or not captured.equal(expected):
                 raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
 
 
@@ -291,6 +293,7 @@ class Steps:
 
     def run(self) -> torch.Tensor:
         logits = self._graphs.run(self._slices)
+        assert logits is not None
         self._slices = following(self._slices)
         return logits
 

@@ -69,7 +69,9 @@ class ServerConfig(BaseModel):
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
     cuda_graphs: bool = Field(
-        True, description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens"
+        True,
+        description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens; with tp, if ranks "
+        "communicate over NCCL or CUDA IPC memory",
     )
     cpu_kernels: CpuKernelsSetting = Field(
         "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
@@ -185,7 +187,7 @@ class ServerConfig(BaseModel):
     @property
     def ranks_share_gpu(self) -> bool:
         """Whether several ranks of this machine are on one named GPU (`cuda:0`; with `cuda` each has its own). They
-        take equal shares of its memory and communicate through host memory: NCCL needs a GPU per rank.
+        take equal shares of its memory and communicate over CUDA IPC memory: NCCL needs a GPU per rank.
         """
         return self.device.startswith("cuda:") and len(self.local_ranks) > 1
 

@@ -217,15 +217,17 @@ class ModelRunner:
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
         """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one. Returns None, and does nothing, if graphs are not
-        possible: with several ranks, whose communication is not captured, and for mixtures of experts in dtypes other
-        than bfloat16, which torch computes expert by expert.
+        The logits of such a step are overwritten by the next one. All ranks of a stage call it at the same time.
+        Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
+        of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
+        if not self.parallel.capturable or not isinstance(self._decoder, Decoder | DsaDecoder):
             return None
         if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
             return None
-        graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        graphs = DecodeGraphs(
+            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
+        )
         self._graphs.append(graphs)
         return graphs
 
@@ -233,7 +235,7 @@ class ModelRunner:
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
         """The same for steps of prompt chunks; only for dense models."""
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+        if not self.parallel.capturable or not isinstance(self._decoder, Decoder):
             return None
         graphs = ChunkGraphs(
             self._decoder,
@@ -242,6 +244,7 @@ class ModelRunner:
             max_slices=max_slices,
             max_context=max_context,
             decode_rows=decode_rows,
+            parallel=self.parallel,
         )
         self._graphs.append(graphs)
         return graphs

@@ -12,6 +12,7 @@ experts, `scatter` writes results in the order of tokens.
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -215,9 +216,11 @@ def launch_few_rows(
     x: torch.Tensor, weight: Weight, out: torch.Tensor, *, gated: bool, tiles: RowTiles | None = None
 ) -> None:
     """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`."""
-    values, scales, row_group = weight, None, BLOCK
     if isinstance(weight, BlockScaled):
-        values, scales, row_group = weight.values, weight.scales, weight.row_group
+        values, row_group = weight.values, weight.row_group
+        scales: torch.Tensor | None = weight.scales
+    else:
+        values, row_group, scales = weight, BLOCK, None
     *_, weight_rows, in_size = values.shape
     if len(out) == 0:
         return
@@ -258,7 +261,7 @@ def launch_few_rows(
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
         num_warps=4,
-        num_stages=max(2, min(8, _STAGE_BYTES // stage)),
+        num_stages=max(2, min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage)),
         **overlap_options(x.device),
     )
 
@@ -272,6 +275,15 @@ def _splits(blocks: int, groups: int, device: torch.device) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return 99 << 10
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not annotate this one
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled
-from .few_rows_triton import find_rows
+from .few_rows_triton import find_rows, shared_memory
 from .quantise import QuantisedRows
 from .row_tiles import RowTiles
 
@@ -21,11 +21,12 @@ _BLOCK = tl.constexpr(BLOCK)
 _OUTPUTS = 128
 _GROUPED_TILES = 8
 """Tiles of rows that are computed together for each block of outputs, so that the weights stay in L2."""
-_CONFIGS = {16: (4, 4), 32: (4, 4), 64: (4, 4), 128: (8, 4)}
-"""Warps and stages by rows of a tile. With 128 rows, sums and products take half of the registers of 8 warps."""
+_WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
+"""By rows of a tile. With 128 rows, sums and products take half of the registers of 8 warps."""
+_STAGES = 4
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "x_scale_stride"])
 def _many_rows(
     x_ptr,
     x_scales_ptr,
@@ -113,7 +114,6 @@ def launch_many_rows(
     row_tiles = ceil_div(x.rows, rows) if tiles is None else len(tiles.expert)
     if len(out) == 0:
         return
-    warps, stages = _CONFIGS[rows]
     _many_rows[(row_tiles * ceil_div(out_size, _OUTPUTS),)](
         x.values,
         x.scales,
@@ -135,7 +135,7 @@ def launch_many_rows(
         OUTPUTS=_OUTPUTS,
         TILES=_GROUPED_TILES,
         WHOLE=in_size % BLOCK == 0,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=_WARPS[rows],
+        num_stages=min(_STAGES, shared_memory(out.device) // ((rows + _OUTPUTS) * BLOCK)),
         **overlap_options(out.device),
     )

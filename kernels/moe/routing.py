@@ -60,7 +60,8 @@ def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) ->
     ]
     tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
-    return Routing(order.int(), ends.int(), *table.unbind(1), rows, experts.shape[1])
+    tile_expert, tile_first = table.t().contiguous()
+    return Routing(order.int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
 
 
 def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> Routing:
@@ -71,10 +72,9 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
         return route_reference(experts, first, count, rows)
     numbers = experts.numel()
     tiles = most_tiles(numbers, count, rows)
-    # one allocation: launches are short, and each allocation takes host time
-    sizes = (numbers, count, tiles, tiles)
-    order, ends, tile_expert, tile_first = torch.empty(sum(sizes), dtype=torch.int32, device=experts.device).split(
-        sizes
+    # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
+    order, ends, tile_expert, tile_first = (
+        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, count, tiles, tiles)
     )
     routing = Routing(order, ends, tile_expert, tile_first, rows, experts.shape[1])
     if numbers:

@@ -55,12 +55,13 @@ class DsaCheckpoint:
                 f"takes {list(expected)}"
             )
         device = slot.target.device
-        scales = torch.empty(expected, dtype=torch.float32, device=device)
+        scales = torch.empty(expected, dtype=torch.float32)
         self._files.read_into(scales_name, Slot.whole(scales))
         if slot.block_scaled is not None:
             self._files.read_into(name, Slot(slot.target, slot.shape, slot.start))
             slot.fill_scales(scales)
             return
+        scales = scales.to(device)
         values = torch.empty(slot.target.shape, dtype=torch.float32, device=device)
         self._files.read_into(name, Slot(values, slot.shape, slot.start))
         rows, columns = (

@@ -156,10 +156,10 @@ def test_result_of_a_token_does_not_depend_on_the_batch(here: Place) -> None:
     impl, device, dtype = here
     case = draw(20, device, dtype)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).to(device)
-    whole, shuffled = (
-        grouped_experts(*rows, case.gate_up, case.down, impl=impl)
-        for rows in (case[:3], tuple(each[order].contiguous() for each in case[:3]))
-    )
+    rows = case.x, case.weights, case.chosen
+    whole = grouped_experts(*rows, case.gate_up, case.down, impl=impl)
+    x, weights, chosen = (each[order].contiguous() for each in rows)
+    shuffled = grouped_experts(x, weights, chosen, case.gate_up, case.down, impl=impl)
     torch.testing.assert_close(shuffled, whole[order], rtol=0, atol=1e-5 if impl == "reference" else 0)
 
 

@@ -179,6 +179,7 @@ def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch)
                 logits = graphs.run(slices)
                 slices = dsa_engine.following(slices)
         assert isinstance(graphs, StepGraphs)
+        assert logits is not None
         assert logits.shape == (2, 320)
         assert logits.to(CPU).isfinite().all()
 

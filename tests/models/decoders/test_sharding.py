@@ -212,7 +212,7 @@ def test_missing_rank_is_a_startup_error() -> None:
         )
 
 
-def test_several_ranks_have_no_graphs(cases: dict[str, Case]) -> None:
+def test_ranks_without_collectives_on_the_device_have_no_graphs(cases: dict[str, Case]) -> None:
     shard = Shard(tp_size=2)
     runner = ModelRunner.load(cases["qwen2"].source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
     assert not runner.capture_graphs(runner.make_cache(4, 4), max_batch=2, max_context=16)

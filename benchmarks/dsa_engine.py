@@ -18,9 +18,10 @@ import json
 import random
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -43,6 +44,14 @@ from pdserve.models.runner import ModelRunner
 
 CHECKED_STEPS, WARM_STEPS, TIMED_STEPS = 4, 30, 30
 """Of one sequence; a hot buffer that starts empty is full after twenty steps."""
+ALL_STEPS = WARM_STEPS + 2 * TIMED_STEPS
+"""Timed by the host, and by the GPU."""
+
+
+class Forward(Protocol):
+    """Runs a step; CUDA graphs, or a stand-in."""
+
+    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor | None: ...
 
 
 def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) -> ModelConfig:
@@ -93,33 +102,11 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
     )
 
 
-class Engine:
-    """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
-    on the GPU, or with `hot_rows` in host memory.
-    """
+class CachedSequences:
+    """Random sequences in randomly scattered pages of a cache."""
 
-    def __init__(self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None) -> None:
-        assert config.dsa is not None
-        self.config, self.dsa = config, config.dsa
-        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
-        fill_with_noise(self.parameters.slots())
-        self.decoder = DsaDecoder(self.parameters)
-        num_pages = sequences * pages_for(config.context_length, page_size)
-        self.cache: KvCache
-        if hot_rows is None:
-            self.cache = self.decoder.make_cache(num_pages, page_size)
-        else:
-            self.cache = self.decoder.make_hisparse_cache(
-                num_pages,
-                page_size,
-                hot_pages=sequences * buffer_pages(hot_rows, page_size),
-                slots=sequences,
-                hot_rows=hot_rows,
-                max_context=config.context_length,
-            )
-        for pool in self.cache.pools:
-            fill_pool(pool)
-        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+    def __init__(self, cache: KvCache, token_ids: range) -> None:
+        self.cache, self._token_ids = cache, token_ids
         self._random = random.Random(2)
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
@@ -136,7 +123,7 @@ class Engine:
         return scattered_pages(self._random, lengths, self.cache)
 
     def tokens(self, count: int) -> list[int]:
-        return self._random.choices(range(self.config.vocab_size), k=count)
+        return self._random.choices(self._token_ids, k=count)
 
     def open(self, slices: Sequence[SequenceSlice]) -> None:
         """Give each an empty hot buffer, under the number it has, where the cache has such."""
@@ -158,6 +145,46 @@ class Engine:
         hits, misses = self.cache.tables.lookups.sum(dim=0).tolist()
         return hits, misses
 
+
+class SteppedEngine(CachedSequences, ABC):
+    """Sequences whose decode steps are timed."""
+
+    @abstractmethod
+    def floor_bytes(self, batch: int, context: int) -> float:
+        """What a step must read."""
+
+
+class Engine(SteppedEngine):
+    """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
+    on the GPU, or with `hot_rows` in host memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None, fp8_index: bool = True
+    ) -> None:
+        assert config.dsa is not None
+        self.config, self.dsa = config, config.dsa
+        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        fill_with_noise(self.parameters.slots())
+        self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
+        num_pages = sequences * pages_for(config.context_length, page_size)
+        cache: KvCache
+        if hot_rows is None:
+            cache = self.decoder.make_cache(num_pages, page_size)
+        else:
+            cache = self.decoder.make_hisparse_cache(
+                num_pages,
+                page_size,
+                hot_pages=sequences * buffer_pages(hot_rows, page_size),
+                slots=sequences,
+                hot_rows=hot_rows,
+                max_context=config.context_length,
+            )
+        super().__init__(cache, range(config.vocab_size))
+        for pool in cache.pools:
+            fill_pool(pool)
+        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
         logits = self.runner.forward(self.cache, slices)
         assert logits is not None
@@ -169,9 +196,10 @@ class Engine:
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         for name, slot in self.parameters.slots().items():
             if name != "model.embed_tokens.weight":
-                weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
-        rows = context * self.dsa.index_dim + min(context, self.dsa.index_topk) * self.dsa.latent_dim
-        return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
+                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+        latent, keys = self.cache.pools
+        rows = context * sum(keys.plane_token_bytes) + min(context, self.dsa.index_topk) * latent.head_token_bytes
+        return weights + self.config.num_layers * batch * rows
 
     def prompt_floor_ms(self, tokens: int, cached: int, rate: float) -> float:
         """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
@@ -182,7 +210,7 @@ class Engine:
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue
-            weight_bytes += slot.target.nbytes
+            weight_bytes += slot.nbytes
             if slot.target.ndim == 2 and name != "lm_head.weight":
                 products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
         visible = range(cached + 1, cached + tokens + 1)
@@ -195,6 +223,12 @@ class Engine:
 
 def fill_pool(pool: KvPool) -> None:
     """With noise; from the GPU, wherever the pool is: that is the faster source of random numbers."""
+    if pool.scale_plane is not None:
+        for layer in range(pool.num_layers):
+            rows, scales = pool.layer(layer)
+            rows.copy_(torch.randn(rows.shape, device=DEVICE))
+            scales.fill_(1.0)
+        return
     for start in range(0, pool.num_pages, pool.pages_per_chunk):
         for pages in torch.split(pool.data[start : start + pool.pages_per_chunk], 64):
             pages.copy_(torch.randn(pages.shape, dtype=pages.dtype, device=DEVICE))
@@ -217,10 +251,12 @@ def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], c
             slices = first
             found.append([])
             for _ in range(CHECKED_STEPS):
-                found[-1].append(forward(slices).clone())
+                logits = forward(slices)
+                assert logits is not None
+                found[-1].append(logits.clone())
                 slices = following(slices)
-        for expected, logits in zip(*found, strict=True):
-            if not expected.isfinite().all() or not logits.equal(expected):
+        for expected, captured in zip(*found, strict=True):
+            if not expected.isfinite().all() or not captured.equal(expected):
                 raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
 
 
@@ -249,19 +285,20 @@ class Row:
 class Steps:
     """Sequences that are decoded from step to step, up to `context` tokens."""
 
-    def __init__(self, engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
+    def __init__(self, engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
         self._graphs = graphs
-        self._slices = engine.sequences(batch, context, WARM_STEPS + 2 * TIMED_STEPS)
+        self._slices = engine.sequences(batch, context, ALL_STEPS)
         for _ in range(WARM_STEPS):
             self.run()
 
     def run(self) -> torch.Tensor:
         logits = self._graphs.run(self._slices)
+        assert logits is not None
         self._slices = following(self._slices)
         return logits
 
 
-def time_step(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, rate: float) -> Row:
+def time_step(engine: SteppedEngine, graphs: Forward, batch: int, context: int, rate: float) -> Row:
     steps, walls = Steps(engine, graphs, batch, context), []
     hits, misses = engine.lookups()
     for _ in range(TIMED_STEPS):
@@ -280,7 +317,7 @@ def time_step(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, ra
     )
 
 
-def list_kernels(engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
+def list_kernels(engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
     """The kernels of one step, by the time they take together; overlapping ones count twice."""
     steps = Steps(engine, graphs, batch, context)
     torch.cuda.synchronize()
@@ -302,22 +339,23 @@ def main() -> None:
     parser.add_argument("--mlp", type=int, default=18432, help="width of the others' MLP (default: 18432)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--index-dtype", choices=["model", "fp8_e4m3"], default="fp8_e4m3", help="type of indexer keys")
     parser.add_argument("--hisparse", action="store_true", help="latent rows in host memory")
     parser.add_argument("--hot-rows", type=int, default=4096, help="of a sequence's hot buffer (default: 4096)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
     max_batch, max_context = max(options.batch), max(options.context)
-    steps = WARM_STEPS + 2 * TIMED_STEPS
-    if options.hisparse and min(options.context) - steps <= options.hot_rows:
+    if options.hisparse and min(options.context) - ALL_STEPS <= options.hot_rows:
         parser.error(
-            f"contexts must be longer than the hot buffer: {min(options.context) - steps} of {steps} steps ago"
+            f"contexts must be longer than the hot buffer: {min(options.context) - ALL_STEPS} of {ALL_STEPS} steps ago"
         )
 
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
     config = deepseek_v32(options.layers, options.mixed_layers, mlp=options.mlp, max_context=max_context)
     hot_rows = options.hot_rows if options.hisparse else None
-    engine = Engine(config, sequences=max_batch, page_size=options.page_size, hot_rows=hot_rows)
+    fp8_index = options.index_dtype == "fp8_e4m3"
+    engine = Engine(config, sequences=max_batch, page_size=options.page_size, hot_rows=hot_rows, fp8_index=fp8_index)
     begun = time.perf_counter()
     graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=max_batch, max_context=max_context)
     capture_s = time.perf_counter() - begun
@@ -325,7 +363,10 @@ def main() -> None:
     check_graphs(engine, graphs, sorted({1, max_batch}), max_context)
     print("graphs: equal to eager steps")
 
-    print(f"\n{options.layers} layers, {options.mixed_layers} of them with experts, hot rows: {hot_rows or 'all'}")
+    print(
+        f"\n{options.layers} layers, {options.mixed_layers} of them with experts, hot rows: {hot_rows or 'all'}, "
+        f"index keys: {options.index_dtype}"
+    )
     print("batch  context  graph ms  step ms  floor ms  ratio  misses")
     rows = []
     for context in options.context:

@@ -1,12 +1,12 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import CpuKernelsSetting, KvDtypeSetting, LoadFormat
+from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -21,9 +21,11 @@ from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
+from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -38,11 +40,37 @@ def resolve_dtype(
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
 
 
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
+    """Whether indexer keys of a model of `dtype` are stored in fp8 on `device`. Raises StartupError for a GPU without
+    fp8.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and setting != "model" else None
+    has_fp8 = capability is not None and capability >= FP8_CAPABILITY
+    if setting == "fp8_e4m3" and capability is not None and not has_fp8:
+        found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        raise StartupError(
+            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
+        )
+    return fp8_index(setting, dtype, index_dim, has_fp8=has_fp8)
+
+
+def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *, has_fp8: bool) -> bool:
+    """The meaning of `index_dtype`. `auto` is fp8 for 16-bit models on GPUs that have it, if keys have a multiple of 4
+    elements; on the CPU and in float32 selections stay exact.
+    """
+    if setting == "auto":
+        return has_fp8 and dtype != torch.float32 and index_dim % 4 == 0
+    return setting == "fp8_e4m3"
+
+
 class AnyDecoder(Protocol):
     """One rank's share of a model of any architecture; decoders/dense.py describes the methods."""
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def parameters(self) -> DecoderParameters | DsaParameters: ...
 
     @property
     def kv_token_bytes(self) -> int: ...
@@ -57,11 +85,26 @@ class AnyDecoder(Protocol):
 
 
 def allocate_parameters(
-    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype, fp8: Collection[str] = frozenset()
 ) -> DecoderParameters | DsaParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this."""
-    architecture = DecoderParameters if config.dsa is None else DsaParameters
-    return architecture.allocate(config, shard, device=device, dtype=dtype)
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
+    are the tensors to keep in block-scaled fp8.
+    """
+    if config.dsa is None:
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+    return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+
+
+def _decoder(
+    parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
+) -> AnyDecoder:
+    if isinstance(parameters, DsaParameters):
+        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+
+
+def _held_bytes(parameters: DecoderParameters | DsaParameters) -> int:
+    return sum(slot.nbytes for slot in parameters.slots().values())
 
 
 class ModelRunner:
@@ -91,32 +134,67 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
         kv_dtype: KvDtypeSetting = "auto",
+        index_dtype: IndexDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
         prepare_kernels(device, dtype, cpu_kernels)
+        stored = fp8_tensors(source, load_format)
+        kept = kept_in_fp8(stored, device)
         try:
-            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype)
+            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype, fp8=kept)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"model {source.name}: not enough memory on {device} for its weights: {error}"
             ) from error
+        slots = parameters.slots()
+        log_expansion(slots, stored, device)
         if load_format == "dummy":
-            fill_with_noise(parameters.slots())
+            fill_with_noise(slots, stored)
         else:
-            load_weights(source, parameters.slots(), parameters.names(source.config))
-        decoder: AnyDecoder
-        if isinstance(parameters, DsaParameters):
-            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
-        else:
-            decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+            load_weights(source, slots, parameters.names(source.config))
+        dsa = source.config.dsa
+        keys_in_fp8 = dsa is not None and uses_fp8_index(index_dtype, device, dtype, dsa.index_dim)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=keys_in_fp8)
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
+    @classmethod
+    def outline(
+        cls,
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: KvDtypeSetting = "auto",
+        fp8: Collection[str] = frozenset(),
+        fp8_index: bool = False,
+    ) -> "ModelRunner":
+        """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
+        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8, `fp8_index` says whether indexer keys are
+        in fp8. Raises StartupError if the model cannot be divided like this.
+        """
+        meta, parallel = torch.device("meta"), Parallel(shard)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
+        return cls(decoder, device=meta, dtype=dtype, parallel=parallel)
+
     @staticmethod
-    def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """Bytes of the weights of `shard`, without reading any."""
-        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype)
-        return sum(slot.target.nbytes for slot in parameters.slots().values())
+    def weight_bytes(
+        source: ModelSource,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+    ) -> int:
+        """Bytes of the weights of `shard` on `device`, without reading any."""
+        fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
+        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8))
+
+    @property
+    def held_weight_bytes(self) -> int:
+        """Bytes of the weights of this runner."""
+        return _held_bytes(self._decoder.parameters)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -139,34 +217,41 @@ class ModelRunner:
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
         """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one. Returns None, and does nothing, if graphs are not
-        possible: with several ranks, whose communication is not captured, and for mixtures of experts in dtypes other
-        than bfloat16, which torch computes expert by expert.
+        The logits of such a step are overwritten by the next one. All ranks of a stage call it at the same time.
+        Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
+        of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
-        if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
-            return None
-        graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        graphs = DecodeGraphs(decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel)
         self._graphs.append(graphs)
         return graphs
 
     def capture_chunk_graphs(
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
-        """The same for steps of prompt chunks; only for dense models."""
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+        """The same for steps of prompt chunks."""
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
         graphs = ChunkGraphs(
-            self._decoder,
+            decoder,
             cache,
             max_tokens=max_tokens,
             max_slices=max_slices,
             max_context=max_context,
             decode_rows=decode_rows,
+            parallel=self.parallel,
         )
         self._graphs.append(graphs)
         return graphs
+
+    def _capturable_decoder(self) -> Decoder | DsaDecoder | None:
+        decoder = self._decoder
+        if not self.parallel.capturable or (isinstance(decoder, DsaDecoder) and not decoder.capturable):
+            return None
+        return decoder if isinstance(decoder, Decoder | DsaDecoder) else None
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

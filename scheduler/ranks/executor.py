@@ -114,6 +114,11 @@ class Executor:
         self.samples_later = cache.device.type == "cuda"
         """Rows with a grammar that follow the previous step are sampled after its end, while the device computes."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self._runner.held_weight_bytes
+
     def start(self, rows: Sequence[StepRow]) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it, and with a grammar on a row that follows the previous step,
         its tokens are sampled later (PendingStep).

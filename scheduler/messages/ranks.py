@@ -97,6 +97,18 @@ class ResizeHot(Command, frozen=True):
     capacity: int
 
 
+class WriteBackRows(Command, frozen=True):
+    """Copy rows that prefill has written to a hot buffer into host memory, from the page of token `start` up to token
+    `end` (HiSparse). Steps may write later rows meanwhile. Reported as CopyDone, by every rank.
+    """
+
+    copy: int
+    hot_pages: tuple[HotPage, ...]
+    pages: tuple[KvPage, ...]
+    start: int
+    end: int
+
+
 class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
     """Tokens [token_start, token_end) of a transfer, and the expected checksum on each decode rank."""
 
@@ -106,11 +118,14 @@ class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class VerifyKv(Command, frozen=True):
-    """Compare the KV that arrived in `pages` with what was sent. Reported as KvVerified, by every rank."""
+    """Compare the KV that arrived in `pages` with what was sent. Latent rows are in `hot_pages`, if there are any, and
+    not in host memory. Reported as KvVerified, by every rank.
+    """
 
     key: TransferKey
     pages: list[KvPage]
     chunks: tuple[ExpectedChunk, ...]
+    hot_pages: tuple[HotPage, ...] = ()
 
 
 class CheckCache(Command, frozen=True):
@@ -146,7 +161,7 @@ class StopRank(Command, frozen=True):
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-HotCommand = OpenHot | ResizeHot
+HotCommand = OpenHot | ResizeHot | WriteBackRows
 InlineCommand = PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""

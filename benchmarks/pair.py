@@ -81,7 +81,11 @@ def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
     prefill = PrefillConfig(**roles["prefill"], bootstrap_port=free_port())
     return PairConfig(
         prefill,
-        DecodeConfig(**roles["decode"], local_prefill="never", prefill=(f"127.0.0.1:{prefill.bootstrap_port}",)),
+        DecodeConfig(
+            **roles["decode"],
+            local_prefill=options.local_prefill,
+            prefill=(f"127.0.0.1:{prefill.bootstrap_port}",),
+        ),
     )
 
 
@@ -171,7 +175,8 @@ def main() -> int:
                         )
                     )
                     results[name] = _figures(result) | {"usage": difference(before, load.usage())}
-                    screen.print(f"{name}: {json.dumps(results[name])}", soft_wrap=True)
+                    shown = {key: value for key, value in results[name].items() if key != "usage"}
+                    screen.print(f"{name}: {json.dumps(shown)}", soft_wrap=True)
                     if options.json is not None:
                         options.json.write_text(json.dumps(results, indent=2) + "\n")
                 for name, result in zip(("alone", "busy"), runner.run(between_tokens(load)), strict=True):
@@ -194,6 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
     parser.add_argument("--kv-dtype", help="auto or fp8_e4m3")
     parser.add_argument("--transport", help="default: auto, which is CUDA IPC here")
+    parser.add_argument("--local-prefill", default="never", help="auto: decode computes a part of the prompts")
     parser.add_argument("--device", help="default: auto")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
     return parser.parse_args()

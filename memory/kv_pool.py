@@ -115,9 +115,9 @@ class KvPool:
         """A view per plane of local layer `index`, of shape [page, head, token, dim]."""
         return self._layers[index]
 
-    def copy_page(self, source: int, destination: int) -> None:
-        """Copy one page to another."""
-        self.data[destination].copy_(self.data[source])
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
+        """Copy one page to another, or only its first `tokens` tokens."""
+        self.data[destination, :, :, :, :tokens].copy_(self.data[source, :, :, :, :tokens])
 
     def save(self, pages: Sequence[int]) -> torch.Tensor:
         """A host copy of these pages; synchronous."""
@@ -184,10 +184,10 @@ class KvCache:
         for pool in self.pools:
             pool.close()
 
-    def copy_page(self, source: int, destination: int) -> None:
-        """Copy one page to another."""
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
+        """Copy one page to another, or only its first `tokens` tokens."""
         for pool in self.pools:
-            pool.copy_page(source, destination)
+            pool.copy_page(source, destination, tokens)
 
     def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
         """A host copy of these pages; synchronous."""

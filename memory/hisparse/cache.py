@@ -137,14 +137,20 @@ class HiSparseCache(KvCache):
         self._set_pages(slot, hot_pages, tokens + 1, capacity)
         self.tables.admit(slot, resident=tokens <= capacity)
 
-    def load_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int) -> None:
+    def load_rows(
+        self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int, *, exact: bool = False
+    ) -> None:
         """Copy the first `tokens` rows of a request from `pages` of host memory to its hot buffer, page by page, on the
-        current stream, which may differ from that of the steps.
+        current stream, which may differ from that of the steps. With `exact`, other rows of the last page stay.
         """
-        used = pages_for(tokens, self.page_size)
-        local_pages = self.local_pages(hot_pages)[:used]
-        for target, source, count in copy_runs(local_pages, pages[:used], self.host.pages_per_chunk):
+        used = tokens // self.page_size if exact else pages_for(tokens, self.page_size)
+        local_pages = self.local_pages(hot_pages)
+        for target, source, count in copy_runs(local_pages[:used], pages[:used], self.host.pages_per_chunk):
             self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
+        rest = tokens - used * self.page_size
+        if rest > 0:
+            rows = self.host.data[pages[used], :, :, :, :rest]
+            self.hot.data[local_pages[used], :, :, :, :rest].copy_(rows)
 
     def write_back_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], start: int, end: int) -> None:
         """Copy rows of a hot buffer, in which token p is in row p, to `pages` of host memory: from the page of token
@@ -186,9 +192,9 @@ class HiSparseCache(KvCache):
         self._capacities[slot] = capacity
         self.tables.set_pages(slot, local_pages, capacity)
 
-    def copy_page(self, source: int, destination: int) -> None:
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
         self.wait()
-        super().copy_page(source, destination)
+        super().copy_page(source, destination, tokens)
 
     def counters(self) -> dict[str, float]:
         """Totals since start: hits and misses of evicting sequences, bytes fetched for misses, rows written back. On a

@@ -269,7 +269,7 @@ class DecodeScheduler:
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.take_released(now):
-            self.pages.release(quarantined.grant)
+            self.memory.release_grant(quarantined.grant)  # a page of it may still be copied
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
             self.endings.free_drained(quarantined.prompt, now)

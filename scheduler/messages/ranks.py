@@ -45,11 +45,14 @@ class SentStep(Command, frozen=True):
 
 
 class CopyPage(Command, frozen=True):
-    """Copy the last page of a prompt to that of a sample, in order with the steps. Reported as CommandDone."""
+    """Copy the last page of a prompt to that of a sample, or the first `tokens` tokens of a cached page to that of a
+    prompt, in order with the steps. Prefill may write later tokens of the page meanwhile. Reported as CommandDone.
+    """
 
     command_id: int
     source: KvPage
     destination: KvPage
+    tokens: int | None = None
 
 
 class SavePages(Command, frozen=True):
@@ -78,7 +81,8 @@ class OpenHot(Command, frozen=True):
     """Set up the hot buffer of a request that is admitted (HiSparse).
 
     The rows of its first `tokens` tokens are in host memory, in `pages`. If they fit into `capacity`, they are copied;
-    `copy` is the number of that copy. Reported as CopyDone, by every rank.
+    `copy` is the number of that copy. Reported as CopyDone, by every rank. With `exact`, rows behind them in the last
+    page are not touched: prefill writes them meanwhile.
     """
 
     copy: int | None
@@ -87,6 +91,7 @@ class OpenHot(Command, frozen=True):
     pages: tuple[KvPage, ...]
     tokens: int
     capacity: int
+    exact: bool = False
 
 
 class ResizeHot(Command, frozen=True):

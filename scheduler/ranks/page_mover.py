@@ -84,9 +84,9 @@ class PageMover:
             case DropPages(rid=rid):
                 self._store.drop(rid)
                 return
-            case OpenHot(hot_pages=hot_pages, pages=pages, tokens=tokens):
+            case OpenHot(hot_pages=hot_pages, pages=pages, tokens=tokens, exact=exact):
                 assert isinstance(self._cache, HiSparseCache), "only a HiSparse cache has hot buffers"
-                self._cache.load_rows(hot_pages, pages, tokens)
+                self._cache.load_rows(hot_pages, pages, tokens, exact=exact)
             case WriteBackRows(hot_pages=hot_pages, pages=pages, start=start, end=end):
                 assert isinstance(self._cache, HiSparseCache), "only a HiSparse cache has hot buffers"
                 self._cache.write_back_rows(hot_pages, pages, start, end)

@@ -308,7 +308,7 @@ class RankEngine:
     def _copy_page(self, command: CopyPage) -> None:
         """Copy a page in order with the steps. Its end is reported; after that, peers may write the page."""
         wait_for_arrivals(self._device)
-        self._executor.cache.copy_page(command.source, command.destination)
+        self._executor.cache.copy_page(command.source, command.destination, command.tokens)
         self._pending.append(PendingCommand(command.command_id, PendingStep(self._device), is_step=False))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:

@@ -101,6 +101,27 @@ def test_requests_of_both_paths_become_evicting_retract_and_end_with_the_right_t
     assert decode.stop() == 0
 
 
+def test_prefix_that_ends_inside_a_page_is_kept_and_only_the_rest_is_sent(source: Source) -> None:
+    """Its rows are copied from a cached page, and prefill gets one index for each other token; on both paths."""
+    shared = (5 * PAGE + 5, 25 * PAGE + 3)
+    prompts = [[*source.prompts[-1][:length], 3, 1, 4, 1, 5, 9] for length in shared]
+    reference = load_reference(source.model)
+    expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    decode = start_decode(source)
+    assert decode.generate(source.prompts[-1], 2) == source.expected[-1][:2]
+    wait_until(lambda: decode.idle() and decode.info()["gauges"]["cached_pages"] >= 37, 10, "the prompt is cached")
+    before, reused = path_bytes(decode), decode.count("prefix_tokens_reused")
+    results = [answer(decode, prompt) for prompt in prompts]
+    assert [result["output_ids"] for result in results] == expected
+    assert [result["meta_info"]["kv_path"] for result in results] == ["gpu", "host"]
+    assert decode.count("prefix_tokens_reused") - reused == sum(shared)
+    token_bytes = LAYERS * ROW_BYTES + source.case.largest_stage[1][1] * KEY_BYTES
+    after = path_bytes(decode)
+    assert {path: after[path] - before[path] for path in after} == {"gpu": 6 * token_bytes, "host": 6 * token_bytes}
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
 @pytest.mark.parametrize("layout", [("--tp", "2"), ("--pp", "2")], ids=["tp2", "pp2"])
 def test_several_ranks_receive_rows_on_the_gpu(source: Source, layout: tuple[str, str]) -> None:
     """The stages of a pipeline number their hot pages differently."""

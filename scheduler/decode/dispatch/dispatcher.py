@@ -224,6 +224,7 @@ class PrefillDispatcher:
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
                 most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
+                within_pages=placement.where != "local",
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -293,13 +294,21 @@ class PrefillDispatcher:
         first = members[0]
         choice = choose_path(self._path_inputs(prompt, peer))
         prompt.attempt = attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
-        first_new = reservation.prefix_tokens // self.limits.page_size
-        arrays: tuple[Sequence[int], ...] = (prompt.token_ids, tuple(reservation.prompt.pages[first_new:]))
+        first_new, within = divmod(reservation.prefix_tokens, self.limits.page_size)
+        new_pages = reservation.prompt.pages[first_new:]
+        if reservation.copied is not None:
+            (source,) = reservation.copied.pages
+            self._memory.copy_page(source, new_pages[0], tokens=within)
+            self._memory.release_grant(reservation.copied)
+        destinations: list[Sequence[int]] = [new_pages]
         if self._memory.hot is not None:
             self.counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
             if choice.path == "gpu":
                 self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
-                arrays += (self._memory.hot.announced(attempt.hot_pages[first_new:]),)
+                destinations.append(self._memory.hot.announced(attempt.hot_pages[first_new:]))
+        if within:
+            count = prompt.tokens - reservation.prefix_tokens
+            destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prefilling[key] = prompt
         peer.window.sent(kind, tokens)
         message = KvDestination(
@@ -307,6 +316,7 @@ class PrefillDispatcher:
             rid=first.rid,
             sampling=prompt.first_sampling,
             timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
+            granularity="token" if within else "page",
             prefix_tokens=reservation.prefix_tokens,
             room=prompt.room,
             verify=self.limits.verify_kv,
@@ -316,9 +326,13 @@ class PrefillDispatcher:
             priority=prompt.priority,
             enable_hisparse=choice.path == "host",
         )
-        new_pages = reservation.prompt.pages[first_new:]
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
-        self._outbox.append(SendToPeer(peer.instance, message, arrays))
+        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
+
+    def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
+        """Rows of a pool for `count` tokens, from offset `first` of the first page on."""
+        size = self.limits.page_size
+        return [pages[at // size] * size + at % size for at in range(first, first + count)]
 
     def _path_inputs(self, prompt: Prompt, peer: PrefillPeer) -> PathInputs:
         """What the path of a prompt to this server depends on."""

@@ -62,8 +62,9 @@ class RequestMemory:
         """All ranks have completed this command and all earlier ones."""
         self._commands.completed(command_id)
 
-    def copy_page(self, source: KvPage, destination: KvPage) -> None:
-        self._outbox.append(CopyPage(self._commands.next_id(), source, destination))
+    def copy_page(self, source: KvPage, destination: KvPage, *, tokens: int | None = None) -> None:
+        """Copy a page, or its first `tokens` tokens, in order with the steps."""
+        self._outbox.append(CopyPage(self._commands.next_id(), source, destination, tokens))
 
     def may_admit(self) -> bool:
         """Whether another request can get what it needs to run beside its pages."""
@@ -140,7 +141,9 @@ class RequestMemory:
         copy = self.copies.begin("prefix", attempt) if cached else None
         buffer.loading = copy is not None
         number = copy.number if copy is not None else None
-        self._outbox.append(OpenHot(number, buffer.slot, attempt.hot_pages, tuple(pages), cached, buffer.capacity))
+        self._outbox.append(
+            OpenHot(number, buffer.slot, attempt.hot_pages, tuple(pages), cached, buffer.capacity, exact=True)
+        )
 
     def receive_rows(self, prompt: Prompt, attempt: Attempt, request: Request) -> None:
         """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run, and copy

@@ -133,6 +133,17 @@ def test_received_rows_are_copied_to_host_memory_up_to_their_end(start: int, end
     assert int((~cache.host.data.isnan()).sum()) == (end - first) * LAYERS * ROW_SIZE, "no other row is written"
 
 
+def test_exact_copy_of_a_prefix_leaves_the_rest_of_its_last_page() -> None:
+    """Prefill writes these rows meanwhile."""
+    cache = make_cache()
+    cache.host.data.copy_(torch.rand(cache.host.data.shape))
+    cache.hot.data.fill_(torch.nan)
+    cache.load_rows([HotPage(7), HotPage(2)], [KvPage(3), KvPage(9)], 6, exact=True)
+    assert cache.hot.data[7].equal(cache.host.data[3])
+    assert cache.hot.data[2, :, :, :, :2].equal(cache.host.data[9, :, :, :, :2])
+    assert bool(cache.hot.data[2, :, :, :, 2:].isnan().all())
+
+
 def test_evicting_request_starts_with_an_empty_buffer() -> None:
     cache = make_cache()
     cache.hot.data.fill_(torch.nan)

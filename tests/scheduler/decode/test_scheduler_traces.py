@@ -178,5 +178,6 @@ def test_random_workloads_reach_every_state() -> None:
         "reclaimed",
         "kv_path_gpu_resident",
         "written back",
+        "copied within a page",
     ):
         assert seen[event] >= 10, f"{event} happened {seen[event]} times"

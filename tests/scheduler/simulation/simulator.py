@@ -264,8 +264,9 @@ class Simulator:
                 self._resize_hot(resized)
             case PrefillDone() as done:
                 self.decode.prefill_done(done, self.now)
-            case CopyPage(command_id=command_id, source=source, destination=destination):
-                self._put_page(destination, self._page(source))
+            case CopyPage(command_id=command_id, source=source, destination=destination, tokens=tokens):
+                self._put_page(destination, self._page(source), tokens)
+                self.hot_seen["copied within a page"] += tokens is not None
                 self.decode.command_done(command_id)
             case copy:
                 self.copies.append(copy)
@@ -567,9 +568,15 @@ class Simulator:
 
     def _hot_pages(self, chunk: ChunkWrite) -> list[int]:
         """The hot pages that a chunk is written to."""
+        positions = range(chunk.token_start, chunk.token_end) if chunk.hot_indices else ()
+        return [_row_of(chunk, chunk.hot_indices, position)[0] + self._covered for position in positions]
+
+    @property
+    def _covered(self) -> int:
+        """The first page of the hot pool."""
         hot = self.decode.memory.hot
         overlay = hot.limits.overlay if hot is not None else None
-        return [index + (overlay.covered if overlay is not None else 0) for index in chunk.hot_indices]
+        return overlay.covered if overlay is not None else 0
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
@@ -764,13 +771,14 @@ class Simulator:
 
     def _land(self, write: Write, *, intact: bool) -> None:
         """The bytes of a write land in decode's memory, or garbage does."""
-        chunk, hot_pages = write.chunk, self._hot_pages(write.chunk)
+        chunk, covered = write.chunk, self._covered
         for position in range(chunk.token_start, chunk.token_end):
-            at, slot = position // PAGE_SIZE - chunk.token_start // PAGE_SIZE, position % PAGE_SIZE
-            row, prefix = (chunk.indices[at], slot), write.prompt[: position + 1] if intact else ()
+            prefix = write.prompt[: position + 1] if intact else ()
+            row = _row_of(chunk, chunk.indices, position)
             self._write(row, prefix)
-            if hot_pages:
-                self._write_hot((hot_pages[at], slot), prefix)
+            if chunk.hot_indices:
+                page, slot = _row_of(chunk, chunk.hot_indices, position)
+                self._write_hot((page + covered, slot), prefix)
                 self.host[row] = LOST
 
     def _deliver_down(self, server: Server) -> None:
@@ -834,8 +842,8 @@ class Simulator:
     def _page(self, page: int) -> dict[int, Prefix]:
         return {slot: self._in_host((page, slot)) for slot in range(PAGE_SIZE) if (page, slot) in self.memory}
 
-    def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
-        for slot in range(PAGE_SIZE):
+    def _put_page(self, page: int, rows: dict[int, Prefix], tokens: int | None = None) -> None:
+        for slot in range(PAGE_SIZE if tokens is None else tokens):
             self._write((page, slot), rows.get(slot, ()))
 
 
@@ -852,6 +860,13 @@ def lost_hot_buffer(request: Request) -> bool:
 def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:
     """The range of pages [first, end) of the other pool that this page shares bytes with."""
     return page * page_bytes // other_bytes, pages_for((page + 1) * page_bytes, other_bytes)
+
+
+def _row_of(chunk: ChunkWrite, indices: Sequence[int], position: int) -> Row:
+    """Where a token of a chunk is written."""
+    if chunk.granularity == "token":
+        return divmod(indices[position - chunk.token_start], PAGE_SIZE)
+    return indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE], position % PAGE_SIZE
 
 
 def _hot_row(buffer: ResizeHot, slot: int) -> Row:

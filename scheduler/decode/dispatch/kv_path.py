@@ -28,14 +28,22 @@ class PathInputs:
     """The most that the request generates. Without a second token it runs no step."""
     pages: int
     """Hot pages for its rows and the next one."""
-    room: int
-    """Hot pages that it can have without taking those that another request may need for its first rows."""
+    first_pages: int
+    """Hot pages that every hot buffer reserves."""
+    free_pages: int
+    """Pages of the hot pool that are free, without lent ones."""
     free_slots: int
     """Request slots without a hot buffer."""
     ahead: int
     """Requests that will need a slot before this one: their KV is on its way."""
     settled: bool
     """No step in flight accesses a free hot page."""
+
+
+SLOTS_KEPT = 8
+"""Free slots that keep their first pages while prefill writes a prompt, beside those of requests on their way. Its
+buffer gives up nothing in that time, so requests that arrive meanwhile need other pages.
+"""
 
 
 class PathChoice(NamedTuple):
@@ -55,7 +63,8 @@ def choose_path(inputs: PathInputs) -> PathChoice:
         return PathChoice("host", "samples")
     if inputs.new_tokens < 2:
         return PathChoice("host", "one_token")
-    if inputs.pages > inputs.room or inputs.free_slots <= inputs.ahead:
+    kept = min(inputs.free_slots - 1, inputs.ahead + SLOTS_KEPT) * inputs.first_pages
+    if inputs.free_slots <= inputs.ahead or max(inputs.pages, inputs.first_pages) > inputs.free_pages - kept:
         return PathChoice("host", "hot_rows")
     if not inputs.settled:
         return PathChoice("host", "in_use")

@@ -161,14 +161,6 @@ class HotBuffers:
         return len(self._free_slots)
 
     @property
-    def room_for_rows(self) -> int:
-        """Free pages that one more buffer can have if every other free slot keeps its first pages; 0 if these are not
-        free.
-        """
-        first = self.limits.buffer_pages
-        return self._unneeded + first if self._free_slots and self.pages.available >= first else 0
-
-    @property
     def settled(self) -> bool:
         """Whether no command in flight accesses a free page of the hot pool."""
         return self._commands is None or self._commands.is_done(self._released_at)
@@ -210,8 +202,7 @@ class HotBuffers:
 
     def open_for_prompt(self, prompt_id: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
         """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed, or whose rows are received.
-        Returns it with the buffers that were shrunk for it: none if `tokens` fit into `room_for_rows`. Call after
-        `can_compute`.
+        Returns it with the buffers that were shrunk for it: none if enough pages are free. Call after `can_compute`.
         """
         wanted = pages_for(tokens, self.limits.page_size)
         reserve = max(0, self.limits.buffer_pages - wanted)

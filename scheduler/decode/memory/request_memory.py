@@ -130,8 +130,8 @@ class RequestMemory:
         return copy is None
 
     def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> None:
-        """Allocate the hot buffer that prefill writes the rows of a prompt to. Its rows fit into `room_for_rows`, and
-        free hot pages are `settled`. The rows of its cached prefix are copied from `pages` meanwhile.
+        """Allocate the hot buffer that prefill writes the rows of a prompt to. Enough hot pages are free and `settled`.
+        The rows of its cached prefix are copied from `pages` meanwhile.
         """
         assert self.hot is not None, "only HiSparse has hot buffers"
         buffer, shrunk = self.hot.open_for_prompt(prompt.prompt_id, prompt.tokens + 1)

@@ -106,9 +106,10 @@ def test_request_without_a_free_hot_page_waits_until_it_may_evict() -> None:
     """It has all pages of the hot pool: the next row has no place before the rows are in host memory."""
     simulator = Simulator(hot_pages=9, writes_both=True)
     rid = simulator.ask_for(tuple(range(10, 21)), 30)
+    simulator.decode_turn()
     hot = simulator.decode.memory.hot
     assert hot is not None
-    others = hot.pages.grant("others", hot.pages.available - 3)
+    others = hot.pages.grant("others", hot.pages.available)
     assert others is not None
     produced = 2  # the first token, and that of the step which fills the last row
     run(simulator, lambda: simulator.output[rid] == produced, copies=False)

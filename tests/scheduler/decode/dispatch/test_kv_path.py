@@ -1,4 +1,4 @@
-"""Where prefill writes the KV rows of a prompt: every rule of the decision, and the room that it is given."""
+"""Where prefill writes the KV rows of a prompt: every rule of the decision."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from pdserve.scheduler.decode.dispatch.kv_path import PathInputs, choose_path
-from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 
 RESIDENT = PathInputs(
     hisparse=True,
@@ -14,7 +13,8 @@ RESIDENT = PathInputs(
     samples=1,
     new_tokens=2,
     pages=5,
-    room=5,
+    first_pages=3,
+    free_pages=5 + 2 * 3,
     free_slots=3,
     ahead=2,
     settled=True,
@@ -25,12 +25,13 @@ RESIDENT = PathInputs(
     ("changes", "choice"),
     [
         ({}, ("gpu", "resident")),
-        ({"hisparse": False, "peer_writes_both": False, "room": 0}, ("gpu", "plain")),
+        ({"hisparse": False, "peer_writes_both": False, "free_pages": 0}, ("gpu", "plain")),
         ({"peer_writes_both": False}, ("host", "peer")),
         ({"samples": 2}, ("host", "samples")),
         ({"new_tokens": 1}, ("host", "one_token")),
         ({"pages": 6}, ("host", "hot_rows")),
-        ({"ahead": 3}, ("host", "hot_rows")),
+        ({"pages": 1, "free_pages": 2 + 2 * 3}, ("host", "hot_rows")),
+        ({"ahead": 3, "free_pages": 99}, ("host", "hot_rows")),
         ({"settled": False}, ("host", "in_use")),
     ],
 )
@@ -40,20 +41,22 @@ def test_rows_go_to_the_gpu_if_one_request_will_be_fully_resident(
     assert choose_path(dataclasses.replace(RESIDENT, **changes)) == choice
 
 
-def test_room_leaves_the_first_pages_of_every_other_free_slot() -> None:
-    """Three slots with first pages of three pages each, in a hot pool of 14 pages."""
-    hot = HotBuffers(HotLimits(num_pages=14, page_size=4, hot_rows=8, slots=3))
-    assert hot.room_for_rows == 14 - 2 * 3
-    hot.open("a", 4 * 4)
-    assert hot.room_for_rows == 10 - 3
-    hot.open("b", 4 * 7)
-    assert hot.room_for_rows == 3
-    hot.open("c", 1)
-    assert (hot.room_for_rows, hot.free_slots) == (0, 0)
-
-
-def test_room_is_zero_if_the_first_pages_are_not_free() -> None:
-    hot = HotBuffers(HotLimits(num_pages=5, page_size=4, hot_rows=8, slots=2))
-    assert hot.room_for_rows == 3
-    hot.open("a", 4 * 3)
-    assert (hot.room_for_rows, hot.free_slots) == (0, 1)
+@pytest.mark.parametrize(
+    ("free_slots", "ahead", "free_pages", "path"),
+    [
+        (1, 0, 5, "gpu"),
+        (1, 0, 4, "host"),
+        (2, 0, 5 + 3, "gpu"),
+        (2, 0, 4 + 3, "host"),
+        (20, 0, 5 + 8 * 3, "gpu"),
+        (20, 0, 4 + 8 * 3, "host"),
+        (20, 4, 5 + 12 * 3, "gpu"),
+        (20, 4, 4 + 12 * 3, "host"),
+    ],
+)
+def test_first_pages_of_requests_on_their_way_and_of_some_more_stay_free(
+    free_slots: int, ahead: int, free_pages: int, path: str
+) -> None:
+    """Five pages for the prompt, three first pages for each other slot, of at most eight slots and those ahead."""
+    inputs = dataclasses.replace(RESIDENT, free_slots=free_slots, ahead=ahead, free_pages=free_pages)
+    assert choose_path(inputs).path == path

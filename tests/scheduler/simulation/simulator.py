@@ -569,7 +569,7 @@ class Simulator:
     def _hot_pages(self, chunk: ChunkWrite) -> list[int]:
         """The hot pages that a chunk is written to."""
         positions = range(chunk.token_start, chunk.token_end) if chunk.hot_indices else ()
-        return [_row_of(chunk, chunk.hot_indices, position)[0] + self._covered for position in positions]
+        return [row_of(chunk, chunk.hot_indices, position)[0] + self._covered for position in positions]
 
     @property
     def _covered(self) -> int:
@@ -774,10 +774,10 @@ class Simulator:
         chunk, covered = write.chunk, self._covered
         for position in range(chunk.token_start, chunk.token_end):
             prefix = write.prompt[: position + 1] if intact else ()
-            row = _row_of(chunk, chunk.indices, position)
+            row = row_of(chunk, chunk.indices, position)
             self._write(row, prefix)
             if chunk.hot_indices:
-                page, slot = _row_of(chunk, chunk.hot_indices, position)
+                page, slot = row_of(chunk, chunk.hot_indices, position)
                 self._write_hot((page + covered, slot), prefix)
                 self.host[row] = LOST
 
@@ -862,7 +862,7 @@ def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]
     return page * page_bytes // other_bytes, pages_for((page + 1) * page_bytes, other_bytes)
 
 
-def _row_of(chunk: ChunkWrite, indices: Sequence[int], position: int) -> Row:
+def row_of(chunk: ChunkWrite, indices: Sequence[int], position: int) -> Row:
     """Where a token of a chunk is written."""
     if chunk.granularity == "token":
         return divmod(indices[position - chunk.token_start], PAGE_SIZE)

@@ -149,7 +149,7 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def test_random_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(6 * len(MODES)):
+    for seed in range(7 * len(MODES)):
         simulator = MODES[seed % len(MODES)].simulator()
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)

@@ -221,24 +221,22 @@ class ModelRunner:
         Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
         of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        if not self.parallel.capturable or not isinstance(self._decoder, Decoder | DsaDecoder):
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
-        if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
-            return None
-        graphs = DecodeGraphs(
-            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
-        )
+        graphs = DecodeGraphs(decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel)
         self._graphs.append(graphs)
         return graphs
 
     def capture_chunk_graphs(
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
-        """The same for steps of prompt chunks; only for dense models."""
-        if not self.parallel.capturable or not isinstance(self._decoder, Decoder):
+        """The same for steps of prompt chunks."""
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
         graphs = ChunkGraphs(
-            self._decoder,
+            decoder,
             cache,
             max_tokens=max_tokens,
             max_slices=max_slices,
@@ -248,6 +246,12 @@ class ModelRunner:
         )
         self._graphs.append(graphs)
         return graphs
+
+    def _capturable_decoder(self) -> Decoder | DsaDecoder | None:
+        decoder = self._decoder
+        if not self.parallel.capturable or (isinstance(decoder, DsaDecoder) and not decoder.capturable):
+            return None
+        return decoder if isinstance(decoder, Decoder | DsaDecoder) else None
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

@@ -321,9 +321,16 @@ class DecodeScheduler:
         step, seconds = self._finish_step(command_id, now)
         self.counters["decode_steps"] += bool(step.rows)
         for row, result in zip(step.rows, results, strict=False):
-            if row.request.state is State.RUNNING:
+            if row.request.state is not State.RUNNING:
+                continue
+            if result.problem is None:
                 self.endings.accept_token(row.request, result.drawn[0], now)
+            else:
+                self.endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
+                error = ServerError(f"the grammar cannot be followed: {result.problem}")
+                self.endings.end_all(chunk.prompt.prompt, error, now)
             self._admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:
             self._admit_arrived(now)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from ...configs.errors import ClientError
+from ...configs.sampling import Grammar, SamplingParams
 from ...configs.words import counted
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
@@ -37,6 +39,7 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
+from ..decode.responses import failed
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToPeer
 from ..messages.frontend import Cancel, FlushCache, Submit
@@ -46,6 +49,7 @@ from ..messages.ranks import (
     CopyPage,
     DropPages,
     ExpectedChunk,
+    GrammarReady,
     HotCounters,
     KvVerified,
     LoadPages,
@@ -60,6 +64,7 @@ from ..messages.ranks import (
 )
 from ..ranks.group import Ranks
 from .frontend_link import FrontendLink
+from .grammar_gate import GrammarGate
 from .loop import EngineLoop
 from .step_rows import decode_row, local_row
 
@@ -99,13 +104,20 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         """Totals of the hot buffers, by the first rank of each stage."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
+        self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
 
     def _handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
+            case Submit(sampling=SamplingParams(grammar=Grammar() as grammar)):
+                self._gate.hold(event, grammar)
             case Submit():
                 scheduler.submit(event, now)
+            case GrammarReady(number=number, problem=problem):
+                self._grammar_ready(number, problem, now)
             case Cancel(rid=rid, stopped=stopped):
+                for held in self._gate.release(lambda held: rid in (held.rid, *held.more_rids)):
+                    scheduler.submit(held, now)
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
@@ -163,6 +175,20 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
                 pass  # logged by the control plane, and part of its peer status
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
+
+    def _grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+        held = self._gate.ready(number)
+        if held is None:
+            return
+        if problem is None:
+            self.scheduler.submit(held, now)
+        else:
+            error = ClientError(f"the grammar {problem}")
+            self._frontend.send(*(failed(rid, error) for rid in (held.rid, *held.more_rids)))
+
+    def _release_held(self, now: float) -> None:
+        for held in self._gate.release():
+            self.scheduler.submit(held, now)
 
     def _handle_message(self, message: object, now: float) -> None:
         scheduler = self.scheduler
@@ -254,7 +280,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             self.scheduler.step_failed(done.command_id, done.error, now)
 
     def _answered(self) -> bool:
-        return not self.scheduler.requests
+        return not self.scheduler.requests and not self._gate
 
     def _writes(self) -> bool:
         return False

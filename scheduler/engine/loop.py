@@ -94,6 +94,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             self._handle_events()
             if self._lost is not None:
                 self.scheduler.stop_accepting()
+                self._release_held(time.monotonic())
                 self.scheduler.fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
                 self._perform_effects()
                 raise RankLostError(self._lost)
@@ -119,6 +120,10 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
     @abc.abstractmethod
     def _handle(self, event: object, now: float) -> None:
         """Pass one event to the scheduler."""
+
+    @abc.abstractmethod
+    def _release_held(self, now: float) -> None:
+        """Pass requests that wait for their grammar to the scheduler, which refuses them now."""
 
     @abc.abstractmethod
     def _perform(self, effect: Effect) -> None:
@@ -211,6 +216,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
 
     def _begin_stop(self, drain_s: float) -> None:
         self.scheduler.stop_accepting()
+        self._release_held(time.monotonic())
         self._stop_at = time.monotonic() + drain_s
 
     def _stopped(self) -> bool:

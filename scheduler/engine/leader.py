@@ -242,6 +242,7 @@ class Leader:
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._peer_infos,
+            enable_hisparse=True,
         )
         limits = PrefillLimits(
             page_size=config.page_size,

@@ -127,9 +127,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
-                layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
-                pages = PageSpace(layout.num_pages, layout.page_size)
-                scheduler.peer_up(instance, pages, staged_regions(hello, self._welcome))
+                scheduler.peer_up(instance, _page_space(hello), staged_regions(hello, self._welcome))
                 remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
                 if remark is not None:
                     log.warning("decode %s: %s", instance, remark)
@@ -159,10 +157,11 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _receive(self, event: MessageReceived, now: float, problem: str | None = None) -> None:
         """Pass a KvDestination to the scheduler, or refuse it because its grammar cannot be compiled."""
-        message, (prompt, indices) = event.message, event.arrays
+        message, (prompt, indices, *more) = event.message, event.arrays
         assert isinstance(message, KvDestination)
         if problem is None:
-            self.scheduler.receive(event.instance, message, prompt.tolist(), indices.tolist(), now)
+            hot_indices = more[0].tolist() if more else []  # arrays of newer peers may follow
+            self.scheduler.receive(event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices)
         else:
             failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
             self._control.send(event.instance, failed)
@@ -214,6 +213,18 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
 
     def _writes(self) -> bool:
         return bool(self.scheduler.requests)
+
+
+def _page_space(hello: Hello) -> PageSpace:
+    """What a decode server has announced. Its pools and ranks have the same pages."""
+    layout = hello.ranks[0].pools[0].layout
+    hot = [rank.hot.layout.num_pages for rank in hello.ranks if rank.hot is not None]
+    return PageSpace(
+        layout.num_pages,
+        layout.page_size,
+        in_host_memory=any(pool.memory == "host" for rank in hello.ranks for pool in rank.pools),
+        hot_pages=min(hot) if len(hot) == len(hello.ranks) else 0,
+    )
 
 
 def _is_about(held: MessageReceived, instance: InstanceId, key: TransferKey) -> bool:

@@ -58,7 +58,7 @@ def squeezed(times: int, largest_stage: tuple[int, int] = (4, 2)) -> tuple[str, 
 
 DECODES = {
     "1k-graphs": squeezed(1),
-    "2k-graphs": squeezed(2),
+    "2k-graphs": (*squeezed(2), "--max-running-requests", str(len(LENGTHS))),  # few slots keep first pages
     "4k-graphs": squeezed(4),
     "2k-eager": (*squeezed(2), "--no-cuda-graphs"),
     "2k-tp2": (*squeezed(2), "--tp", "2"),

@@ -5,6 +5,7 @@ selected rows. Prompts, chunks and single tokens are treated alike: every token 
 up to itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import KvCache, KvPool, zeroed
-from ..config.sharding import Shard
+from ..config.sharding import RankTokens, Shard
 from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
@@ -29,6 +30,7 @@ from ..layers.mla import compress, expand_head_queries, expand_index_queries, ex
 from ..layers.moe import MlpParameters, MoeParameters, mixture, mlp
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
+from ..layers.token_exchange import over_all_ranks
 from ..layers.vocabulary import Vocabulary
 from .dsa_parameters import DsaParameters
 
@@ -36,8 +38,9 @@ from .dsa_parameters import DsaParameters
 class DsaDecoder:
     """Weights and the arithmetic on them; has no state of sequences.
 
-    A cache has two pools, the same on every tensor-parallel rank: the "latent" rows of the stage's layers, and the keys
-    of its indexers. A layer and the following ones that share its selection are an index group, with one set of keys.
+    A cache has two pools: the "latent" rows of the stage's layers, and the keys of its indexers. Tensor-parallel ranks
+    have the same content; with data-parallel attention, each has the rows of its own requests. A layer and the
+    following ones that share its selection are an index group, with one set of keys.
     """
 
     def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
@@ -185,7 +188,6 @@ class DsaDecoder:
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
         layers, eps = self.parameters.layers, self.config.norm_eps
         attend = sparse_mla_packed if self._packed else sparse_mla
-        sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             (key_pages,) = index_pool.layer(self._groups[index])
@@ -207,16 +209,32 @@ class DsaDecoder:
             if last_only and index + 1 == len(layers):
                 assert batch.last_rows is not None
                 attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
-            attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
+            attended = self._parallel.all_reduce(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            if isinstance(layer.mlp, MlpParameters):
-                update = sum_over_ranks(mlp(normed, layer.mlp))
-            else:
-                update = sum_over_ranks(mixture(normed, layer.mlp, dsa.moe))
+            update = self._feed_forward(index, normed, batch.ranks)
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         rows.finish()
         return hidden + update
+
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
+        for index in range(len(self.parameters.layers)):
+            self._feed_forward(index, nothing, ranks)
+
+    def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
+        """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
+        parameters, moe = self.parameters.layers[index].mlp, self._dsa.moe
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            return mlp(rows, parameters) if isinstance(parameters, MlpParameters) else mixture(rows, parameters, moe)
+
+        if ranks is None:
+            return self._parallel.all_reduce(compute(normed))
+        outputs_only = self.parameters.shard.last and index + 1 == len(self.parameters.layers)
+        counts = [rank.outputs if outputs_only else rank.tokens for rank in ranks]
+        return over_all_ranks(compute, normed, counts, self._parallel)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""

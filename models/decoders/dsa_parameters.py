@@ -2,7 +2,7 @@
 
 Tensor parallelism divides attention heads, the width of MLPs and of every expert (or, with expert parallelism,
 distributes whole experts), and the vocabulary. Every rank has the parts before the heads (compressions, indexer,
-router) whole.
+router) whole. With data-parallel attention, every rank has all heads and the whole vocabulary.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class DsaParameters:
     ) -> "DsaParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
         memory = _Memory(config, shard, device, dtype)
-        rows = shard.vocabulary_rows(config.vocab_size)
+        rows = shard.attention.vocabulary_rows(config.vocab_size)
         return DsaParameters(
             config,
             shard,
@@ -74,7 +74,7 @@ class DsaParameters:
     def slots(self) -> dict[str, Slot]:
         """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
         slots = {}
-        ids = self.shard.vocabulary(self.config.vocab_size)
+        ids = self.shard.attention.vocabulary(self.config.vocab_size)
         for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
             if matrix is not None:
                 slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
@@ -98,7 +98,7 @@ class DsaParameters:
     def _attention_slots(self, layer: DsaLayerParameters) -> dict[str, Slot]:
         """Slots of attention and its indexer, which share the matrices that compress and expand."""
         dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
-        heads = self.shard.part("num_attention_heads", num_heads)
+        heads = self.shard.attention.part("num_attention_heads", num_heads)
         q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
         q_a, kv_a, key = _split(attention.compress, dsa.q_rank, dsa.latent_dim)
         q_b, index_query = _split(attention.expand, len(heads) * q_dim)
@@ -179,7 +179,7 @@ class _Memory:
 
     def _attention(self, index: int) -> MlaParameters:
         dsa, hidden = self._dsa, self._config.hidden_size
-        heads = len(self._shard.part("num_attention_heads", self._config.num_heads))
+        heads = len(self._shard.attention.part("num_attention_heads", self._config.num_heads))
         index_heads = dsa.index_heads if dsa.indexed[index] else 0
         key_dim = dsa.index_dim if dsa.indexed[index] else 0
         return MlaParameters(

@@ -2,7 +2,8 @@
 
 Within a stage, tensor-parallel ranks sum their parts of a result and gather their parts of the logits. Between stages,
 each rank sends hidden states to the rank of the same `tp_rank` in the next stage. All ranks make the same calls in the
-same order.
+same order. With data-parallel attention, ranks of a stage only exchange rows (token_exchange.py): sums and gathers of
+the other methods return at once.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
@@ -105,13 +107,13 @@ class Parallel:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the stage, in place."""
-        if self.shard.tp_size > 1:
+        if self.shard.attention.tp_size > 1:
             dist.all_reduce(tensor, group=self._stage)
         return tensor
 
     def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
         """Gather equal parts of the stage's ranks on tp_rank 0, cut to `size` if given; None on the others."""
-        if self.shard.tp_size > 1:
+        if self.shard.attention.tp_size > 1:
             share = tensor.contiguous()
             shares = [torch.empty_like(share) for _ in range(self.shard.tp_size)] if self.shard.tp_rank == 0 else None
             dist.gather(share, shares, dst=self._stage_root, group=self._stage)
@@ -122,9 +124,19 @@ class Parallel:
 
     def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` of the stage's tp_rank 0 to all its ranks, in place."""
-        if self.shard.tp_size > 1:
+        if self.shard.attention.tp_size > 1:
             dist.broadcast(tensor, src=self._stage_root, group=self._stage)
         return tensor
+
+    def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """All-to-all of the stage's ranks: the first `sent[0]` of the rows go to tp_rank 0, the next `sent[1]` to
+        tp_rank 1, ...; returns the rows of all ranks for this one, `received[0]` of tp_rank 0 first.
+        """
+        device = torch.device("cpu") if self._through_host else self._device
+        result = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=device)
+        rows = rows.to(device).contiguous()
+        dist.all_to_all_single(result, rows, list(received), list(sent), group=self._stage)
+        return result.to(self._device)
 
     def send_hidden(self, tensor: torch.Tensor) -> None:
         """Send `tensor` to the next stage without waiting. The caller must not change `tensor` any more."""

@@ -147,6 +147,15 @@ class DecodeScheduler:
         for request in list(self.requests.values()):
             self.endings.end(request, UnavailableError(reason), now)
 
+    @property
+    def accepted_call(self) -> str | None:
+        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+        return self._submissions.accepted_call
+
+    @accepted_call.setter
+    def accepted_call(self, rid: str) -> None:
+        self._submissions.accepted_call = rid
+
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
         return self.cache.flush()
@@ -273,8 +282,16 @@ class DecodeScheduler:
         """The next decode step for the ranks, if one can start now."""
         step = self._make_step(now)
         if step is None:
-            self.arrivals.insert_some()
+            self.use_waiting_time()
         return step
+
+    def may_start_step(self) -> bool:
+        """Whether the ranks take another step."""
+        return self.run_queue.may_start_step()
+
+    def use_waiting_time(self) -> None:
+        """Do what can wait until no step can start."""
+        self.arrivals.insert_some()
 
     def _make_step(self, now: float) -> DecodeStep | None:
         if not self.run_queue.may_start_step():
@@ -368,6 +385,11 @@ class DecodeScheduler:
         busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
         return not busy and self.memory.idle
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts in the queue."""
+        return self.dispatcher.queue.tokens
+
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
         return {
@@ -390,7 +412,7 @@ class DecodeScheduler:
         return Load(
             waiting_requests=len(self.dispatcher.queue),
             running_requests=len(self.run_queue.running),
-            waiting_tokens=self.dispatcher.queue.tokens,
+            waiting_tokens=self.waiting_tokens,
         )
 
     def check_integrity(self) -> None:

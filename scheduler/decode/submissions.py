@@ -41,7 +41,7 @@ class Submissions:
         self._counters = counters
         self._outbox = outbox
         self.accepting = True
-        self._accepted_call: str | None = None
+        self.accepted_call: str | None = None
         """The first prompt of the last call that was accepted (`Submit.follows`)."""
 
     def submit(self, submit: Submit, now: float) -> None:
@@ -92,10 +92,10 @@ class Submissions:
             self._limits.page_size,
             local=prefill_tokens == self._dispatcher.largest_local,
         )
-        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
+        if error is not None or (submit.follows is not None and submit.follows == self.accepted_call):
             return error
         if len(self._dispatcher.queue) >= self._limits.max_queued_requests:
-            self._accepted_call = None
+            self.accepted_call = None
             return overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
-        self._accepted_call = submit.rid
+        self.accepted_call = submit.rid
         return None

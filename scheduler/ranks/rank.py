@@ -13,7 +13,7 @@ import queue
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ...memory.kv_pool import KvPool
 from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
-from ...models.config.sharding import Shard
+from ...models.config.sharding import RankTokens, Shard
 from ...models.layers.parallel import Backend, Parallel
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
@@ -40,6 +40,7 @@ from ...transfer.protocol.checksum import add_sums, block_sum
 from ...transfer.protocol.layout import KvLayout, Plane
 from ...transfer.protocol.messages import Pool, Rank, StageRing
 from ..messages.ranks import (
+    AssistStep,
     CacheChecked,
     CancelChunks,
     CheckCache,
@@ -121,6 +122,8 @@ class RankEngine:
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at, listener)
+        self._peer_rank = self._parallel.shard.attention.rank
+        """Its number for peers, to which every data-parallel rank is a server of its own."""
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
@@ -147,7 +150,7 @@ class RankEngine:
                     report(ChunkReport(rank, written))
 
                 self._writer = ChunkWriter(
-                    rank,
+                    self._peer_rank,
                     self._pools,
                     config,
                     local_rank=local,
@@ -241,6 +244,8 @@ class RankEngine:
         match command:
             case RunStep():
                 self._start_step(command)
+            case AssistStep(ranks=ranks):
+                self._assist(ranks)
             case CopyPage():
                 self._copy_page(command)
             case SavePages() | LoadPages() | DropPages():
@@ -265,7 +270,7 @@ class RankEngine:
         if self._receivers is not None:
             wait_for_arrivals(self._device)
         try:
-            step = self._executor.start(command.rows)
+            step = self._executor.start(command.rows, command.ranks or None)
             self._pending.append(PendingCommand(command.command_id, step))
             if self._early_writes is not None:
                 self._early_writes.step_started(command.command_id, step)
@@ -273,6 +278,12 @@ class RankEngine:
             if self._parallel.shard.world_size > 1:
                 raise
             self._step_failed(command.command_id, error)
+        self._stepping_s += time.monotonic() - started
+
+    def _assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step of other data-parallel ranks. If it fails, the rank exits: the others wait for it."""
+        started = time.monotonic()
+        self._executor.assist(ranks)
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
@@ -321,10 +332,10 @@ class RankEngine:
 
     def _report_hot(self, *, settled: bool = False) -> None:
         """Report the totals of the hot buffers, a few times a second, and with `settled` the exact totals of an idle
-        rank. All ranks of a stage have the same totals, so only the first reports.
+        rank. All tensor-parallel ranks of a stage have the same totals, so only the first reports.
         """
         cache, now = self._executor.cache, time.monotonic()
-        if not isinstance(cache, HiSparseCache) or self._parallel.shard.tp_rank != 0:
+        if not isinstance(cache, HiSparseCache) or self._parallel.shard.attention.tp_rank != 0:
             return
         if settled:
             cache.counters()
@@ -347,13 +358,13 @@ class RankEngine:
         wait_for_arrivals(self._device)
         for count, chunk in enumerate(command.chunks):
             span = f"tokens [{chunk.token_start}, {chunk.token_end})"
-            if len(chunk.checksums) <= self._rank:
+            if len(chunk.checksums) <= self._peer_rank:
                 return count, f"prefill sent no checksum for {span}"
             found = add_sums(
                 block_sum(pool.memory.read_tokens(command.pages, chunk.token_start, chunk.token_end), pool.layout)
                 for pool in self._pools
             )
-            if found != chunk.checksums[self._rank]:
+            if found != chunk.checksums[self._peer_rank]:
                 return count, f"KV checksum differs for {span} on rank {self._rank}"
         return len(command.chunks), None
 
@@ -389,7 +400,7 @@ class RankEngine:
         return RankReady(
             self._rank,
             peer_info=Rank(
-                rank=self._rank,
+                rank=self._peer_rank,
                 session=sessions.get("tcp"),
                 pools=tuple(pools),
                 machine=machine_id(),
@@ -464,7 +475,13 @@ def _meet(
     meet_at: tuple[str, int] | None,
     listener: socket.socket | None,
 ) -> Parallel:
-    shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
+    shard = Shard.of(
+        rank,
+        tp_size=config.tp,
+        stages=config.pp,
+        whole_experts=config.whole_experts,
+        dp_attention=config.dp_size > 1,
+    )
     if meet_at is None:
         return Parallel(shard, device=device)
     # NCCL needs a GPU for each rank

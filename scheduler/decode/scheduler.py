@@ -148,6 +148,24 @@ class DecodeScheduler:
             self.endings.end(request, UnavailableError(reason), now)
 
     @property
+    def first_without_memory(self) -> Prompt | None:
+        """The first prompt of the queue, if it waits for pages and no server has had it: another data-parallel rank may
+        take it.
+        """
+        prompt = self.dispatcher.queue.first
+        if prompt is None or prompt.refusal is None or prompt.attempts or prompt.output_tokens:
+            return None
+        return prompt
+
+    def hand_over(self, prompt: Prompt, to: "DecodeScheduler", now: float) -> None:
+        """Move a queued prompt and its requests to the scheduler of another data-parallel rank."""
+        self.dispatcher.release(prompt, now)
+        for request in prompt.waiting:
+            to.requests[request.rid] = self.requests.pop(request.rid)
+            to._deadlines.watch(request)
+        to.dispatcher.adopt(prompt, now)
+
+    @property
     def accepted_call(self) -> str | None:
         """The first prompt of the last call that was accepted (`Submit.follows`)."""
         return self._submissions.accepted_call

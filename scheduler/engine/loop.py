@@ -105,6 +105,8 @@ class EngineLoop(Generic[EngineT]):
         now = time.monotonic()
         for engine in self.engines:
             engine.scheduler.advance(now)
+        for number in self._router.rebalance(now):
+            self.engines[number].scheduler.advance(now)
         self._perform_effects()
         while steps := self._next_steps(now):
             self._perform_effects()  # pages of retracted requests are saved before this step writes them

@@ -3,13 +3,13 @@
 New prompts go to the engine that the balancer chooses; what follows about a request goes to the engine that has it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp
 from ...transfer.protocol.messages import Abort, KvDestination
-from ..decode.balancer import choose_for_submit
+from ..decode.balancer import choose_for_submit, rebalance
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import Cancel, FlushCache, Submit
 from ..prefill.balancer import choose_for_prompt
@@ -31,6 +31,9 @@ class EventRouter(Protocol):
     def route(self, event: object) -> Sequence[int]:
         """The numbers of the engines that handle the event."""
 
+    def rebalance(self, now: float) -> Collection[int]:
+        """Move waiting work to other engines; returns the numbers of those that got some."""
+
 
 class DecodeRouter:
     """Events of the frontend of a decode server."""
@@ -49,6 +52,9 @@ class DecodeRouter:
                 return [number for number in self._all if rid in self._schedulers[number].requests]
             case _:
                 return self._all
+
+    def rebalance(self, now: float) -> Collection[int]:
+        return rebalance(self._schedulers, now) if len(self._all) > 1 else ()
 
     def _choose(self, submit: Submit) -> int:
         """A rid that is in use goes to the engine that has it, which refuses it. If the first prompt of a call was
@@ -84,6 +90,10 @@ class PrefillRouter:
                 return self._all
             case _:
                 return (0,)
+
+    def rebalance(self, now: float) -> Collection[int]:  # noqa: ARG002
+        """Decode sends few prompts ahead, so queues are short: prompts stay on their rank."""
+        return ()
 
     def _holder(self, ref: TransferRef) -> int | None:
         """The engine that has this transfer."""

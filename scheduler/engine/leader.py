@@ -38,7 +38,7 @@ from ...transfer.mooncake.transports import describe_transport_mismatch
 from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
-from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
+from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome, dp_instance
 from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
 from ..decode.requests.limits import DecodeLimits
@@ -207,7 +207,7 @@ class Leader:
         single = config.dp_size == 1
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
-            instance=self._instance if single else InstanceId(f"{self._instance}-dp{number}"),
+            instance=self._instance if single else dp_instance(self._instance, number),
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._ranks_of(number),

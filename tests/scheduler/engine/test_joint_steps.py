@@ -9,6 +9,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
@@ -268,3 +270,33 @@ def test_state_of_the_server_is_the_sum_of_its_ranks() -> None:
     assert sorted(rank.states["computing"] for rank in snapshot.dp_ranks) == [1, 2]
     assert [rank.gauges["kv_pages"] for rank in snapshot.dp_ranks] == [20, 20]
     server.finish()
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_random_requests_get_one_response_each_and_leave_all_memory_free(data: st.DataObject) -> None:
+    """Small pools: prompts wait, move between ranks and are retracted; clients disconnect; steps end in any order."""
+    size = data.draw(st.integers(2, 3))
+    server = JointServer(size, pages=12, overlap=data.draw(st.booleans()))
+    rids: list[str] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["submit", "submit", "cancel", "end", "turn"])):
+            case "submit":
+                tokens, new_tokens = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 12))
+                rids.append(server.submit(tokens, new_tokens, first=data.draw(st.sampled_from([100, 200]))))
+            case "cancel" if rids:
+                server.inbox.put(Cancel(data.draw(st.sampled_from(rids))))
+            case "end":
+                server.end_step(data.draw(st.integers(0, size - 1)))
+            case _:
+                server.turn()
+                open_rids = [rid for scheduler in server.schedulers for rid in scheduler.requests]
+                assert len(open_rids) == len(set(open_rids)), "a request is on two ranks"
+        for scheduler in server.schedulers:
+            scheduler.check_integrity()
+    server.finish()
+    assert sorted(server.responses(Finished) + server.responses(Failed)) == sorted(rids)
+    for steps in zip(*server.ranks.steps, strict=True):
+        assert len({step.ranks for step in steps}) == 1
+        for step, tokens_of_rank in zip(steps, steps[0].ranks, strict=True):
+            assert isinstance(step, RunStep) == (tokens_of_rank.tokens > 0)

@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
+from benchmarks.engine import scattered_pages
+from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
@@ -118,20 +119,24 @@ class Engine:
             )
         for pool in self.cache.pools:
             fill_pool(pool)
-        self._runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
         self._random = random.Random(2)
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
         """Sequences in scattered pages that will have `context` tokens after so many steps: the first of these."""
-        needed = pages_for(context, self.cache.page_size)
-        free = self._random.sample(range(self.cache.num_pages), batch * needed)
-        tokens = self._random.choices(range(self.config.vocab_size), k=batch)
         slices = [
-            SequenceSlice([token], context - steps, free[row * needed : (row + 1) * needed], row)
-            for row, token in enumerate(tokens)
+            SequenceSlice([token], context - steps, pages, row)
+            for row, (token, pages) in enumerate(zip(self.tokens(batch), self.pages([context] * batch), strict=True))
         ]
         self.open(slices)
         return slices
+
+    def pages(self, lengths: list[int]) -> list[list[int]]:
+        """Pages for sequences of these lengths, scattered over the pool."""
+        return scattered_pages(self._random, lengths, self.cache)
+
+    def tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(self.config.vocab_size), k=count)
 
     def open(self, slices: Sequence[SequenceSlice]) -> None:
         """Give each an empty hot buffer, under the number it has, where the cache has such."""
@@ -154,7 +159,7 @@ class Engine:
         return hits, misses
 
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
-        logits = self._runner.forward(self.cache, slices)
+        logits = self.runner.forward(self.cache, slices)
         assert logits is not None
         return logits
 
@@ -167,6 +172,25 @@ class Engine:
                 weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
         rows = context * self.dsa.index_dim + min(context, self.dsa.index_topk) * self.dsa.latent_dim
         return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
+
+    def prompt_floor_ms(self, tokens: int, cached: int, rate: float) -> float:
+        """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
+        weights, of index scores, of attention to the selected rows), whichever is longer.
+        """
+        weight_bytes, products = 0, 0.0
+        active = self.dsa.moe.experts_per_token / self.dsa.moe.num_experts
+        for name, slot in self.parameters.slots().items():
+            if name == "model.embed_tokens.weight":
+                continue
+            weight_bytes += slot.target.nbytes
+            if slot.target.ndim == 2 and name != "lm_head.weight":
+                products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
+        visible = range(cached + 1, cached + tokens + 1)
+        products += sum(self.dsa.indexed) * sum(visible) * self.dsa.index_heads * self.dsa.index_dim
+        selected = sum(min(count, self.dsa.index_topk) for count in visible)
+        head = self.dsa.latent_dim + self.dsa.kv_rank
+        products += self.config.num_layers * selected * self.config.num_heads * head
+        return max(weight_bytes / rate, 2 * products / PRODUCT_RATE) * 1e3
 
 
 def fill_pool(pool: KvPool) -> None:

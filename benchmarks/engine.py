@@ -16,15 +16,16 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
+from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms
 from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig, RopeConfig
 from pdserve.models.decoders.dense import Decoder
@@ -79,9 +80,7 @@ class Engine:
 
     def pages(self, lengths: list[int]) -> list[list[int]]:
         """Pages for sequences of these lengths, scattered over the pool."""
-        needed = [pages_for(length, self.pool.page_size) for length in lengths]
-        free = iter(self._random.sample(range(self.pool.num_pages), sum(needed)))
-        return [[next(free) for _ in range(count)] for count in needed]
+        return scattered_pages(self._random, lengths, self.cache)
 
     def tokens(self, count: int) -> list[int]:
         return self._random.choices(range(self.config.vocab_size), k=count)
@@ -102,6 +101,26 @@ class Engine:
     @property
     def kv_token_bytes(self) -> int:
         return self.decoder.kv_token_bytes
+
+    def prompt_floor_ms(self, tokens: int, cached: int, rate: float) -> float:
+        """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
+        weights, of causal attention), whichever is longer.
+        """
+        products = tokens * sum(
+            slot.target.numel()
+            for name, slot in self.parameters.slots().items()
+            if slot.target.ndim == 2 and "embed" not in name and "lm_head" not in name
+        )
+        config, pairs = self.config, sum(range(cached + 1, cached + tokens + 1))
+        products += config.num_layers * pairs * 2 * config.num_heads * config.head_dim
+        return max(self.weight_bytes / rate, 2 * products / PRODUCT_RATE) * 1e3
+
+
+def scattered_pages(source: random.Random, lengths: Sequence[int], cache: KvCache) -> list[list[int]]:
+    """Random pages of `cache` for sequences of these lengths."""
+    needed = [pages_for(length, cache.page_size) for length in lengths]
+    free = iter(source.sample(range(cache.num_pages), sum(needed)))
+    return [[next(free) for _ in range(count)] for count in needed]
 
 
 def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:

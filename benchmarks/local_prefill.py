@@ -51,13 +51,13 @@ class Servers:
 
     def __init__(self, configs: Mapping[str, AnyServerConfig], screen: Console) -> None:
         self._configs = configs
-        self._screen = screen
+        self.screen = screen
         self._seed = 0
 
     async def load(self, name: str, **options: Any) -> BenchResult:
         self._seed += 1
         url = base_url(self._configs[name])
-        return await measure(BenchOptions(url=url, seed=self._seed, **{"warmup": 0, **options}), self._screen)
+        return await measure(BenchOptions(url=url, seed=self._seed, **{"warmup": 0, **options}), self.screen)
 
     async def ttft_s(self, name: str, tokens: int, repeats: int) -> float:
         """Median time to first token of prompts, one at a time."""
@@ -135,6 +135,7 @@ async def mixes(servers: Servers, options: argparse.Namespace) -> dict[str, dict
                     mode, requests=options.requests, concurrency=options.concurrency, output_len=32, **lengths
                 )
                 assert not result.summary.failed, result.summary.failures
+                servers.screen.print(f"mix {kind}, round {number}, {mode}: {result.summary.duration_s:.2f} s")
                 if number:  # the first round warms up
                     found[kind][mode].append(result.summary.duration_s)
     return found
@@ -218,6 +219,7 @@ def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServe
             port=free_port(),
             local_prefill=mode,
             prefill=(f"127.0.0.1:{prefill.bootstrap_port}",) if mode != "always" else (),
+            **dict(setting.split("=", 1) for setting in options.set),
         )
         for mode in MODES
     }
@@ -267,6 +269,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", help="default: auto")
     parser.add_argument("--threads", type=int, help="of each server")
     parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the decode servers"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
 

@@ -171,7 +171,8 @@ def main() -> int:
                         )
                     )
                     results[name] = _figures(result) | {"usage": difference(before, load.usage())}
-                    screen.print(f"{name}: {json.dumps(results[name])}", soft_wrap=True)
+                    shown = {key: value for key, value in results[name].items() if key != "usage"}
+                    screen.print(f"{name}: {json.dumps(shown)}", soft_wrap=True)
                     if options.json is not None:
                         options.json.write_text(json.dumps(results, indent=2) + "\n")
                 for name, result in zip(("alone", "busy"), runner.run(between_tokens(load)), strict=True):

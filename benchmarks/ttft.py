@@ -1,14 +1,17 @@
 """Time to the first token by prompt length, one request at a time; Qwen3-8B's geometry with random weights on one GPU.
 
     python -m benchmarks.ttft [--only loop|pair] [--hops] [--json results.json]
+    python -m benchmarks.ttft --only loop --geometry deepseek-v3.2-4-layers
 
 loop   the model loop of a prefill server: its executor, in chunks of `--chunk-size`, from token ids on the host to the
        sampled token on the host; and the same without CUDA graphs
 pair   a prefill and a decode server on the GPU with default settings: from the client's first byte sent to the first
        token received, and the stages that the servers report
 
-The floor is the weights read once at the copy rate, or the matrix products at 790 TFLOP/s, whichever is longer. Prompts
-differ, so nothing is cached. `--hops` records when a request passes each thread of the servers
+The floor is the weights read once at the copy rate, or the matrix products and attention at 790 TFLOP/s, whichever is
+longer. The sparse geometry has 4 layers of DeepSeek-V3.2's attention with the dense MLP of its first layers, and a
+small vocabulary. Its floor also counts index scores; its chunks run without CUDA graphs. Prompts differ, so nothing is
+cached. `--hops` records when a request passes each thread of the servers
 (hop_trace/sitecustomize.py) and prints the median time from one to the next; this costs about 0.1 ms itself.
 """
 
@@ -23,64 +26,69 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.models.runner import ModelRunner
+from pdserve.scheduler.messages.step import Draw, StepRow
+from pdserve.scheduler.ranks.builder import GRAPH_PROMPTS, GRAPH_TOKENS
+from pdserve.scheduler.ranks.executor import Executor
 from pdserve.server.launch.pair import PairConfig
 from pdserve.server.launch.up import running_pair
 
+from . import dsa_engine, engine
+from .gpu_timing import copy_rate
 from .pair import QWEN3_8B as QWEN3_8B_JSON
 from .servers import free_port, write_model
 
-PRODUCT_RATE = 790e12
 # vLLM 0.22.1 on the same GPU with the same geometry and random weights, one request, one token generated (ms)
 VLLM_MS = {16: 6.8, 64: 7.1, 128: 7.5, 256: 9.1, 512: 13.9, 1024: 25.7, 2048: 51.7, 4096: 102.0, 8192: 216.0}
 PAUSE_S = 0.05
 """Between two prompts of the model loop. `sustained` is without pauses: the GPU then reaches its power limit and lowers
 its clock.
 """
+SHORT = 16_384
+"""Longer prompts of the model loop are measured once, after one to warm up."""
 CACHED = ((16, 1024), (64, 8192), (256, 8192), (64, 30720), (64, 100_000))
 """New tokens after cached ones, for the model loop."""
 STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
 
 
-def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
-    from pdserve.configs.sampling import SamplingParams
-    from pdserve.models.runner import ModelRunner
-    from pdserve.scheduler.messages.step import Draw, StepRow
-    from pdserve.scheduler.ranks.builder import GRAPH_PROMPTS, GRAPH_TOKENS
-    from pdserve.scheduler.ranks.executor import Executor
+def loop_engine(geometry: str) -> engine.Engine | dsa_engine.Engine:
+    """A model on the GPU with a pool for the longest prompt of `CACHED`."""
+    if geometry == "qwen3-8b":
+        return engine.Engine(engine.QWEN3_8B, kv_tokens=160_000, page_size=16)
+    config = dsa_engine.deepseek_v32(4, 0, mlp=18432, max_context=131072)
+    return dsa_engine.Engine(config, sequences=1, page_size=64, hot_rows=None)
 
-    from .engine import QWEN3_8B, Engine
-    from .gpu_timing import copy_rate
 
-    rate = copy_rate()
-    engine = Engine(QWEN3_8B, kv_tokens=160_000, page_size=16)
-    products = 2 * sum(
-        slot.target.numel()
-        for name, slot in engine.parameters.slots().items()
-        if slot.target.ndim == 2 and "embed" not in name and "lm_head" not in name
-    )
+def measure_loop(
+    bench: engine.Engine | dsa_engine.Engine, lengths: list[int], chunk: int, rate: float, anchors: Mapping[int, float]
+) -> dict[str, Any]:
+    """`rate` is the GPU's copy rate, for the floor; `anchors` are printed beside the figures."""
+    results: dict[str, Any] = {"copy_rate": rate, "chunk_size": chunk, "prompts": [], "cached": []}
+    runners = {"loop_ms": bench.runner}
     begun = time.perf_counter()
-    graphs = engine.runner.capture_chunk_graphs(
-        engine.cache, max_tokens=GRAPH_TOKENS, max_slices=GRAPH_PROMPTS, max_context=131072
-    )
-    assert graphs is not None
-    capture_s = time.perf_counter() - begun
-    print(f"captured graphs of chunks in {capture_s:.1f} s; copies at {rate / 1e12:.2f} TB/s")
-    eager_runner = ModelRunner(engine.decoder, device=engine.runner.device, dtype=engine.runner.dtype)
-    executors = [Executor(runner, engine.cache, ()) for runner in (engine.runner, eager_runner)]
+    if bench.runner.capture_chunk_graphs(
+        bench.cache, max_tokens=GRAPH_TOKENS, max_slices=GRAPH_PROMPTS, max_context=131072
+    ):
+        results["capture_s"] = time.perf_counter() - begun
+        print(f"captured graphs of chunks in {results['capture_s']:.1f} s; copies at {rate / 1e12:.2f} TB/s")
+        runners["eager_ms"] = ModelRunner(bench.decoder, device=bench.runner.device, dtype=bench.runner.dtype)
+    executors = {name: Executor(runner, bench.cache, ()) for name, runner in runners.items()}
     greedy = (Draw(SamplingParams(temperature=0.0), 0),)
 
     def milliseconds(executor: Executor, tokens: int, cached: int = 0, pause_s: float = PAUSE_S) -> float:
-        (pages,) = engine.pages([cached + tokens])
-        prompt = engine.tokens(cached + tokens)
+        (pages,) = bench.pages([cached + tokens])
+        prompt = bench.tokens(cached + tokens)
         walls = []
-        for _ in range(max(5, min(15, 20_000 // tokens))):
+        for _ in range(max(2 if tokens > SHORT else 5, min(15, 20_000 // tokens))):
             time.sleep(pause_s)
             begun = time.perf_counter()
             for first in range(cached, len(prompt), chunk):
@@ -91,23 +99,28 @@ def measure_loop(lengths: list[int], chunk: int) -> dict[str, Any]:
             walls.append((time.perf_counter() - begun) * 1e3)
         return statistics.median(walls[1:])
 
-    results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "chunk_size": chunk, "prompts": []}
-    print("tokens   loop ms  sustained     eager     floor  vLLM")
+    def measure(tokens: int, cached: int) -> dict[str, float]:
+        # all chunks of a long prompt run without graphs
+        used = executors if tokens <= SHORT else {"loop_ms": executors["loop_ms"]}
+        found = {name: milliseconds(executor, tokens, cached) for name, executor in used.items()}
+        if not cached:
+            found["sustained_ms"] = milliseconds(executors["loop_ms"], tokens, pause_s=0.0)
+        found["floor_ms"] = bench.prompt_floor_ms(tokens, cached, rate)
+        return found
+
     for tokens in lengths:
-        graphed, eager = (milliseconds(executor, tokens) for executor in executors)
-        sustained = milliseconds(executors[0], tokens, pause_s=0.0)
-        floor = max(engine.weight_bytes / rate, tokens * products / PRODUCT_RATE) * 1e3
-        row = {"loop_ms": graphed, "sustained_ms": sustained, "eager_ms": eager, "floor_ms": floor}
+        row = measure(tokens, 0)
+        if not results["prompts"]:
+            print("tokens  " + "  ".join(f"{name:>12}" for name in row), "vLLM" if anchors else "")
         results["prompts"].append({"tokens": tokens, **row})
-        print(
-            f"{tokens:6}  " + "  ".join(f"{value:8.2f}" for value in row.values()), VLLM_MS.get(tokens, ""), flush=True
-        )
-    results["cached"] = []
-    print("\nnew tokens after cached ones: loop ms, eager ms")
+        values = "  ".join(f"{value:12.2f}" for value in row.values())
+        print(f"{tokens:6}  {values}", anchors.get(tokens, ""), flush=True)
+    print("\nnew tokens after cached ones")
     for tokens, cached in CACHED:
-        graphed, eager = (milliseconds(executor, tokens, cached) for executor in executors)
-        results["cached"].append({"tokens": tokens, "cached": cached, "loop_ms": graphed, "eager_ms": eager})
-        print(f"{tokens:6} after {cached:6}: {graphed:8.2f}  {eager:8.2f}", flush=True)
+        row = measure(tokens, cached)
+        results["cached"].append({"tokens": tokens, "cached": cached, **row})
+        values = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
+        print(f"{tokens:6} after {cached:6}: {values}", flush=True)
     return results
 
 
@@ -217,6 +230,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--only", choices=("loop", "pair"))
+    parser.add_argument(
+        "--geometry", choices=("qwen3-8b", "deepseek-v3.2-4-layers"), default="qwen3-8b", help="of the model loop"
+    )
     parser.add_argument("--hops", action="store_true", help="where the time between threads and processes goes")
     parser.add_argument("--chunk-size", type=int, default=2048, help="tokens per step of the model loop")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(VLLM_MS))
@@ -227,7 +243,11 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     if options.only != "pair":
-        results["loop"] = measure_loop(options.lengths, options.chunk_size)
+        anchors = VLLM_MS if options.geometry == "qwen3-8b" else {}
+        bench = loop_engine(options.geometry)
+        results["loop"] = measure_loop(bench, options.lengths, options.chunk_size, copy_rate(), anchors)
+        results["loop"]["geometry"] = options.geometry
+        del bench
         gc.collect()
         torch.cuda.empty_cache()  # the memory is for the servers now
     if options.only != "loop":

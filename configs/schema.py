@@ -255,8 +255,8 @@ class DecodeConfig(ServerConfig):
         None,
         ge=1,
         le=1 << 20,
-        description="prompt tokens that one step computes beside running requests; default: 256 on a CPU, 2048 on a "
-        "GPU",
+        description="tokens that one step computes, of prompts and running requests together; default: 256 on a CPU, "
+        "2048 on a GPU",
     )
     itl_target_ms: float | None = Field(
         None,

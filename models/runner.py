@@ -244,10 +244,12 @@ class ModelRunner:
         token_ids: torch.Tensor | None = None,
         ranks: Sequence[RankTokens] | None = None,
     ) -> ForwardBatch:
+        config, kv_heads = self.config, cache.pools[0].num_heads
         return ForwardBatch.build(
             slices,
             page_size=cache.page_size,
-            num_kv_heads=cache.pools[0].num_heads if self.config.dsa is None else None,
+            num_kv_heads=kv_heads if config.dsa is None else None,
+            num_heads=kv_heads * config.num_heads // config.num_kv_heads,
             device=self.device,
             token_ids=token_ids,
             ranks=ranks,

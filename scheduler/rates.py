@@ -6,6 +6,8 @@ import collections
 
 SAMPLES = 16
 """Number of measurements that are kept."""
+LARGE = 128
+"""The rate of so many units tells that of any larger number, until that is measured."""
 
 
 class Rate:
@@ -35,17 +37,40 @@ class Rate:
         return None
 
 
+class RateBySize(Rate):
+    """A rate that depends on the number of units: few tokens take nearly as long as many, because a step has a fixed
+    cost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_size: dict[int, Rate] = {}
+        """By the number of bits of the units."""
+
+    def measured(self, units: int, seconds: float) -> None:
+        super().measured(units, seconds)
+        self._by_size.setdefault(units.bit_length(), Rate()).measured(units, seconds)
+
+    def at(self, units: int) -> float | None:
+        """The rate of so many units; None if only much smaller numbers were measured."""
+        size = units.bit_length()
+        larger = sorted(found for found in self._by_size if found >= size)
+        smaller = sorted((found for found in self._by_size if LARGE.bit_length() <= found < size), reverse=True)
+        nearest = [*larger, *smaller]
+        return self._by_size[nearest[0]].per_s if nearest else None
+
+
 class Rates:
     """The rates of a decode server."""
 
     def __init__(self) -> None:
         self.copied_pages = Rate()
         """From the GPU to host memory; the way back takes as long."""
-        self.prefilled_tokens = Rate()
+        self.prefilled_tokens = RateBySize()
         """Computed by prefill servers."""
         self.transfers = Rate()
         """One over the time that a prefill server costs beside its compute time and its queue."""
-        self.local_tokens = Rate()
+        self.local_tokens = RateBySize()
         """Computed by this server, not counting its decode steps."""
 
     def copy_is_cheaper(self, pages: int, tokens: int) -> bool:

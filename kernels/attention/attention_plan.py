@@ -24,6 +24,9 @@ PIECE_TOKENS = 64
 TILE_QUERIES = 128
 """Queries of one sequence in a tile."""
 
+LEAST_PART_BLOCKS = 8
+"""Blocks of keys of a part: fewer would not be worth the combination."""
+
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, zero-padded."""
 
@@ -32,6 +35,17 @@ _ALIGNED = 4
 
 PIECES_PER_SM = 4
 """Enough to hide latency and to balance the last wave; more only adds partial results."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of queries, all int32. Where few queries see many keys, the keys of a tile are divided among several
+    entries, its parts, whose results are combined.
+    """
+
+    tiles: torch.Tensor  # [5, M]: sequence, first query, first block of keys, end of its blocks, part (-1: alone)
+    splits: torch.Tensor  # [4, S], divided tiles: sequence, first query, first part, end of its parts
+    counts: torch.Tensor  # [2]: entries of both in use; in a CUDA graph the arrays are longer
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,13 @@ class WorkPlan:
     row_starts: torch.Tensor  # [B], each sequence's first row of `query`
     pieces: torch.Tensor  # [4, N]: sequence, first key, end of keys, index of its partial result
     piece_starts: torch.Tensor  # [B + 1], each sequence's first partial result
-    tiles: torch.Tensor  # [2, M]: sequence, and the first of its queries in the tile
-    last_tiles: torch.Tensor  # [2, L]: the tiles with the last query of a sequence
+    tiles: Tiles  # of sequences that are copied out of their pages
+    last_tiles: Tiles  # only those with the last query of a sequence
     copied_tokens: int  # room for the sequences in tiles, whose keys and values are copied out of their pages
     copies: torch.Tensor  # [2, K]: sequence, and the first of its tokens in a block of COPY_TOKENS
     copy_starts: torch.Tensor  # [B], each sequence's first row in the copy
-    counts: torch.Tensor  # [3]: tiles, last tiles and copies in use; in a CUDA graph the arrays are longer
+    most_parts: int  # of all tiles
+    num_copies: torch.Tensor  # [1]: copies in use; in a CUDA graph the array is longer
     copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
     allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
 
@@ -85,24 +100,49 @@ def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
     return pieces[:, np.argsort(start - end, kind="stable")], piece_starts
 
 
-def cut_prefill(query_lens: IntArray, kv_lens: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Tiles [2, m] of the queries, those with the most visible keys first; copies [2, k] and copy_starts [B] of keys.
+def num_parts(num_heads: int, device: torch.device) -> int:
+    """Maximum number of parts of all tiles: as many as the GPU runs at once, for `num_heads` query heads each."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4 * num_heads
+    return sms // num_heads
 
-    Sequences without queries get neither tiles nor copies.
+
+def cut_copies(kv_lens: IntArray) -> tuple[IntArray, IntArray]:
+    """Copies [2, k] and copy_starts [B] of sequences of these lengths; one of length 0 is not copied."""
+    padded = -(-kv_lens // COPY_TOKENS) * COPY_TOKENS
+    return _blocks(kv_lens, COPY_TOKENS), (np.cumsum(padded) - padded).astype(np.int32)
+
+
+def cut_tiles(
+    query_lens: IntArray, kv_lens: IntArray, most_parts: int, *, last_only: bool = False
+) -> tuple[IntArray, IntArray]:
+    """Tiles [5, m] and splits [4, s] of the queries, tiles with the most visible keys first; with `last_only`, the tile
+    of each sequence's last query. Sequences without queries have none.
     """
-    tiles = _blocks(query_lens, TILE_QUERIES)
-    sequence, first = tiles
-    seen = kv_lens[sequence] - query_lens[sequence] + first
-    copied = np.where(query_lens > 0, kv_lens, 0)
-    padded = -(-copied // COPY_TOKENS) * COPY_TOKENS
-    copy_starts = (np.cumsum(padded) - padded).astype(np.int32)
-    return tiles[:, np.argsort(-seen, kind="stable")], _blocks(copied, COPY_TOKENS), copy_starts
-
-
-def last_tiles(query_lens: IntArray) -> IntArray:
-    """The tile [2, n] of each sequence's last query; sequences without queries have none."""
-    (sequence,) = query_lens.nonzero()
-    return np.stack((sequence, (query_lens[sequence] - 1) // TILE_QUERIES * TILE_QUERIES)).astype(np.int32)
+    if last_only:
+        (sequence,) = query_lens.nonzero()
+        first = (query_lens[sequence] - 1) // TILE_QUERIES * TILE_QUERIES
+    else:
+        sequence, first = _blocks(query_lens, TILE_QUERIES)
+    positions = kv_lens[sequence] - query_lens[sequence] + first
+    blocks = -(-np.minimum(positions + TILE_QUERIES, kv_lens[sequence]) // COPY_TOKENS)
+    parts = np.minimum(blocks // LEAST_PART_BLOCKS, most_parts // max(1, len(blocks)))
+    parts = np.where(parts > 1, parts, 1)
+    tile = np.repeat(np.arange(len(blocks)), parts)
+    first_entry = np.cumsum(parts) - parts
+    number = np.arange(len(tile)) - first_entry[tile]
+    divided = parts > 1
+    first_part = np.cumsum(np.where(divided, parts, 0)) - np.where(divided, parts, 0)
+    entries = np.stack(
+        (
+            sequence[tile],
+            first[tile],
+            number * blocks[tile] // parts[tile],
+            (number + 1) * blocks[tile] // parts[tile],
+            np.where(divided[tile], first_part[tile] + number, -1),
+        )
+    ).astype(np.int32)
+    splits = np.stack((sequence, first, first_part, first_part + parts))[:, divided].astype(np.int32)
+    return entries[:, np.argsort(entries[2] - entries[3], kind="stable")], splits
 
 
 def _blocks(lengths: IntArray, size: int) -> IntArray:
@@ -121,17 +161,22 @@ def make_work_plan(
     *,
     page_size: int,
     num_kv_heads: int,
+    num_heads: int,
     device: torch.device,
     allow_cuda: bool = True,
 ) -> WorkPlan:
-    """Plan a batch and upload the plan to `device` in one copy. `pages[i]` holds exactly the pages of kv_lens[i]."""
+    """Plan a batch and upload the plan to `device` in one copy. `pages[i]` holds exactly the pages of kv_lens[i].
+    `num_heads` are the query heads.
+    """
     batch = len(query_lens)
     queries, keys = np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32)
     page_counts = [len(ids) for ids in pages]
     pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), num_pieces(batch, num_kv_heads, device))
     tiled = np.where(queries > 1, queries, 0)
-    tiles, copies, copy_starts = cut_prefill(tiled, keys)
-    last = last_tiles(tiled)
+    copies, copy_starts = cut_copies(np.where(tiled > 0, keys, 0))
+    most_parts = num_parts(num_heads, device)
+    tiles, splits = cut_tiles(tiled, keys, most_parts)
+    last, last_splits = cut_tiles(tiled, keys, most_parts, last_only=True)
     arrays: list[IntArray] = [
         np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=sum(page_counts)),
         np.cumsum([0, *page_counts[:-1]], dtype=np.int32),
@@ -140,11 +185,15 @@ def make_work_plan(
         np.cumsum([0, *query_lens[:-1]], dtype=np.int32),
         pieces.reshape(-1),
         piece_starts,
-        tiles.reshape(-1),
-        last.reshape(-1),
         copies.reshape(-1),
         copy_starts,
-        np.array([tiles.shape[1], last.shape[1], copies.shape[1]], dtype=np.int32),
+        np.array([copies.shape[1]], dtype=np.int32),
+        tiles.reshape(-1),
+        splits.reshape(-1),
+        np.array([tiles.shape[1], splits.shape[1]], dtype=np.int32),
+        last.reshape(-1),
+        last_splits.reshape(-1),
+        np.array([last.shape[1], last_splits.shape[1]], dtype=np.int32),
     ]
     (
         flat_pages,
@@ -154,11 +203,10 @@ def make_work_plan(
         rows,
         flat_pieces,
         starts,
-        flat_tiles,
-        flat_last,
         flat_copies,
         first_copies,
-        counts,
+        num_copies,
+        *flat_tiles,
     ) = _upload(arrays, device)
     return WorkPlan(
         tokens=sum(query_lens),
@@ -171,12 +219,13 @@ def make_work_plan(
         row_starts=rows,
         pieces=flat_pieces.view(4, -1),
         piece_starts=starts,
-        tiles=flat_tiles.view(2, -1),
-        last_tiles=flat_last.view(2, -1),
+        tiles=Tiles(flat_tiles[0].view(5, -1), flat_tiles[1].view(4, -1), flat_tiles[2]),
+        last_tiles=Tiles(flat_tiles[3].view(5, -1), flat_tiles[4].view(4, -1), flat_tiles[5]),
         copied_tokens=copies.shape[1] * COPY_TOKENS,
         copies=flat_copies.view(2, -1),
         copy_starts=first_copies,
-        counts=counts,
+        most_parts=most_parts,
+        num_copies=num_copies,
         allow_cuda=allow_cuda,
     )
 

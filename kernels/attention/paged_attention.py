@@ -151,9 +151,12 @@ def plan_attention(
     page_size: int,
     num_kv_heads: int,
     device: torch.device,
+    num_heads: int | None = None,
     impl: Impl = "auto",
 ) -> AttentionPlan:
-    """Plan a batch for `impl`. `pages[i]` may be longer than kv_lens[i] needs."""
+    """Plan a batch for `impl`. `pages[i]` may be longer than kv_lens[i] needs. `num_heads` are the query heads; the
+    default is as many as KV heads. It only matters for speed.
+    """
     used = [tuple(ids[: ceil_div(kv_len, page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
     for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
         if not 1 <= query_len <= kv_len <= len(ids) * page_size:
@@ -167,6 +170,7 @@ def plan_attention(
             used,
             page_size=page_size,
             num_kv_heads=num_kv_heads,
+            num_heads=num_heads or num_kv_heads,
             device=device,
             allow_cuda=impl == "auto",
         )
@@ -375,7 +379,7 @@ def paged_attention(
         launcher("attention.paged_decode_triton", "launch_decode")(
             query, key_pages, value_pages, plan, out, scale=scale
         )
-    if plan.tiles.shape[1]:
+    if plan.tiles.tiles.shape[1]:
         launcher("attention.paged_prefill_triton", "launch_prefill")(
             query, key_pages, value_pages, plan, out, scale=scale, last_only=last_only
         )

@@ -4,7 +4,7 @@ Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies t
 layout that matrix products read from shared memory, so one bulk copy without a tensor map brings it there.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations. The kernel does 628 TFLOP/s for a prompt of
-8,192 tokens (H200; Triton's 482). Few queries over many keys are slow: keys are not divided among blocks.
+8,192 tokens (H200; Triton's 482).
 """
 
 import math
@@ -13,7 +13,7 @@ import struct
 import torch
 
 from ..backends.nvrtc import load_kernel
-from .attention_plan import WorkPlan
+from .attention_plan import Tiles, WorkPlan
 
 _DIM = 128
 _THREADS = 384
@@ -37,15 +37,16 @@ def launch_tiles(
     keys: torch.Tensor,
     values: torch.Tensor,
     plan: WorkPlan,
+    tiles: Tiles,
+    partial: torch.Tensor,
+    log_sum: torch.Tensor,
     out: torch.Tensor,
     *,
     scale: float,
-    last_only: bool,
 ) -> None:
-    """Fill the rows of `out` whose sequences are in the plan's tiles, for queries that the kernel `supports`. With
-    `last_only`, only the tiles with their last rows.
+    """Compute `tiles`, for queries that the kernel `supports`: their rows of `out` or, for parts of divided tiles,
+    their results and log-sums in `partial` and `log_sum`.
     """
-    tiles, counts = (plan.last_tiles, plan.counts[1:]) if last_only else (plan.tiles, plan.counts)
     device, heads = query.device, query.shape[1]
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)))
@@ -59,15 +60,17 @@ def launch_tiles(
         plan.kv_lens.data_ptr(),
         plan.query_lens.data_ptr(),
         plan.row_starts.data_ptr(),
-        tiles.data_ptr(),
-        tiles.stride(0),
+        tiles.tiles.data_ptr(),
+        tiles.tiles.stride(0),
         plan.copy_starts.data_ptr(),
         plan.copied_tokens,
-        counts.data_ptr(),
+        tiles.counts.data_ptr(),
         scale_bits,
+        partial.data_ptr(),
+        log_sum.data_ptr(),
         out.data_ptr(),
         heads,
-        blocks=min(tiles.shape[1] * heads, sms),
+        blocks=min(tiles.tiles.shape[1] * heads, sms),
         threads=_THREADS,
         shared_bytes=_SHARED_BYTES,
         overlap_previous=True,

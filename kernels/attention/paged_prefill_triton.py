@@ -23,6 +23,8 @@ from .attention_plan import COPY_TOKENS, TILE_QUERIES, WorkPlan
 from .page_rows_triton import load_page_rows
 from .paged_prefill_cuda import launch_tiles, supports
 
+_COMBINED_ROWS = 16
+"""Queries for which a program combines the results of parts."""
 _MOST_COPY_PROGRAMS = 256
 """Programs per KV head that copy; each copies several blocks if there are more."""
 
@@ -36,7 +38,7 @@ def _copy_out(
     kv_lens_ptr,
     copies_ptr,
     copy_starts_ptr,
-    counts_ptr,
+    num_copies_ptr,
     keys_ptr,
     values_ptr,
     copies_stride,
@@ -58,7 +60,7 @@ def _copy_out(
     column = tl.arange(0, BLOCK_D)
     row = tl.arange(0, BLOCK)
     keys, values = key_ptr + head * head_stride, value_ptr + head * head_stride
-    for number in range(tl.program_id(1), tl.load(counts_ptr + 2), tl.num_programs(1)):
+    for number in range(tl.program_id(1), tl.load(num_copies_ptr), tl.num_programs(1)):
         sequence = tl.load(copies_ptr + number)
         first = tl.load(copies_ptr + copies_stride + number)
         kv_len = tl.load(kv_lens_ptr + sequence)
@@ -128,11 +130,15 @@ def _prefill_tiles(
     tiles_ptr,
     copy_starts_ptr,
     out_ptr,
+    partial_ptr,
+    log_sum_ptr,
     tiles_stride,
     copied_tokens,
     query_stride,
     scale_log2,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    COPIED: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -147,6 +153,9 @@ def _prefill_tiles(
     tile = tiles_ptr + tl.program_id(1)
     sequence = tl.load(tile)
     first_query = tl.load(tile + tiles_stride) + tl.program_id(2) * ROWS
+    first_key = tl.load(tile + 2 * tiles_stride) * COPIED
+    end_key = tl.load(tile + 3 * tiles_stride) * COPIED
+    part = tl.load(tile + 4 * tiles_stride)
     query_len = tl.load(query_lens_ptr + sequence)
     if first_query >= query_len:
         return
@@ -162,20 +171,90 @@ def _prefill_tiles(
     row = row_start + number
     query = tl.load(query_ptr + row[:, None] * query_stride + head * D + column[None, :], mask=inside, other=0.0)
 
-    top = tl.full([ROWS], -float("inf"), tl.float32)
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a query may see no key of a part
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    # [0, seen_by_all) whole blocks without a mask; [seen_by_all, last) the diagonal
+    # [first_key, seen_by_all) whole blocks without a mask; [seen_by_all, last) the diagonal
     seen_by_all = (kv_len - query_len + first_query + 1) // BLOCK * BLOCK
-    last = tl.minimum(kv_len - query_len + first_query + ROWS, kv_len)
+    seen_by_all = tl.minimum(tl.maximum(seen_by_all, first_key), end_key)
+    last = tl.minimum(tl.minimum(kv_len - query_len + first_query + ROWS, kv_len), end_key)
     acc, top, total = _attend(
-        query, acc, top, total, position, base, 0, seen_by_all, keys, values, scale_log2, BLOCK, False, PRECISION
+        query,
+        acc,
+        top,
+        total,
+        position,
+        base,
+        first_key,
+        seen_by_all,
+        keys,
+        values,
+        scale_log2,
+        BLOCK,
+        False,
+        PRECISION,
     )
     acc, top, total = _attend(
         query, acc, top, total, position, base, seen_by_all, last, keys, values, scale_log2, BLOCK, True, PRECISION
     )
+    if part < 0:
+        out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
+        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        sees_any = total > 0  # a query before this part's keys sees none of them
+        in_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        slot = (part * heads + head).to(tl.int64) * TILE + in_tile
+        result = acc / tl.where(sees_any, total, 1.0)[:, None]
+        tl.store(partial_ptr + slot[:, None] * D + column[None, :], result, mask=(column < D)[None, :])
+        tl.store(log_sum_ptr + slot, tl.where(sees_any, top + tl.log2(total), -float("inf")))
+
+
+@triton.jit(do_not_specialize=["splits_stride"])
+def _combine_parts(
+    partial_ptr,
+    log_sum_ptr,
+    splits_ptr,
+    counts_ptr,
+    query_lens_ptr,
+    row_starts_ptr,
+    out_ptr,
+    splits_stride,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    if tl.program_id(1) >= tl.load(counts_ptr + 1):
+        return
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    split = splits_ptr + tl.program_id(1)
+    sequence = tl.load(split)
+    in_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    number = tl.load(split + splits_stride) + in_tile
+    inside = number < tl.load(query_lens_ptr + sequence)
+    column = tl.arange(0, BLOCK_D)
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a query may see no key of a part
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for part in range(tl.load(split + 2 * splits_stride), tl.load(split + 3 * splits_stride)):
+        slot = (part * heads + head).to(tl.int64) * TILE + in_tile
+        log_sum = tl.load(log_sum_ptr + slot, mask=inside, other=-float("inf"))
+        columns = partial_ptr + slot[:, None] * D + column[None, :]
+        partial = tl.load(columns, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+        new_top = tl.maximum(top, log_sum)
+        shrink = tl.exp2(top - new_top)
+        weight = tl.exp2(log_sum - new_top)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + partial * weight[:, None]
+        top = new_top
+    row = tl.load(row_starts_ptr + sequence).to(tl.int64) + number
     out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
-    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out, result, mask=inside[:, None] & (column < D)[None, :])
 
 
 def launch_prefill(
@@ -208,7 +287,7 @@ def launch_prefill(
         plan.kv_lens,
         plan.copies,
         plan.copy_starts,
-        plan.counts,
+        plan.num_copies,
         keys,
         values,
         plan.copies.stride(0),
@@ -222,31 +301,55 @@ def launch_prefill(
         num_warps=8,
         **overlap_options(query.device),
     )
-    if use_cuda:
-        launch_tiles(query, keys, values, plan, out, scale=scale, last_only=last_only)
-        return
     tiles = plan.last_tiles if last_only else plan.tiles
-    _prefill_tiles[(heads, tiles.shape[1], TILE_QUERIES // rows)](
-        query,
-        TensorDescriptor.from_tensor(keys, [block, block_d]),
-        TensorDescriptor.from_tensor(values, [block, block_d]),
-        plan.kv_lens,
-        plan.query_lens,
-        plan.row_starts,
-        tiles,
-        plan.copy_starts,
-        out,
-        tiles.stride(0),
-        plan.copied_tokens,
-        query.stride(0),
-        scale / math.log(2),
-        GROUP=heads // kv_heads,
-        ROWS=rows,
-        D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK=block,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
-        num_warps=4 if wide else 8,
-        num_stages=2 if wide else 3,
-        **overlap_options(query.device),
-    )
+    most_parts = plan.most_parts if tiles.splits.shape[1] else 0
+    partial = torch.empty(most_parts, heads, TILE_QUERIES, head_dim, dtype=torch.float32, device=query.device)
+    log_sum = torch.empty(most_parts, heads, TILE_QUERIES, dtype=torch.float32, device=query.device)
+    if use_cuda:
+        launch_tiles(query, keys, values, plan, tiles, partial, log_sum, out, scale=scale)
+    else:
+        _prefill_tiles[(heads, tiles.tiles.shape[1], TILE_QUERIES // rows)](
+            query,
+            TensorDescriptor.from_tensor(keys, [block, block_d]),
+            TensorDescriptor.from_tensor(values, [block, block_d]),
+            plan.kv_lens,
+            plan.query_lens,
+            plan.row_starts,
+            tiles.tiles,
+            plan.copy_starts,
+            out,
+            partial,
+            log_sum,
+            tiles.tiles.stride(0),
+            plan.copied_tokens,
+            query.stride(0),
+            scale / math.log(2),
+            GROUP=heads // kv_heads,
+            TILE=TILE_QUERIES,
+            COPIED=COPY_TOKENS,
+            ROWS=rows,
+            D=head_dim,
+            BLOCK_D=block_d,
+            BLOCK=block,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
+            num_warps=4 if wide else 8,
+            num_stages=2 if wide else 3,
+            **overlap_options(query.device),
+        )
+    if tiles.splits.shape[1]:
+        _combine_parts[(heads, tiles.splits.shape[1], TILE_QUERIES // _COMBINED_ROWS)](
+            partial,
+            log_sum,
+            tiles.splits,
+            tiles.counts,
+            plan.query_lens,
+            plan.row_starts,
+            out,
+            tiles.splits.stride(0),
+            TILE=TILE_QUERIES,
+            ROWS=_COMBINED_ROWS,
+            D=head_dim,
+            BLOCK_D=block_d,
+            num_warps=4,
+            **overlap_options(query.device),
+        )

@@ -73,9 +73,11 @@ struct Tile {
     int first_query;  // of the tile, in its sequence
     int query_len;
     int first_position;  // of first_query
+    int first_key;       // of its keys
     int blocks;          // of keys; 0 for an empty tile
+    int part;            // -1 if it is not divided
     long long row;       // of first_query
-    long long first_block;
+    long long first_block;  // in the copy
 
     __device__ __forceinline__ Tile(const Plan& plan, long long item, long long items, int heads) {
         blocks = 0;
@@ -88,11 +90,12 @@ struct Tile {
         const int kv_len = plan.kv_lens[sequence];
         first_position = kv_len - query_len + first_query;
         row = static_cast<long long>(plan.row_starts[sequence]) + first_query;
+        const int first = tile[2 * plan.tiles_stride];
+        first_key = first * kBlockTokens;
+        part = tile[4 * plan.tiles_stride];
         const long long first_token = static_cast<long long>(head / GROUP) * plan.copied_tokens;
-        first_block = (first_token + plan.copy_starts[sequence]) / kBlockTokens;
-        if (first_query < query_len) {
-            blocks = (min(first_position + kTileQueries, kv_len) + kBlockTokens - 1) / kBlockTokens;
-        }
+        first_block = (first_token + plan.copy_starts[sequence]) / kBlockTokens + first;
+        if (first_query < query_len) blocks = tile[3 * plan.tiles_stride] - first;
     }
 };
 
@@ -193,7 +196,7 @@ struct Consumer {
         start_scores(scores);
         finish_products(scores);
         release(shared.keys_empty, key_turn);
-        mask(scores, (tile.blocks - 1) * kBlockTokens, position);
+        mask(scores, tile.first_key + (tile.blocks - 1) * kBlockTokens, position);
         softmax.weigh(scores, scale, shrink);  // there are no earlier sums
         pack(scores, weights);
 #pragma unroll 1
@@ -205,7 +208,8 @@ struct Consumer {
             wait_for_first_products();
             hold(scores);
             release(shared.keys_empty, key_turn);
-            if (block * kBlockTokens + kBlockTokens - 1 > first_position) mask(scores, block * kBlockTokens, position);
+            const int first_key = tile.first_key + block * kBlockTokens;
+            if (first_key + kBlockTokens - 1 > first_position) mask(scores, first_key, position);
             const bool shrinks = softmax.weigh(scores, scale, shrink);
             finish_products(sums);
             release(shared.values_empty, value_turn);
@@ -268,16 +272,43 @@ struct Consumer {
         sync();
     }
 
+    // The sums of all weights of the thread's two queries.
+    __device__ __forceinline__ void add_weights(const Softmax<64>& softmax, float (&total)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            total[i] = softmax.sum[i] + __shfl_xor_sync(kAll, softmax.sum[i], 1);
+            total[i] += __shfl_xor_sync(kAll, total[i], 2);
+        }
+    }
+
+    // Stores the results of a part, 64 lines of 128 elements, and their log-sums; -inf for queries that see none of its
+    // keys.
+    __device__ __forceinline__ void store_part(const float (&sums)[64], const Softmax<64>& softmax, float* partial,
+                                               float* log_sums) {
+        float total[2];
+        add_weights(softmax, total);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int line = own_query() + 8 * i;
+            const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
+            if (lane() % 4 == 0) {
+                log_sums[line] = total[i] > 0.0f ? softmax.reference[i] + log2f(total[i]) : -__int_as_float(0x7f800000);
+            }
+#pragma unroll
+            for (int column = 0; column < 16; ++column) {
+                const float2 pair = {sums[4 * column + 2 * i] * inverse, sums[4 * column + 2 * i + 1] * inverse};
+                *reinterpret_cast<float2*>(partial + line * kDim + column * 8 + lane() % 4 * 2) = pair;
+            }
+        }
+        sync();  // the next query may be loaded: all have multiplied with this one
+    }
+
     // Rounds the sums and stores the first `count` lines of 256 bytes, `pitch` bytes apart. The query is overwritten.
     __device__ __forceinline__ void store(const float (&sums)[64], const Softmax<64>& softmax, char* to,
                                           long long pitch, int count) {
-        float inverse[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float sum = softmax.sum[i] + __shfl_xor_sync(kAll, softmax.sum[i], 1);
-            sum += __shfl_xor_sync(kAll, sum, 2);
-            inverse[i] = 1.0f / sum;
-        }
+        float total[2];
+        add_weights(softmax, total);
+        const float inverse[2] = {1.0f / total[0], 1.0f / total[1]};
         sync();  // all have multiplied with the query
         const unsigned staging = shared_address(shared.query[number]);
         const int line = 16 * warp_in_group() + lane() % 16;
@@ -309,12 +340,13 @@ struct Consumer {
 
 }  // namespace
 
-// query [tokens, heads, 128] with rows of `query_pitch` bytes, out [tokens, heads, 128]; counts[0] tiles.
+// query [tokens, heads, 128] with rows of `query_pitch` bytes, out [tokens, heads, 128]; counts[0] tiles. Results of
+// parts: partial [parts, heads, 128, 128], log_sums [parts, heads, 128].
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 prefill_attention(const char* query, long long query_pitch, const char* keys, const char* values, const int* kv_lens,
                   const int* query_lens, const int* row_starts, const int* tiles, long long tiles_stride,
-                  const int* copy_starts, long long copied_tokens, const int* counts, long long scale_bits, char* out,
-                  long long heads) {
+                  const int* copy_starts, long long copied_tokens, const int* counts, long long scale_bits,
+                  float* partial, float* log_sums, char* out, long long heads) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -356,6 +388,11 @@ prefill_attention(const char* query, long long query_pitch, const char* keys, co
         for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
         Softmax<64> softmax;
         consumer.attend(tile, sums, softmax, tile.query_len - tile.first_query > kQueries);
-        consumer.store(sums, softmax, out + (row * heads + tile.head) * kDim * 2, heads * kDim * 2, count);
+        if (tile.part < 0) {
+            consumer.store(sums, softmax, out + (row * heads + tile.head) * kDim * 2, heads * kDim * 2, count);
+        } else {
+            const long long line = (tile.part * heads + tile.head) * kTileQueries + consumer.number * kQueries;
+            consumer.store_part(sums, softmax, partial + line * kDim, log_sums + line);
+        }
     }
 }

@@ -35,10 +35,10 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
 
 
 def graph_token_counts(max_tokens: int) -> list[int]:
-    """16, 32, 64, then every 128 up to 1,024, every 256 beyond, and `max_tokens` itself: matrix products take steps of
-    128 rows, and few rows take as long as reading the weights.
+    """16, 32, 64, then every 128, and `max_tokens` itself: matrix products compute tiles of 128 rows, and few rows take
+    as long as reading the weights.
     """
-    sizes = (16, 32, 64, *range(128, 1024, 128), *range(1024, max_tokens, 256))
+    sizes = (16, 32, 64, *range(128, max_tokens, 128))
     return [*(size for size in sizes if size < max_tokens), max_tokens]
 
 
@@ -95,12 +95,11 @@ class StepGraphs:
         self._hidden = torch.empty(max_slices, config.hidden_size, dtype=decoder.parameters.dtype, device=device)
         self._logits = torch.empty(max_slices, config.vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._rows: dict[int, int] = {}
-        """Rows of logits of a step, by its size."""
         self._always_logits = always_logits
+        self._logits_sizes = [] if always_logits else graph_batch_sizes(max_slices)
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """By rows."""
-        self._last_kind = 0
+        self._last_kind = self._last_rows = 0
         self._capture()
 
     def size_for(self, slices: Sequence[SequenceSlice]) -> int | None:
@@ -135,15 +134,18 @@ class StepGraphs:
         self._graphs[size, self._last_kind].replay()
         if not logits:
             return self._logits[:0]
-        if not self._always_logits:
-            self._logits_graphs[self._rows[size]].replay()
+        self._last_rows = len(slices)
+        self._replay_logits()
         return self._logits[: len(slices)]
 
     def replay(self, size: int) -> None:
         """Repeat the last step, which had this size, on the same inputs: for benchmarks."""
         self._graphs[size, self._last_kind].replay()
+        self._replay_logits()
+
+    def _replay_logits(self) -> None:
         if not self._always_logits:
-            self._logits_graphs[self._rows[size]].replay()
+            self._logits_graphs[self._logits_sizes[bisect.bisect_left(self._logits_sizes, self._last_rows)]].replay()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -153,26 +155,33 @@ class StepGraphs:
         for size in reversed(self._sizes):
             self._step.fill([], size)
             for kind in range(self._step.kinds):
-                self._rows[size] = self._run_step(size, kind)
-                if not self._always_logits:
-                    self._run_logits(self._rows[size])
+                self._run_step(size, kind)
+        for rows in self._logits_sizes:
+            self._run_logits(rows)
         torch.cuda.synchronize(self._device)
         progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
         for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
             with torch.cuda.graph(self._graphs.setdefault((size, kind), torch.cuda.CUDAGraph()), pool=memory):
                 self._run_step(size, kind)
             progress.add(1)
-        for rows in sorted(() if self._always_logits else set(self._rows.values()), reverse=True):
+        for rows in reversed(self._logits_sizes):
             with torch.cuda.graph(self._logits_graphs.setdefault(rows, torch.cuda.CUDAGraph()), pool=memory):
                 self._run_logits(rows)
+        # the first replay uploads a graph to the device, which takes milliseconds
+        for size in reversed(self._sizes):
+            self._step.fill([], size)
+            for kind in range(self._step.kinds):
+                self._graphs[size, kind].replay()
+        for graph in self._logits_graphs.values():
+            graph.replay()
+        torch.cuda.synchronize(self._device)
 
-    def _run_step(self, size: int, kind: int) -> int:
+    def _run_step(self, size: int, kind: int) -> None:
         hidden = self._step.hidden(size, kind)
         if self._always_logits:
             self._decoder.logits(hidden, out=self._logits[: len(hidden)])
         else:
             self._hidden[: len(hidden)].copy_(hidden)
-        return len(hidden)
 
     def _run_logits(self, rows: int) -> None:
         self._decoder.logits(self._hidden[:rows], out=self._logits[:rows])

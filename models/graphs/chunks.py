@@ -10,10 +10,12 @@ from ...configs.arithmetic import ceil_div, round_up
 from ...kernels.attention.attention_plan import (
     COPY_TOKENS,
     TILE_QUERIES,
+    Tiles,
     WorkPlan,
+    cut_copies,
     cut_decode,
-    cut_prefill,
-    last_tiles,
+    cut_tiles,
+    num_parts,
     num_pieces,
 )
 from ...memory.kv_pool import KvCache
@@ -27,6 +29,8 @@ graph saves little.
 """
 _SLICE_SECTIONS = ("kv_lens", "query_lens", "row_starts", "page_starts", "copy_starts", "last_rows")
 """Sections with one element per slice."""
+_TILE_SECTIONS = ("tiles", "splits", "tile_counts")
+_LAST_SECTIONS = ("last_tiles", "last_splits", "last_counts")
 _NO_TILE = 1 << 30
 """First query of an unused tile: beyond every sequence."""
 
@@ -48,7 +52,8 @@ class ChunkStep:
         self._max_slices = max_slices
         self._max_pages = max_pages
         self._decode_rows = decode_rows
-        device, heads = cache.device, self._pool.num_heads
+        device, heads, config = cache.device, self._pool.num_heads, decoder.config
+        self._parts = num_parts(heads * config.num_heads // config.num_kv_heads, device)
         self._inputs = InputBuffer(
             {
                 "live_rows": 1,
@@ -56,10 +61,14 @@ class ChunkStep:
                 **dict.fromkeys(_SLICE_SECTIONS, max_slices),
                 "piece_starts": max_slices + 1,
                 "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
-                "tiles": 2 * _num_tiles(max_tokens, max_slices),
-                "last_tiles": 2 * max_slices,
+                "tiles": 5 * (_num_tiles(max_tokens, max_slices) + self._parts),
+                "splits": 4 * self._parts,
+                "tile_counts": 2,
+                "last_tiles": 5 * (max_slices + self._parts),
+                "last_splits": 4 * self._parts,
+                "last_counts": 2,
                 "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
-                "counts": 3,
+                "num_copies": 1,
                 "pages": max_slices * max_pages,
             },
             device,
@@ -84,7 +93,7 @@ class ChunkStep:
         rows = token_rows(slices, page_size) if slices else np.empty((3, 0), dtype=np.int64)
         kv_lens = np.array([piece.end for piece in slices], dtype=np.int32)
         tiled = np.array([len(piece.token_ids) * self._tiled(piece) for piece in slices], dtype=np.int32)
-        tiles, copies, copy_starts = cut_prefill(tiled, kv_lens)
+        copies, copy_starts = cut_copies(np.where(tiled > 0, kv_lens, 0))
 
         self._inputs.wait()
         total = starts[-1]
@@ -101,13 +110,15 @@ class ChunkStep:
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:-1]
         host["copy_starts"][:live] = copy_starts
         host["last_rows"][:live] = [start - 1 for start in starts[1:]]
-        last = last_tiles(tiled)
-        for name, found in (("tiles", tiles), ("last_tiles", last)):
-            table = host[name].reshape(2, -1)
-            table[:, : found.shape[1]] = found
-            table[:, found.shape[1] :] = [[0], [_NO_TILE]]
+        for names, last_only in ((_TILE_SECTIONS, False), (_LAST_SECTIONS, True)):
+            found = cut_tiles(tiled, kv_lens, self._parts, last_only=last_only)
+            for name, rows_of_table, entries in zip(names, (5, 4), found, strict=False):
+                table = host[name].reshape(rows_of_table, -1)
+                table[:, : entries.shape[1]] = entries
+                table[:2, entries.shape[1] :] = [[0], [_NO_TILE]]
+            host[names[2]][:] = [entries.shape[1] for entries in found]
         host["copies"].reshape(2, -1)[:, : copies.shape[1]] = copies
-        host["counts"][:] = tiles.shape[1], last.shape[1], copies.shape[1]
+        host["num_copies"][0] = copies.shape[1]
         if self._decode_rows:
             self._fill_pieces(np.where(tiled, 0, kv_lens).astype(np.int32), size)
         pages = [np.fromiter(piece.pages[:count], np.int32, count) for piece, count in zip(slices, used, strict=True)]
@@ -145,6 +156,10 @@ class ChunkStep:
         table[:, : pieces.shape[1]] = pieces
         table[:, pieces.shape[1] :] = 0
 
+    def _tiles(self, names: tuple[str, str, str], most: int) -> Tiles:
+        tiles, splits, counts = (self._inputs.device[name] for name in names)
+        return Tiles(tiles.view(5, -1)[:, : most + self._parts], splits.view(4, -1), counts)
+
     def _batch(self, size: int) -> ForwardBatch:
         parts, slices = self._inputs.device, self._slices(size)
         pieces = parts["pieces"].view(4, -1)
@@ -161,12 +176,13 @@ class ChunkStep:
             row_starts=parts["row_starts"][:slices],
             pieces=pieces,
             piece_starts=parts["piece_starts"][: slices + 1],
-            tiles=parts["tiles"].view(2, -1)[:, : _num_tiles(size, slices)],
-            last_tiles=parts["last_tiles"].view(2, -1)[:, :slices],
+            tiles=self._tiles(_TILE_SECTIONS, _num_tiles(size, slices)),
+            last_tiles=self._tiles(_LAST_SECTIONS, slices),
             copied_tokens=COPIED_TOKENS,
             copies=parts["copies"].view(2, -1),
             copy_starts=parts["copy_starts"][:slices],
-            counts=parts["counts"],
+            most_parts=self._parts,
+            num_copies=parts["num_copies"],
             copied=self._copied,
         )
         return ForwardBatch(

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ...kernels.attention.attention_plan import WorkPlan, cut_decode, num_pieces
+from ...kernels.attention.attention_plan import Tiles, WorkPlan, cut_decode, num_pieces
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
@@ -41,6 +41,7 @@ class DenseStep:
         self._ones = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
+        self._no_tiles = Tiles(self._none, self._none, self._none)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         return decode_size(slices, self._max_pages * self._pool.page_size)
@@ -91,12 +92,13 @@ class DenseStep:
             row_starts=self._rows[:size],
             pieces=pieces,
             piece_starts=parts["piece_starts"][: size + 1],
-            tiles=self._none,
-            last_tiles=self._none,
+            tiles=self._no_tiles,
+            last_tiles=self._no_tiles,
             copied_tokens=0,
             copies=self._none,
             copy_starts=self._rows[:size],
-            counts=self._none,
+            most_parts=0,
+            num_copies=self._none,
         )
         return ForwardBatch(
             slices=(),

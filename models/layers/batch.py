@@ -55,13 +55,14 @@ class ForwardBatch:
         page_size: int,
         num_kv_heads: int | None,
         device: torch.device,
+        num_heads: int | None = None,
         token_ids: torch.Tensor | None = None,
         ranks: Sequence[RankTokens] | None = None,
     ) -> "ForwardBatch":
         """Make the tensors; raises ValueError for an empty slice, or for pages that end before the slice does.
 
         `token_ids` on the device, one per slice, replace those of slices of a single token. Dense attention is
-        planned for `num_kv_heads`; None for models without dense attention.
+        planned for `num_kv_heads` and `num_heads` (of queries); None for models without dense attention.
         """
         for piece in slices:
             if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
@@ -96,6 +97,7 @@ class ForwardBatch:
                 [piece.pages for piece in slices],
                 page_size=page_size,
                 num_kv_heads=num_kv_heads,
+                num_heads=num_heads,
                 device=device,
             ),
             hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,

@@ -325,7 +325,7 @@ class DecodeScheduler:
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self.memory.fetches(batch)
-        chunks = self._next_chunks(len(batch)) if not (apart and self._rows_waited) else []
+        chunks = self._next_chunks(0 if apart else len(batch)) if not (apart and self._rows_waited) else []
         self._rows_waited = apart and bool(chunks)
         if self._rows_waited:
             batch = []

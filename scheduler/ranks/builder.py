@@ -246,7 +246,9 @@ class RankBuilder:
         if captured and computes_prompts(self._config):
             runner.capture_chunk_graphs(
                 cache,
-                max_tokens=self.step_limit + min(step_tokens(self._config, on_gpu=True), GRAPH_TOKENS),
+                max_tokens=max(
+                    min(step_tokens(self._config, on_gpu=True), GRAPH_TOKENS), self.step_limit + self._config.page_size
+                ),
                 max_slices=self.step_limit + GRAPH_PROMPTS,
                 max_context=context,
                 decode_rows=True,
@@ -301,8 +303,10 @@ def trial_steps(config: AnyServerConfig, step_limit: int, longest: int, *, on_gp
         running = [row(0, 1)] * step_limit
         if not computes_prompts(config):
             return [running]
-        chunk = min(step_tokens(config, on_gpu=on_gpu), longest)
-        return [running, [*running, row(longest - chunk, chunk)], [row(longest - chunk, chunk)]]
+        tokens = step_tokens(config, on_gpu=on_gpu)
+        chunks = [min(longest, count) for count in (max(config.page_size, tokens - step_limit), tokens)]
+        beside, alone = (row(longest - chunk, chunk) for chunk in chunks)
+        return [running, [*running, beside], [alone]]
     chunk = min(step_limit, longest)
     most = min(chunk, config.max_queued_requests)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -315,7 +319,7 @@ def computes_prompts(config: DecodeConfig) -> bool:
 
 
 def step_tokens(config: DecodeConfig, *, on_gpu: bool) -> int:
-    """Prompt tokens that a step of a decode server computes; whole pages."""
+    """Tokens that a step of a decode server computes if prompts are among them; whole pages."""
     return round_up(config.max_step_tokens or (GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS), config.page_size)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.messages.ranks import CopyDone
-from pdserve.scheduler.rates import SAMPLES, Rate, Rates
+from pdserve.scheduler.rates import SAMPLES, Rate, RateBySize, Rates
 from tests.scheduler.simulation.simulator import Simulator
 
 
@@ -85,3 +85,14 @@ def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     assert scheduler.retracted.rates.copied_pages.per_s is None
     engine.handle(CopyDone(0, copy.number, 0.5), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s == 6
+
+
+def test_rate_by_size_is_unknown_beyond_small_sizes() -> None:
+    rate = RateBySize()
+    rate.measured(16, 0.006)
+    assert rate.at(20) == rate.at(1) == pytest.approx(16 / 0.006)
+    assert rate.at(4096) is None, "16 tokens take as long as 100"
+    rate.measured(200, 0.008)
+    assert rate.at(4096) == rate.at(100) == pytest.approx(200 / 0.008)
+    rate.measured(8192, 0.2)
+    assert rate.at(4096) == rate.at(100_000) == pytest.approx(8192 / 0.2)

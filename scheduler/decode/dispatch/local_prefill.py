@@ -12,6 +12,8 @@ from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
+STEP_ROWS = 128
+"""The GPU computes tokens in tiles of this many, and CUDA graphs have such sizes: a smaller rest costs as much."""
 MOST_SHARE = 0.5
 """Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
 
@@ -73,10 +75,12 @@ class LocalPrefill:
         """
         if not self.queue.waiting or (batch and self.times.remeasure):
             return []
-        return self.queue.next_chunks(self.budget(running, self.queue.waiting + queued))
+        return self.queue.next_chunks(self.budget(batch, running, self.queue.waiting + queued))
 
-    def budget(self, running: int, waiting: int) -> int:
-        """Most prompt tokens of the next step; at least a page."""
+    def budget(self, batch: int, running: int, waiting: int) -> int:
+        """Most prompt tokens of the next step, which also computes a token of each request of its `batch`; at least a
+        page.
+        """
         tokens = step_tokens(
             most=self._most,
             running=running,
@@ -85,17 +89,23 @@ class LocalPrefill:
             tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
             target_s=self._target_s,
         )
-        return max(self._limits.page_size, tokens)
+        rows = min(tokens + batch, self._most)
+        if rows > STEP_ROWS:
+            rows -= rows % STEP_ROWS
+        return max(self._limits.page_size, rows - batch)
 
-    def tokens_per_s(self, expected: float | None) -> float | None:
-        """The rate that a prompt can expect beside running requests; until it is measured, `expected` is the rate
-        without them.
+    def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
+        """Seconds until `tokens` tokens are begun here, and tokens per second; `rate` is that of this server without
+        other work. Tokens that fit into one step of an idle server get all of it. Others get a share: requests run
+        beside them, or may begin to.
         """
-        rate, idle_s = self._rates.local_tokens.per_s or expected, self.times.idle_step_s
+        idle_s = self.times.idle_step_s
+        if not self.times.running and tokens <= self._most:
+            return 0.0, rate
         if rate is None or not idle_s:
-            return rate and rate * MOST_SHARE
+            return 0.0, rate and rate * MOST_SHARE
         prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
-        return rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
+        return idle_s, rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
         """A step has computed this chunk. Returns whether the prompt is still wanted."""

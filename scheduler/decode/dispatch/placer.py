@@ -44,26 +44,28 @@ class Placer:
         self._first_at: float | None = None
         """When the first prompt was placed."""
 
-    @property
-    def costs(self) -> Costs:
-        """The measured costs of both places. A prefill server that has not reported its rate is expected to be as fast
-        as others were, or as this server.
+    def costs(self, tokens: int) -> Costs:
+        """The measured costs of both places for a prompt of `tokens` tokens. A place that has not computed such prompts
+        is expected to be as fast as the other one.
         """
-        transfers = self._rates.transfers.per_s
-        expected = [rate.per_s or 0.0 for rate in (self._rates.prefilled_tokens, self._rates.local_tokens)]
-        remote = self._peers.tokens_per_s or max(expected) or None
+        transfers, rates = self._rates.transfers.per_s, (self._rates.prefilled_tokens, self._rates.local_tokens)
+        remote, local = (rate.at(tokens) for rate in rates)
+        known = (self._peers.tokens_per_s, remote, local, *(rate.per_s for rate in rates))
+        expected = max((rate for rate in known if rate), default=None)
+        ahead = self._local.tokens_before(tokens)
+        step_s, local = self._local.expected_speed(tokens + ahead, local or expected)
         return Costs(
-            local_tokens_per_s=self._local.tokens_per_s(remote),
-            remote_tokens_per_s=remote,
+            local_tokens_per_s=local,
+            remote_tokens_per_s=remote or expected,
             overhead_s=1 / transfers if transfers is not None else None,
-            step_s=self._local.times.idle_step_s or 0.0,
+            step_s=step_s,
         )
 
     def gauges(self) -> dict[str, float]:
         """What the placement of prompts is decided by, as far as it was measured. An infinite crossover is left out."""
         if self._limits.local_prefill == "never":
             return {}
-        costs = self.costs
+        costs = self.costs(self._limits.max_step_tokens)
         measured = {
             "local_prefill_tokens_per_second": costs.local_tokens_per_s,
             "remote_prefill_tokens_per_second": costs.remote_tokens_per_s,
@@ -93,7 +95,7 @@ class Placer:
             PlacementInputs(
                 mode,
                 tokens,
-                self.costs,
+                self.costs(tokens),
                 paired=bool(able),
                 expected=self._expects_server(prompt, now),
                 failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,

@@ -5,8 +5,8 @@ import math
 
 from ...rates import Rate
 
-PROMPT_WEIGHT = 16
-"""Without `itl_target_ms`: a waiting prompt counts as much as this many running requests."""
+PROMPT_WEIGHT = 32
+"""Without `itl_target_ms`: each waiting prompt after the first counts as much as this many running requests."""
 LEAST_PART = 32
 """A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
 REMEASURE_STEPS = 32
@@ -27,8 +27,8 @@ def step_tokens(
     """Prompt tokens of the next step, beside `running` requests, while `waiting` prompts wait.
 
     The step takes about `idle_step_s` (a decode step alone) + tokens / `tokens_per_s`, at most `target_s`. Without a
-    target (None) it takes at most twice the idle step, more while many prompts wait: they wait longer than the running
-    requests. A target of 0 is no limit.
+    target (None) it takes at most twice the idle step, more while several prompts wait: they wait longer than the
+    running requests. A target of 0 is no limit.
     """
     if not running or target_s == 0:
         return most
@@ -37,7 +37,7 @@ def step_tokens(
         return most if idle_step_s is None else least
     extra_s = prompt_part_s(idle_step_s, target_s)
     if target_s is None:
-        extra_s *= max(1.0, PROMPT_WEIGHT * waiting / running)
+        extra_s *= max(1.0, PROMPT_WEIGHT * (waiting - 1) / running)
     return min(most, max(least, int(extra_s * tokens_per_s)))
 
 
@@ -64,6 +64,11 @@ class StepTimes:
         """The time of a step without prompt tokens."""
         per_s = self._decode_steps.per_s
         return 1 / per_s if per_s is not None else None
+
+    @property
+    def running(self) -> int:
+        """Running requests of the newest step in flight; 0 if there is none."""
+        return self._steps[-1][1] if self._steps else 0
 
     @property
     def remeasure(self) -> bool:

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from pdserve.kernels.attention.attention_plan import (
     COPY_TOKENS,
+    LEAST_PART_BLOCKS,
     PIECE_TOKENS,
     TILE_QUERIES,
+    cut_copies,
     cut_decode,
-    cut_prefill,
+    cut_tiles,
 )
 
 
@@ -43,10 +45,15 @@ def test_long_sequence_is_split_evenly_and_comes_before_short_ones() -> None:
 def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: int) -> None:
     query_lens = np.array([query_len, 0, 300], dtype=np.int32)
     kv_lens = np.array([query_len, 50, 5000], dtype=np.int32)
-    found, copies, copy_starts = cut_prefill(query_lens, kv_lens)
+    found, splits = cut_tiles(query_lens, kv_lens, 1)
+    assert splits.shape == (4, 0)
+    copies, copy_starts = cut_copies(np.where(query_lens > 0, kv_lens, 0))
     tiles = found.T.tolist()
     covered: dict[int, list[int]] = {0: [], 2: []}
-    for sequence, first in tiles:
+    for sequence, first, first_block, end_block, part in tiles:
+        position = kv_lens[sequence] - query_lens[sequence] + first
+        last_key = min(position + TILE_QUERIES, kv_lens[sequence]) - 1
+        assert (first_block, end_block, part) == (0, last_key // COPY_TOKENS + 1, -1)
         covered[sequence] += range(first, min(first + TILE_QUERIES, int(query_lens[sequence])))
     assert {key: sorted(queries) for key, queries in covered.items()} == {
         0: list(range(query_len)),
@@ -58,3 +65,40 @@ def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: in
         [2, at * COPY_TOKENS] for at in range(-(-5000 // COPY_TOKENS))
     ]
     assert copy_starts[[0, 2]].tolist() == [0, own * COPY_TOKENS]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40_000)), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.booleans(),
+)
+def test_parts_cover_every_key_of_their_tile_once(
+    lengths: list[tuple[int, int]], most_parts: int, last_only: bool
+) -> None:
+    query_lens = np.array([queries for queries, _ in lengths], dtype=np.int32)
+    kv_lens = query_lens + np.array([cached for _, cached in lengths], dtype=np.int32)
+    entries, splits = cut_tiles(query_lens, kv_lens, most_parts, last_only=last_only)
+    blocks: dict[tuple[int, int], list[int]] = {}
+    parts: dict[tuple[int, int], list[int]] = {}
+    for sequence, first, first_block, end_block, part in entries.T.tolist():
+        assert first_block < end_block
+        blocks.setdefault((sequence, first), []).extend(range(first_block, end_block))
+        if part >= 0:
+            assert end_block - first_block >= LEAST_PART_BLOCKS
+            parts.setdefault((sequence, first), []).append(part)
+    expected = {
+        (sequence, first)
+        for sequence, queries in enumerate(query_lens.tolist())
+        for first in range(0, queries, TILE_QUERIES)
+        if not last_only or first + TILE_QUERIES >= queries
+    }
+    assert blocks.keys() == expected
+    for (sequence, first), found in blocks.items():
+        last_key = min(kv_lens[sequence] - query_lens[sequence] + first + TILE_QUERIES, kv_lens[sequence]) - 1
+        assert sorted(found) == list(range(last_key // COPY_TOKENS + 1))
+    assert {(sequence, first): list(range(start, end)) for sequence, first, start, end in splits.T.tolist()} == {
+        tile: sorted(numbers) for tile, numbers in parts.items()
+    }
+    used = sorted(part for numbers in parts.values() for part in numbers)
+    assert used == list(range(len(used)))
+    assert len(used) <= most_parts

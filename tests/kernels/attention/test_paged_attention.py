@@ -133,6 +133,17 @@ def test_long_sequences_equal_float64(
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_divided_tiles_equal_float64(
+    dim: int, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a single block of keys, of which the last one has keys that early queries do not see."""
+    monkeypatch.setattr("pdserve.kernels.attention.attention_plan.LEAST_PART_BLOCKS", 1)
+    lengths = [(5, 700)] if dim == 128 else [(5, 700), (1, 9), (100, 260)]
+    dtype = torch.float16 if anywhere[1].type == "cuda" else torch.float32
+    check(lengths, heads=4, kv_heads=2, dim=dim, page_size=16, dtype=dtype, where=anywhere)
+
+
 @needs_numba
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_size"), [(9, 3, 64, 16), (6, 3, 24, 5), (2, 1, 128, 16), (20, 1, 80, 128)]

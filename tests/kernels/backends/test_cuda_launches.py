@@ -66,14 +66,14 @@ def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyP
     with PretendGpu():
         use_own_stream(DEVICE)
         lengths, pages = [150, 3], [[0, 1, 2], [3]]
-        plan = make_work_plan(lengths, lengths, pages, page_size=64, num_kv_heads=1, device=DEVICE)
+        plan = make_work_plan(lengths, lengths, pages, page_size=64, num_kv_heads=1, num_heads=4, device=DEVICE)
         query = torch.zeros(sum(lengths), 4, 128, dtype=torch.bfloat16, device=DEVICE)
         keys, values = torch.zeros(2, plan.copied_tokens, 128, dtype=torch.bfloat16, device=DEVICE).unbind()
-        for last_only in (False, True):
-            paged_prefill_cuda.launch_tiles(
-                query, keys, values, plan, torch.empty_like(query), scale=0.1, last_only=last_only
-            )
-    assert launched == ["prefill_attention"] * 2
+        partial = torch.zeros(1, 4, 128, 128, device=DEVICE)
+        paged_prefill_cuda.launch_tiles(
+            query, keys, values, plan, plan.tiles, partial, partial[..., 0], torch.empty_like(query), scale=0.1
+        )
+    assert launched == ["prefill_attention"]
 
 
 @pytest.mark.parametrize(

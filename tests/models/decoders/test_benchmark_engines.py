@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine
+from benchmarks import dsa_engine, engine, ttft
+from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
 from pdserve.scheduler.ranks.executor import Executor
@@ -56,6 +57,28 @@ def test_dense_benchmark_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     result = engine.time_decode(bench, executor, graphs, batch=2, context=40, rate=1e6)  # type: ignore[arg-type]
     assert result.step_ms > 0
     assert result.ratio == pytest.approx(2.0 / (1e3 * (bench.weight_bytes + 80 * bench.kv_token_bytes) / 1e6))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_first_tokens_of_a_sparse_model_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ttft, "CACHED", ((3, 40),))
+    bench = dsa_engine.Engine(sparse_config(), sequences=1, page_size=8, hot_rows=None)
+    found = ttft.measure_loop(bench, [5, 20], chunk=8, rate=1e9, anchors={})
+    assert [row["tokens"] for row in found["prompts"]] == [5, 20]
+    assert all(row["loop_ms"] > 0 and row["sustained_ms"] > 0 for row in found["prompts"])
+    (cached,) = found["cached"]
+    assert (cached["tokens"], cached["cached"]) == (3, 40)
+    assert cached["loop_ms"] > 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_floor_of_a_sparse_prompt_counts_scores_and_attention() -> None:
+    bench = dsa_engine.Engine(sparse_config(), sequences=1, page_size=8, hot_rows=None)
+    assert bench.dsa.index_topk == 16
+    after_none, after_20, after_40 = (bench.prompt_floor_ms(10, cached, rate=1e30) for cached in (0, 20, 40))
+    # 4 indexer heads of 16: 20 tokens further back cost ten queries 20 scores more, in 2 layers
+    assert after_40 - after_20 == pytest.approx(1e3 * 2 * 2 * 10 * 20 * 4 * 16 / PRODUCT_RATE)
+    assert after_20 - after_none > after_40 - after_20  # fewer than 16 rows were selected
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")

@@ -42,7 +42,7 @@ HISPARSE_MODES: list[dict[str, Any]] = [
 def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> None:
     """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(72):
+    for seed in range(84):
         simulator = Simulator(**MODES[seed % len(MODES)])
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)
@@ -189,6 +189,18 @@ def test_long_prompts_go_to_prefill_and_short_ones_are_computed_here() -> None:
     assert (counters["local_prefill_short"], counters["transfers"]) == (1, 2)
 
 
+def test_short_prompts_do_not_tell_how_long_prefill_takes_for_long_ones() -> None:
+    """Short prompts have a low rate, because a step has a fixed cost."""
+    dispatcher = local(local_prefill="auto").decode.dispatcher
+    dispatcher.rates.transfers.measured(1, 0.004)
+    dispatcher.rates.prefilled_tokens.measured(16, 0.006)
+    dispatcher.rates.local_tokens.measured(2048, 0.05)
+    short, long = dispatcher.placer.costs(16), dispatcher.placer.costs(8192)
+    assert short.remote_tokens_per_s == pytest.approx(16 / 0.006)
+    assert long.remote_tokens_per_s == pytest.approx(2048 / 0.05)
+    assert long.local_tokens_per_s == pytest.approx(1024 / 0.05), "half of the time is for decode steps"
+
+
 def test_prompts_are_computed_here_while_prefill_is_busy() -> None:
     """Another decode server keeps the prefill server busy for longer than this server would take."""
     simulator = local(local_prefill="auto")
@@ -196,7 +208,7 @@ def test_prompts_are_computed_here_while_prefill_is_busy() -> None:
     simulator.run(lambda: "first" in simulator.ended_at)
     simulator.flood(prompts=40, tokens=4096)
     simulator.run_for(1.0)
-    simulator.ask("r", 2048)
+    simulator.ask("r", 4096)
     simulator.run(lambda: "r" in simulator.ended_at)
     assert simulator.decode.counters["local_prefill_queue"] == 1
 

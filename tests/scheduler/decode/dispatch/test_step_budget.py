@@ -28,7 +28,8 @@ H200: dict[str, Any] = {
         ({"running": 0}, 2048),
         ({"idle_step_s": None}, 2048),
         ({"tokens_per_s": None}, 2048 // LEAST_PART),
-        ({"waiting": 8}, 960),  # as many prompts as a quarter of the running requests
+        ({"waiting": 2}, 240),  # one more than the one that is computed
+        ({"waiting": 5}, 960),
         ({"waiting": 32, "target_s": 0.012}, 240),
         ({"waiting": 64, "running": 1}, 2048),
         ({"most": 16}, 16),

@@ -73,10 +73,10 @@ class DsaDecoder:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture a step: torch's grouped product does not wait for the device in bfloat16
-        only (moe.py).
+        only (moe.py), and with data-parallel attention the tokens of other ranks differ between steps.
         """
         has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
-        return self.parameters.dtype == torch.bfloat16 or not has_experts
+        return not self.parameters.shard.dp_attention and (self.parameters.dtype == torch.bfloat16 or not has_experts)
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""

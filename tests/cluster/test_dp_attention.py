@@ -97,6 +97,15 @@ def test_plain_decode_takes_prompts_of_data_parallel_prefill(pairs: Pairs) -> No
     assert decode.stop() == 0
 
 
+def test_pipeline_stages_of_data_parallel_ranks(pairs: Pairs) -> None:
+    """Two stages of two ranks: a data-parallel rank is a decode server of two stages for its peers."""
+    decode = pairs.decode(*DP2, "--pp", "2", "--kv-tokens", "1024")
+    check_both_sources(pairs, decode)
+    assert len(decode.info()["ranks"]) == 4
+    decode.check_clean()
+    assert decode.stop() == 0
+
+
 def test_full_rank_does_not_delay_the_other(pairs: Pairs) -> None:
     """One request fills its rank. Those that follow run on the other rank, one after the other, and end before it."""
     decode = pairs.decode(*DP2, "--kv-tokens", "480", "--growth-tokens", "8", "--no-prefix-cache")

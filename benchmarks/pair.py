@@ -81,7 +81,11 @@ def pair_config(model: Path, options: argparse.Namespace) -> PairConfig:
     prefill = PrefillConfig(**roles["prefill"], bootstrap_port=free_port())
     return PairConfig(
         prefill,
-        DecodeConfig(**roles["decode"], local_prefill="never", prefill=(f"127.0.0.1:{prefill.bootstrap_port}",)),
+        DecodeConfig(
+            **roles["decode"],
+            local_prefill=options.local_prefill,
+            prefill=(f"127.0.0.1:{prefill.bootstrap_port}",),
+        ),
     )
 
 
@@ -195,6 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
     parser.add_argument("--kv-dtype", help="auto or fp8_e4m3")
     parser.add_argument("--transport", help="default: auto, which is CUDA IPC here")
+    parser.add_argument("--local-prefill", default="never", help="auto: decode computes a part of the prompts")
     parser.add_argument("--device", help="default: auto")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
     return parser.parse_args()

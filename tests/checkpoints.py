@@ -111,11 +111,16 @@ def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @functools.cache
-def load_smollm2_reference() -> Any:
-    """The embedded model in transformers; q and k are un-permuted by index here, not by reshapes as in the loader.
-
-    Loading takes ten seconds: tests/conftest.py lets one worker run all files that need it.
+def read_smollm2() -> Any:
+    """The file of the embedded model in the `gguf` library. It takes five seconds of CPU time to read its vocabulary:
+    tests/conftest.py lets one worker run all files that need it.
     """
+    return gguf.GGUFReader(locate_model("smollm2").path)
+
+
+@functools.cache
+def load_smollm2_reference() -> Any:
+    """The embedded model in transformers; q and k are un-permuted by index here, not by reshapes as in the loader."""
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -132,7 +137,7 @@ def load_smollm2_reference() -> Any:
         model = transformers.LlamaForCausalLM(config)
     weights = {}
     order = np.concatenate([np.arange(0, 64, 2), np.arange(1, 64, 2)])
-    for tensor in gguf.GGUFReader(locate_model("smollm2").path).tensors:
+    for tensor in read_smollm2().tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
             values = values.reshape(-1, 64, 576)[:, order].reshape(values.shape)
@@ -164,6 +169,12 @@ def reference_greedy(model: Any, token_ids: list[int], new_tokens: int) -> list[
     )
     tokens: list[int] = out[0, len(token_ids) :].tolist()
     return tokens
+
+
+def is_reference_greedy(model: Any, token_ids: list[int], out: list[int]) -> bool:
+    """Whether `out` is transformers' greedy continuation: one uncached pass, faster than `reference_greedy`."""
+    steps = reference_logits(model, token_ids + out[:-1])[len(token_ids) - 1 :]
+    return steps.argmax(-1).tolist() == out
 
 
 DsaArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]

@@ -1,12 +1,13 @@
-"""Starts servers for tests by forking a process that has already imported what they import.
+"""Starts servers and other programs for tests by forking a process that has already imported what they import.
 
 Imports take most of the time until a server is ready: about one second of CPU time in the frontend and three in the
-leader and in each rank. The fork server imports once; `ForkServer.start()` forks a server from it.
+leader and in each rank. The fork server imports once; `ForkServer.start()` forks a server from it, `ForkServer.run()`
+any other program.
 
-The processes are related as on the command line: the leader is a child of the frontend, ranks are children of the
-leader, each in a process group of its own. The frontend is a child of the fork server, which ends with the test run.
-All of them are forked before the first of them runs any code of pdserve, so that no thread, socket or event loop is
-copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
+The processes of a server are related as on the command line: the leader is a child of the frontend, ranks are children
+of the leader, each in a process group of its own. The frontend is a child of the fork server, which ends with the test
+run. All of them are forked before the first of them runs any code of pdserve, so that no thread, socket or event loop
+is copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
 after the fork, as it does not survive one.
 
 Forked servers report their state more often than others (INTERVALS), as tests wait for reports.
@@ -25,6 +26,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ from pdserve.configs.gc_tuning import keep_for_good
 LEADER, RANK = "pdserve.scheduler.engine.leader", "pdserve.scheduler.ranks.main"
 PRELOADED = (
     "pdserve.server.cli",
+    "pdserve.server.bench.command",
     "pdserve.server.launch.frontend",
     LEADER,
     RANK,
@@ -55,10 +58,14 @@ INTERVALS = {
     ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.05,
 }
 """Constants of modules, with their values in forked servers: between two reports of the state of a server."""
+CLI = "pdserve.server.cli:main"
 MAX_REQUEST_BYTES = 1 << 20
 _STATUS = struct.Struct("i")
 
 Main = Callable[[], int]
+File = int | IO[Any]
+Files = tuple[File, File, File]
+"""stdin, stdout and stderr of a process."""
 
 
 def _readable(descriptor: int, timeout_s: float | None) -> bool:
@@ -73,8 +80,8 @@ def _ended(status: int | None, timeout_s: float | None) -> int:
     return status
 
 
-class ForkedServer:
-    """A frontend process. Has the part of `subprocess.Popen` that tests use."""
+class ForkedProcess:
+    """The frontend process of a server, or another program. Has the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -131,13 +138,31 @@ class ForkServer:
         self._socket.close()
         self._process.wait()
 
-    def start(self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int) -> ForkedServer:
-        """Run `pdserve` with these arguments; `ranks` is how many rank processes its leader will start."""
-        request = json.dumps({"arguments": list(arguments), "environment": environment, "ranks": ranks}).encode()
+    def start(
+        self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int, leaders: int = 1
+    ) -> ForkedProcess:
+        """Run `pdserve` with these arguments. It will start at most `leaders` leaders, one after the other, and each of
+        them `ranks` rank processes.
+        """
+        with Path(os.devnull).open("rb") as null:
+            return self._request(CLI, arguments, environment, (null, log, log), ranks, leaders)
+
+    def run(self, main: str, arguments: Sequence[str], environment: dict[str, str], files: Files) -> ForkedProcess:
+        """Call `main`, "MODULE:FUNCTION", with these arguments; it returns the exit code. `files` become stdin, stdout
+        and stderr.
+        """
+        return self._request(main, arguments, environment, files, 0, 0)
+
+    def _request(
+        self, main: str, arguments: Sequence[str], environment: dict[str, str], files: Files, ranks: int, leaders: int
+    ) -> ForkedProcess:
+        fields: dict[str, Any] = {"main": main, "arguments": list(arguments), "environment": environment}
+        fields |= {"ranks": ranks, "leaders": leaders}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = [file if isinstance(file, int) else file.fileno() for file in (*files, theirs)]
         with theirs, self._lock:
-            socket.send_fds(self._socket, [request], [log.fileno(), theirs.fileno()])
-        return ForkedServer(ours)
+            socket.send_fds(self._socket, [json.dumps(fields).encode()], descriptors)
+        return ForkedProcess(ours)
 
 
 def _spin_count() -> str:
@@ -199,18 +224,19 @@ class _RunInChild(BaseException):
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a server per request until the test process ends. In a forked process this raises `_RunInChild`."""
+    """Fork a process per request until the test process ends. In a forked process this raises `_RunInChild`."""
     reports: dict[int, tuple[int, socket.socket]] = {}
-    """By descriptor that becomes readable when a server ends: its process, and where to send its exit status."""
+    """By descriptor that becomes readable when a process ends: its number, and where to send its exit status."""
     poller = select.poll()
     poller.register(requests, select.POLLIN)
     while True:
         for descriptor, _ in poller.poll():
             if descriptor == requests.fileno():
-                request, received, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+                request, received, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
                 if not request:
                     return
-                log, report = received[0], socket.socket(fileno=received[1])
+                *files, last = received
+                report = socket.socket(fileno=last)
                 assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing after fork()"
                 pid = os.fork()
                 if pid == 0:
@@ -218,8 +244,9 @@ def serve(requests: socket.socket) -> None:
                         inherited.close()
                     for ended in reports:
                         os.close(ended)
-                    _become_frontend(json.loads(request), log)
-                os.close(log)
+                    _become(json.loads(request), files)
+                for file in files:
+                    os.close(file)
                 report.send(_STATUS.pack(pid))
                 ended = os.pidfd_open(pid)
                 poller.register(ended, select.POLLIN)
@@ -233,23 +260,27 @@ def serve(requests: socket.socket) -> None:
                     report.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
 
 
-def _become_frontend(request: dict[str, Any], log: int) -> NoReturn:
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(null)
-    os.close(log)
+def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """Become the process that was asked for; if it is a server, fork its leaders first."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])
-    leader = ForkedChild(functools.partial(_become_leader, request["ranks"]), [])
-    raise _RunInChild(functools.partial(_run_frontend, request["arguments"], leader))
+    tempfile.tempdir = None  # it depends on the environment
+    sys.argv[1:] = request["arguments"]
+    waiting: list[ForkedChild] = []
+    for _ in range(request["leaders"]):
+        waiting.append(ForkedChild(functools.partial(_become_leader, request["ranks"]), waiting))
+    raise _RunInChild(functools.partial(_run, request["main"], request["arguments"], waiting))
 
 
-def _run_frontend(arguments: list[str], leader: ForkedChild) -> int:
-    _hand_out({LEADER: iter([leader])})
-    main = importlib.import_module("pdserve.server.cli").main
-    return int(main(arguments))
+def _run(main: str, arguments: list[str], leaders: list[ForkedChild]) -> int:
+    if leaders:
+        _hand_out({LEADER: iter(leaders)})
+    module, _, function = main.partition(":")
+    return int(getattr(importlib.import_module(module), function)(arguments))
 
 
 def _become_leader(ranks: int) -> int:

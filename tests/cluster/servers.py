@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import torch
 
-from tests.cluster.forkserver import ForkedServer, ForkServer
+from tests.cluster.forkserver import CLI, File, ForkedProcess, ForkServer
 from tests.ports import free_port
 from tests.processes import stop_process
 
@@ -36,6 +37,39 @@ def python_path() -> str:
 def fork_server() -> ForkServer:
     """Started on first use. One per test process: workers of pytest-xdist have one each."""
     return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
+
+
+def start_forked(main: str, *arguments: str, stderr: File = 2) -> tuple[ForkedProcess, IO[str], IO[str]]:
+    """Call `main`, "MODULE:FUNCTION", in a forked process; returns that process, its stdin and its stdout."""
+    (their_stdin, stdin), (stdout, their_stdout) = os.pipe(), os.pipe()
+    try:
+        process = fork_server().run(main, arguments, dict(os.environ), (their_stdin, their_stdout, stderr))
+    finally:
+        os.close(their_stdin)
+        os.close(their_stdout)
+    return process, os.fdopen(stdin, "w"), os.fdopen(stdout)
+
+
+class ForkedCommand:
+    """A forked process with its output in files, for tests that read all of it at the end. The default is `pdserve`."""
+
+    def __init__(self, *arguments: str, main: str = CLI, environment: dict[str, str] | None = None) -> None:
+        self._stdout, self._stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (closed in close())
+        environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
+        with Path(os.devnull).open("rb") as null:
+            self.process = fork_server().run(main, arguments, environment, (null, self._stdout, self._stderr))
+
+    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+        """Wait for its end: exit code, stdout and stderr."""
+        code = self.process.wait(timeout_s)
+        for file in (self._stdout, self._stderr):
+            file.seek(0)
+        return code, self._stdout.read(), self._stderr.read()
+
+    def close(self) -> None:
+        self.process.kill()
+        self._stdout.close()
+        self._stderr.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
@@ -62,18 +96,22 @@ class Server:
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
         forked: bool = True,
+        leaders: int = 1,
     ) -> None:
-        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner."""
+        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner. `leaders` is
+        how many leaders it starts, one after the other: one more with every change of its role.
+        """
         self.role = role
         self.model = str(model)
         self.log = log
         self.flags = list(flags)
         self.env = env or {}
         self.launcher = launcher
+        self.leaders = leaders
         self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
         self.port = free_port()
         self.bootstrap_port = free_port()
-        self.process: subprocess.Popen[bytes] | ForkedServer | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
@@ -101,7 +139,7 @@ class Server:
             if self.forked:
                 server = fork_server()
                 arguments += ["--parent-pid", str(server.pid)]
-                self.process = server.start(arguments, log, environment, self._ranks() - 1)
+                self.process = server.start(arguments, log, environment, self._ranks() - 1, self.leaders)
                 return self
             if not self.launcher:
                 arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
@@ -132,7 +170,8 @@ class Server:
     def leader_pid(self) -> int:
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (leader,) = (int(child) for child in children)
+        leader, *waiting = (int(child) for child in children)
+        assert len(waiting) < self.leaders
         return leader
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -232,9 +271,10 @@ class Cluster:
         env: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
         forked: bool = True,
+        leaders: int = 1,
     ) -> Server:
         log = self.directory / f"{len(self.servers)}-{role}.log"
-        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked)
+        server = Server(role, model, log, *flags, env=env, launcher=launcher, forked=forked, leaders=leaders)
         self.servers.append(server)
         return server.start()
 

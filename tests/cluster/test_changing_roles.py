@@ -49,8 +49,7 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
     reference, draw = load_reference(llama), random.Random(17)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (20, 150, 300)]
     expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
-    # the fork server forks one leader for each server
-    switching = servers.add("prefill", llama, *POOL, "--chunk-size", "64", forked=False)
+    switching = servers.add("prefill", llama, *POOL, "--chunk-size", "64", leaders=3)
     staying = servers.add("prefill", llama, *POOL)
     decode = servers.add("decode", llama, "--prefill", f"{switching.endpoint},{staying.endpoint}", *POOL)
     switching.wait_ready(peers=1)
@@ -91,9 +90,7 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
 def test_router_uses_a_server_in_its_new_role(servers: Cluster, llama: Path) -> None:
     """First the router takes it for a decode server and must not give clients its empty answers."""
     prefill = servers.add("prefill", llama, *POOL)
-    decodes = [
-        servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, forked=forked) for forked in (True, False)
-    ]
+    decodes = [servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, leaders=number) for number in (1, 2)]
     decode, switching = (server.wait_ready(peers=1) for server in decodes)
     router = Router("sglang_router", prefill, decodes, servers.directory / "router.log")
 

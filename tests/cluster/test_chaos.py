@@ -196,7 +196,7 @@ def strike(storm: Storm, draw: random.Random) -> None:
             proxy.piece_bytes = 7
             time.sleep(duration_s)
             proxy.piece_bytes = 65536
-    time.sleep(draw.uniform(0.2, 1.5))
+    time.sleep(draw.uniform(0.1, 0.7))
 
 
 def thread_count(server: Server) -> int:

@@ -29,7 +29,7 @@ from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_unt
 from tests.ports import free_port
 
 TOPK = 16
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 LENGTHS = (3, 15, 30, 60, 200, 300)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
@@ -38,7 +38,7 @@ ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 """Bytes per token: 48 + 16 floats in each layer, 32 floats for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """Pages for all prompts at once. With exactly these, no page is lent while all run."""
-TWO_LENGTH, GROWTH_TOKENS = 376, 8
+TWO_LENGTH, GROWTH_TOKENS = 352, 8
 """Two prompts of this length fit into ALL_PAGES with their first growth, but not up to their last token."""
 TWO_BEGUN, TWO_ENDED = (-(-(TWO_LENGTH + tokens) // PAGE) for tokens in (GROWTH_TOKENS, NEW_TOKENS - 1))
 """Pages of one of them, at its first growth and at its end."""
@@ -293,7 +293,7 @@ def test_requests_are_fully_resident_while_memory_is_free(source: Source) -> Non
         found.update(metrics(decode))
         return found["pdserve_hot_buffers"] > 0
 
-    long_tokens = 200  # runs longer than the interval of reports
+    long_tokens = 100  # runs longer than the interval of reports
     with ThreadPoolExecutor(2) as pool:
         answers = pool.submit(lambda: (generate_all(decode, source), generate_all(decode, source)))
         long = pool.submit(decode.generate, source.prompts[0], long_tokens)

@@ -1,4 +1,4 @@
-"""The embedded model through a pair from the command line, as `make demo` starts it, against transformers."""
+"""The embedded model through a pair, as `make demo` starts it, against transformers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ NEW_TOKENS = 16
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
         pool = ("--kv-tokens", "2048")
-        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), pool, forked=False)
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), pool)
         yield decode
         prefill.check_clean()
         decode.check_clean()

@@ -1,5 +1,6 @@
 """The command line as real processes: exit codes and output."""
 
+import contextlib
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ from pydantic import SecretStr
 from pdserve.configs.errors import StartupError
 from pdserve.server.launch.pair import PAIR_FIELDS, check_ports, load_pair_config
 from pdserve.server.launch.up import server_environ
+from tests.cluster.servers import ForkedCommand
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,12 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "200"}
 def pdserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "pdserve.server", *arguments]
     return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=30, check=False)
+
+
+def pdserve_forked(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr. Forked processes have imported everything already."""
+    with contextlib.closing(ForkedCommand(*arguments, environment={"COLUMNS": "200"})) as command:
+        return command.finish()
 
 
 def test_help_is_printed_without_arguments() -> None:
@@ -63,18 +71,17 @@ def test_version_prints_all_versions(spelling: str) -> None:
     ],
 )
 def test_mistake_is_reported_in_one_line_with_exit_code_2(arguments: list[str], message: str) -> None:
-    result = pdserve(*arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    code, out, err = pdserve_forked(*arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("pdserve: error: ")
     assert message in line
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    unknown = pdserve("decode", "--page-sise", "8", "--qqq=1").stderr.splitlines()
+    unknown = pdserve_forked("decode", "--page-sise", "8", "--qqq=1")[2].splitlines()
     assert [line.split()[4].rstrip(":") for line in unknown] == ["--page-sise", "--qqq"]
-    wrong = pdserve("decode", "--tp=0", "--port=x", "--prefill=a").stderr.splitlines()
+    wrong = pdserve_forked("decode", "--tp=0", "--port=x", "--prefill=a")[2].splitlines()
     assert {line.split()[2] for line in wrong} == {"tp:", "port:", "prefill[0]:"}
 
 

@@ -13,7 +13,7 @@ from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
 STEP_ROWS = 128
-"""The GPU computes tokens in tiles of this many, and CUDA graphs have such sizes: a smaller rest costs as much."""
+"""The GPU computes tokens in tiles of this many, and CUDA graphs have such sizes: a few more cost as much as a tile."""
 MOST_SHARE = 0.5
 """Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
 
@@ -73,7 +73,7 @@ class LocalPrefill:
         """The chunks of the next step, beside `batch` of the `running` requests; `queued` prompts wait until this queue
         takes them.
         """
-        if not self.queue.waiting or (batch and self.times.remeasure):
+        if not self.queue.waiting or (batch and self.times.remeasure(batch)):
             return []
         return self.queue.next_chunks(self.budget(batch, running, self.queue.waiting + queued))
 
@@ -85,12 +85,12 @@ class LocalPrefill:
             most=self._most,
             running=running,
             waiting=waiting,
-            idle_step_s=self.times.idle_step_s,
+            idle_step_s=self.times.idle_step_s(batch),
             tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
             target_s=self._target_s,
         )
         rows = min(tokens + batch, self._most)
-        if rows > STEP_ROWS:
+        if rows > STEP_ROWS and rows % STEP_ROWS < STEP_ROWS // 2:
             rows -= rows % STEP_ROWS
         return max(self._limits.page_size, rows - batch)
 
@@ -99,8 +99,9 @@ class LocalPrefill:
         other work. Tokens that fit into one step of an idle server get all of it. Others get a share: requests run
         beside them, or may begin to.
         """
-        idle_s = self.times.idle_step_s
-        if not self.times.running and tokens <= self._most:
+        running = self.times.running
+        idle_s = self.times.idle_step_s(running)
+        if not running and tokens <= self._most:
             return 0.0, rate
         if rate is None or not idle_s:
             return 0.0, rate and rate * MOST_SHARE

@@ -71,7 +71,7 @@ class Placer:
             "remote_prefill_tokens_per_second": costs.remote_tokens_per_s,
             "remote_prefill_overhead_seconds": costs.overhead_s,
             "local_prefill_crossover_tokens": costs.crossover_tokens,
-            "decode_step_seconds": self._local.times.idle_step_s,
+            "decode_step_seconds": self._local.times.idle_step_s(self._local.times.running),
         }
         known = {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
         return {**known, "local_prefill_waiting_tokens": self._local.window.own_tokens}

@@ -52,34 +52,40 @@ class StepTimes:
     def __init__(self, prompt_tokens: Rate) -> None:
         """`prompt_tokens` gets the measured rate."""
         self._prompt_tokens = prompt_tokens
-        self._decode_steps = Rate(samples=3)  # few: the batch changes
+        self._decode_steps: dict[int, Rate] = {}
+        """Of few samples each, because contexts grow; by the number of bits of the running requests."""
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
         self._ended_at = -math.inf
         self._mixed = 0
         """Steps with prompt tokens since the last one without."""
 
-    @property
-    def idle_step_s(self) -> float | None:
-        """The time of a step without prompt tokens."""
-        per_s = self._decode_steps.per_s
-        return 1 / per_s if per_s is not None else None
+    def idle_step_s(self, running: int) -> float | None:
+        """The time of a step of so many running requests without prompt tokens; of fewer, or of more, if there was none
+        of so many. None if there was none at all.
+        """
+        size = running.bit_length()
+        for _, rate in sorted(self._decode_steps.items(), key=lambda item: (item[0] > size, abs(item[0] - size))):
+            if rate.per_s is not None:
+                return 1 / rate.per_s
+        return None
 
     @property
     def running(self) -> int:
         """Running requests of the newest step in flight; 0 if there is none."""
         return self._steps[-1][1] if self._steps else 0
 
-    @property
-    def remeasure(self) -> bool:
-        """Whether the next step of running requests should have no prompt tokens."""
-        return self._mixed >= REMEASURE_STEPS or self.idle_step_s is None
+    def remeasure(self, running: int) -> bool:
+        """Whether the next step of so many running requests should have no prompt tokens."""
+        return self._mixed >= REMEASURE_STEPS or running.bit_length() not in self._decode_steps
 
     def started(self, running: int, tokens: int, now: float) -> None:
         """A step with this many running requests and prompt tokens has been sent to the ranks."""
         self._steps.append((now, running, tokens))
         if running:
             self._mixed = self._mixed + 1 if tokens else 0
+        if not tokens:
+            self._decode_steps.setdefault(running.bit_length(), Rate(samples=3))
 
     def ended(self, now: float) -> float:
         """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""
@@ -87,9 +93,9 @@ class StepTimes:
         seconds = now - max(started_at, self._ended_at)
         self._ended_at = now
         if not tokens:
-            self._decode_steps.measured(1, seconds)
+            self._decode_steps[running.bit_length()].measured(1, seconds)
         elif not running:
             self._prompt_tokens.measured(tokens, seconds)
-        elif self.idle_step_s is not None:
-            self._prompt_tokens.measured(tokens, max(LEAST_EXTRA * seconds, seconds - self.idle_step_s))
+        elif (idle_s := self.idle_step_s(running)) is not None:
+            self._prompt_tokens.measured(tokens, max(LEAST_EXTRA * seconds, seconds - idle_s))
         return seconds

@@ -159,9 +159,9 @@ def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(
     monkeypatch.setattr("pdserve.models.graphs.chunks.COPIED_TOKENS", 512)  # every 128 are a program to interpret
     short, long = PROMPTS
     steps = [
-        [SequenceSlice(long[:20], 0, PAGES[1])],
-        [SequenceSlice(short, 0, PAGES[0]), SequenceSlice(long[20:31], 20, PAGES[1])],
-        [SequenceSlice([dense.first[0]], len(short), PAGES[0]), SequenceSlice(long[31:], 31, PAGES[1])],
+        [SequenceSlice(long[:14], 0, PAGES[1])],
+        [SequenceSlice(short, 0, PAGES[0]), SequenceSlice(long[14:25], 14, PAGES[1])],
+        [SequenceSlice([dense.first[0]], len(short), PAGES[0]), SequenceSlice(long[25:38], 25, PAGES[1])],
     ]
     on_cpu = ModelRunner.load(dense.source, device=CPU, dtype=dense.dtype)
     cpu_cache = on_cpu.make_cache(NUM_PAGES, PAGE_SIZE)
@@ -169,7 +169,7 @@ def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(
     runner = ModelRunner.load(dense.source, device=DEVICE, dtype=dense.dtype)
     cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
     graphs = runner.capture_chunk_graphs(
-        cache, max_tokens=32, max_slices=4, max_context=MAX_CONTEXT, decode_rows=decode_rows
+        cache, max_tokens=16, max_slices=4, max_context=MAX_CONTEXT, decode_rows=decode_rows
     )
     assert graphs is not None
     assert all(graphs.fits(slices) for slices in steps)

@@ -18,7 +18,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_checkpoint, reference_logits
+from tests.checkpoints import load_reference, make_checkpoint, read_smollm2, reference_logits
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -145,7 +145,7 @@ def test_rope_scaling_is_read_from_gguf(tmp_path: Path) -> None:
 
 def test_metadata_and_tensors_equal_those_of_the_gguf_library() -> None:
     path = locate_model("smollm2").path
-    file, reader = GgufFile(path), gguf.GGUFReader(path)
+    file, reader = GgufFile(path), read_smollm2()
     for key, field in reader.fields.items():
         if not key.startswith("GGUF."):
             assert file.metadata[key] == field.contents(), key

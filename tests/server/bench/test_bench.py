@@ -9,10 +9,8 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,10 +31,10 @@ from pdserve.server.bench.report import BenchResult, report, to_json
 from pdserve.server.bench.summary import Distribution, summarize
 from pdserve.server.launch.demo import STAGES
 from pdserve.server.text.tokenizer import Tokenizer
+from tests.cluster.servers import ForkedCommand
 from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
 from tests.server.scripted_leader import EOS, VOCAB_SIZE
 
-ROOT = Path(__file__).parents[3]
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, special_token_ids=frozenset({EOS}), max_total_tokens=400)
 TIMELINE = {"queue": 0.001, "prefill": 0.02, "transfer": 0.004, "decode": 0.3}
 QUIET = Console(file=io.StringIO())
@@ -440,20 +438,12 @@ async def test_silent_server_is_a_timeout(tokenizer: Tokenizer) -> None:
 # the command
 
 
-@contextmanager
-def bench_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "pdserve.server", "bench", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "COLUMNS": "120"}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def bench_command(*arguments: str) -> closing[ForkedCommand]:
+    return closing(ForkedCommand("bench", *arguments, environment={"COLUMNS": "120"}))
 
 
-async def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = await asyncio.to_thread(process.communicate, timeout=30)
-    return process.returncode, out, err
+async def finish(command: ForkedCommand) -> tuple[int, str, str]:
+    return await asyncio.to_thread(command.finish)
 
 
 async def test_the_command_exits_with_1_when_a_request_failed(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -463,8 +453,8 @@ async def test_the_command_exits_with_1_when_a_request_failed(tokenizer: Tokeniz
     output = tmp_path / "result.json"
     async with answering(tokenizer, answer) as server:
         flags = ("--requests=4", "--warmup=1", "--concurrency=2", "--input-len=8", "--output-len=2")
-        with bench_process(f"--url=http://127.0.0.1:{server.port}", *flags, f"--output={output}") as process:
-            code, out, err = await finish(process)
+        with bench_command(f"--url=http://127.0.0.1:{server.port}", *flags, f"--output={output}") as command:
+            code, out, err = await finish(command)
     assert (code, err) == (1, "")
     assert "429 overloaded: queue full" in out
     document = json.loads(output.read_text())
@@ -483,10 +473,10 @@ async def test_ctrl_c_prints_a_partial_result(tokenizer: Tokenizer) -> None:
 
     async with answering(tokenizer, answer) as server:
         flags = ("--requests=9", "--warmup=0", "--concurrency=1", "--input-len=8", "--output-len=2")
-        with bench_process(f"--url=http://127.0.0.1:{server.port}", *flags) as process:
+        with bench_command(f"--url=http://127.0.0.1:{server.port}", *flags) as command:
             await asyncio.wait_for(stuck.wait(), 60)
-            process.send_signal(signal.SIGINT)
-            code, out, err = await finish(process)
+            command.process.send_signal(signal.SIGINT)
+            code, out, err = await finish(command)
     assert (code, err) == (130, "")
     assert "requests ok" in out
     assert "6 of 9 requests have no result" in out
@@ -506,8 +496,8 @@ async def test_ctrl_c_prints_a_partial_result(tokenizer: Tokenizer) -> None:
     ],
 )
 async def test_mistake_is_reported_in_one_line(arguments: list[str], message: str) -> None:
-    with bench_process(*arguments) as process:
-        code, out, err = await finish(process)
+    with bench_command(*arguments) as command:
+        code, out, err = await finish(command)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("pdserve: error: ")

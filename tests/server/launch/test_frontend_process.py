@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -22,7 +23,8 @@ import pytest
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
-from tests.cluster.servers import wait_until
+from tests.cluster.forkserver import ForkedProcess
+from tests.cluster.servers import fork_server, wait_until
 from tests.ports import free_port
 from tests.processes import gone
 from tests.server.http_harness import write_byte_model
@@ -34,16 +36,7 @@ DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword argu
 AUTHORIZED = {"Authorization": "Bearer frontend-secret"}
 START_TIMEOUT_S = 60.0
 """Of two Python processes on a machine that is busy with other tests."""
-PROGRAM = """
-import json, sys
-from pdserve.configs.load import parse_config
-from pdserve.server.cli import exit_code_of
-from pdserve.server.launch.frontend import run_frontend
-config, leader = parse_config(json.loads(sys.argv[1])), [sys.executable, *sys.argv[2:]]
-code = exit_code_of(lambda: run_frontend(config, leader_command=leader))
-assert "torch" not in sys.modules, "the frontend imported torch"
-sys.exit(code)
-"""
+PROGRAM = "tests.server.launch.frontend_program"
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RunningFront:
-    def __init__(self, process: "subprocess.Popen[str]", port: int, temp: Path) -> None:
+    def __init__(self, process: ForkedProcess | subprocess.Popen[str], port: int, temp: Path, stderr: IO[str]) -> None:
         self.process = process
         self.port = port
         self.temp = temp
         self.url = f"http://127.0.0.1:{port}"
+        self._stderr = stderr
 
     def wait_healthy(self) -> None:
         self.wait_state("ready")
@@ -79,9 +73,10 @@ class RunningFront:
 
     def end(self, within_s: float = 8.0) -> tuple[int, str]:
         """Exit code and stderr; also checks that the temporary folder is empty."""
-        _, stderr = self.process.communicate(timeout=within_s)
+        code = self.process.wait(timeout=within_s)
         assert list(self.temp.iterdir()) == []
-        return self.process.returncode, stderr
+        self._stderr.seek(0)
+        return code, self._stderr.read()
 
     def leader_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
@@ -90,17 +85,27 @@ class RunningFront:
 
 
 @contextmanager
-def frontend(model: Path, temp: Path, behaviour: str, **config: object) -> Iterator[RunningFront]:
+def frontend(
+    model: Path, temp: Path, behaviour: str, *, forked: bool = True, **config: object
+) -> Iterator[RunningFront]:
+    """Forked ones start sooner; the others also check that the frontend does not import torch."""
     port = free_port()
     settings = {"role": "decode", "model": str(model), "port": port, "api_key": "frontend-secret"} | config
+    arguments = [json.dumps(settings), LEADER_PROGRAM, behaviour]
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(settings), LEADER_PROGRAM, behaviour]
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        yield RunningFront(process, port, temp)
-    finally:
-        process.kill()
-        process.communicate()
+    process: ForkedProcess | subprocess.Popen[str]
+    with tempfile.TemporaryFile("w+") as stderr:
+        if forked:
+            with Path(os.devnull).open("r+") as null:
+                process = fork_server().run(f"{PROGRAM}:main", arguments, env, (null, null, stderr))
+        else:
+            command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
+            process = subprocess.Popen(command, env=env, stderr=stderr, text=True)
+        try:
+            yield RunningFront(process, port, temp, stderr)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def generate(running: RunningFront) -> httpx.Response:
@@ -112,7 +117,7 @@ def check_gone(pid: int) -> None:
 
 
 def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
-    with frontend(model, tmp_path, "slow") as running:
+    with frontend(model, tmp_path, "slow", forked=False) as running:
         running.wait_healthy()
         leader = running.leader_pid()
         with ThreadPoolExecutor() as pool:
@@ -271,7 +276,7 @@ def test_open_files_limit_is_raised(model: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        with frontend(model, tmp_path, "serve") as running:
+        with frontend(model, tmp_path, "serve", forked=False) as running:  # it inherits the limit
             running.wait_healthy()
             assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
     finally:

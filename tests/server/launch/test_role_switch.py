@@ -59,7 +59,12 @@ def role_metrics(running: RunningFront) -> dict[str, float]:
 
 
 def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: Path) -> None:
-    settings = {"role": "prefill", "bootstrap_port": free_port(), "chunk_size": 64, "max_batch_items": 3}
+    settings: dict[str, Any] = {
+        "role": "prefill",
+        "bootstrap_port": free_port(),
+        "chunk_size": 64,
+        "max_batch_items": 3,
+    }
     with frontend(model, tmp_path, "idle", **settings) as running:
         running.wait_healthy()
         leader = running.leader_pid()

@@ -3,22 +3,19 @@
 The pool is a shared mapping, so the test sees every byte that lands in it, also while the process is stopped or dead.
 """
 
-import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.transfer.mooncake.sockets import Region
+from tests.cluster.servers import start_forked
 from tests.processes import stop_process
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Receiver:
@@ -30,17 +27,11 @@ class Receiver:
         self.pool: NDArray[np.uint8] = np.memmap(self._file.name, dtype=np.uint8, mode="r+")
         self.size_bytes = size_bytes
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
-        path = filter(None, (str(REPOSITORY / ".dev"), str(REPOSITORY), os.environ.get("PYTHONPATH")))
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, self._file.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        self._process, self._stdin, self._stdout = start_forked(
+            f"{__name__}:main", self._file.name, stderr=self._stderr
         )
-        assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], 30)[0], "the receiver did not start"
-        answer = self._process.stdout.readline().decode().split()
+        assert select.select([self._stdout], [], [], 30)[0], "the receiver did not start"
+        answer = self._stdout.readline().split()
         assert len(answer) == 2, f"the receiver failed: {self.stderr()}"
         self.session = answer[0]
         self.base_address = int(answer[1])
@@ -67,8 +58,7 @@ class Receiver:
 
     def leave(self) -> int:
         """Let the process close its engine and end by itself; its exit code."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stdin.close()
         return self._process.wait(timeout=60)
 
     def stderr(self) -> str:
@@ -77,21 +67,17 @@ class Receiver:
 
     def close(self) -> None:
         self.kill()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr, self._file):
-            if stream is not None:
-                stream.close()
+        for stream in (self._stdin, self._stdout, self._stderr, self._file):
+            stream.close()
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     from pdserve.transfer.mooncake.engine import ReceiveEngine
 
-    pool = np.memmap(sys.argv[1], dtype=np.uint8, mode="r+")
+    pool = np.memmap(arguments[0], dtype=np.uint8, mode="r+")
     engine = ReceiveEngine("127.0.0.1")
     engine.register(pool.ctypes.data, pool.nbytes)
     print(engine.session, pool.ctypes.data, flush=True)
     sys.stdin.read()
     engine.close()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -3,12 +3,10 @@
 In and out are lines of hexadecimal msgpack: first a Setup, then a ChunkWrite per line; a ChunkWritten for each.
 """
 
-import os
 import queue
 import signal
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,10 +14,9 @@ from pdserve.configs.schema import PrefillConfig
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import Hello, Welcome
+from tests.cluster.servers import start_forked
 from tests.processes import stop_process
 from tests.transfer.data.kv_cells import filled_pool, kv_of
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -37,21 +34,14 @@ class WriterProcess:
     """Starts the process; write() sends it a chunk and returns its report."""
 
     def __init__(self, setup: Setup) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{REPOSITORY / '.dev'}:{REPOSITORY}"},
-            text=True,
-        )
+        self._process, self._stdin, self._stdout = start_forked(f"{__name__}:main")
         self._say(setup)
 
     def submit(self, chunk: ChunkWrite) -> None:
         self._say(chunk)
 
     def report(self) -> ChunkWritten:
-        assert self._process.stdout is not None
-        return msgspec.msgpack.decode(bytes.fromhex(self._process.stdout.readline()), type=ChunkWritten)
+        return msgspec.msgpack.decode(bytes.fromhex(self._stdout.readline()), type=ChunkWritten)
 
     def stop(self) -> None:
         """Stop the process (SIGSTOP)."""
@@ -62,18 +52,16 @@ class WriterProcess:
 
     def close(self) -> int:
         """Let the process end by itself; its exit code."""
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self._stdin.close()
+        self._stdout.close()
         return self._process.wait(timeout=60)
 
     def _say(self, message: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.msgpack.encode(message).hex() + "\n")
-        self._process.stdin.flush()
+        self._stdin.write(msgspec.msgpack.encode(message).hex() + "\n")
+        self._stdin.flush()
 
 
-def main() -> None:
+def main(_arguments: Sequence[str]) -> int:
     setup = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=Setup)
     (pool,) = setup.welcome.ranks[setup.rank].pools
     source = filled_pool(pool.layout, kv_of(*setup.shape, seed=setup.seed), setup.pages)
@@ -84,7 +72,4 @@ def main() -> None:
         writer.write(msgspec.msgpack.decode(bytes.fromhex(line), type=ChunkWrite))
         print(msgspec.msgpack.encode(reports.get(timeout=20)).hex(), flush=True)
     writer.close_all()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -23,7 +23,8 @@ from pdserve.transfer.mooncake.sockets import (
     describe_engine,
     drop_unsent,
 )
-from tests.transfer.data.kv_receiver import REPOSITORY, Receiver
+from tests.cluster.servers import REPOSITORY
+from tests.transfer.data.kv_receiver import Receiver
 
 POOL_BYTES = 32 << 20
 

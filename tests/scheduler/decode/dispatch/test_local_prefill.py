@@ -12,7 +12,7 @@ def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, to
     assert local.budget(batch, running=batch, waiting=64) == tokens
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 399), (60, 452), (120, 400)])
-def test_a_step_has_a_multiple_of_128_tokens(batch: int, tokens: int) -> None:
-    local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=tokens + batch + 100), Rates())
-    assert local.budget(batch, running=batch, waiting=64) + batch == (tokens + batch + 100) // 128 * 128
+@pytest.mark.parametrize(("batch", "most", "rows"), [(1, 500, 500), (60, 525, 512), (120, 612, 612), (3, 100, 100)])
+def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
+    local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=most), Rates())
+    assert local.budget(batch, running=batch, waiting=64) + batch == rows

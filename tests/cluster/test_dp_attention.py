@@ -2,7 +2,9 @@
 the ranks, and a full rank does not delay the others.
 """
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,16 @@ TOPK, PAGE = 16, 8
 LENGTHS = (1, 9, TOPK + 1, 30, 49, 70, 120, 150)
 NEW_TOKENS = 12
 DP2 = ("--tp", "2", "--dp-attention")
-HISPARSE = ("--enable-hisparse", "--hot-rows", "32", "--host-memory-gib", "0.2", "--kv-memory-gib", "0.003")
+ROW_BYTES, KEY_BYTES, LAYERS = 64 * 4, 32 * 4, 4
+"""Bytes per token and layer: 48 + 16 floats of a latent row, 32 floats of an indexer key."""
+HISPARSE_TOKENS, HOT_PAGES = 320, 10
+"""KV of a rank in host memory, and hot pages beside its index: too few for the longest prompt to be fully resident."""
+HISPARSE_BYTES = (HOT_PAGES * PAGE + 0.5) * LAYERS * ROW_BYTES + HISPARSE_TOKENS * LAYERS * KEY_BYTES
+HISPARSE = (
+    "--enable-hisparse",
+    *("--hot-rows", "32", "--max-running-requests", "2", "--host-memory-gib", "0.2"),
+    *("--kv-memory-gib", str(HISPARSE_BYTES / (1 << 30))),
+)
 
 
 class Pairs(NamedTuple):
@@ -74,25 +85,27 @@ def check_both_sources(pairs: Pairs, decode: Server) -> None:
 
 @pytest.mark.parametrize("hisparse", [False, True], ids=["gpu", "hisparse"])
 def test_tokens_equal_transformers_from_plain_and_data_parallel_prefill(pairs: Pairs, hisparse: bool) -> None:
-    decode = pairs.decode(*DP2, "--kv-tokens", "1024", "--no-prefix-cache", *(HISPARSE if hisparse else ()))
+    tokens = HISPARSE_TOKENS if hisparse else 1024
+    decode = pairs.decode(*DP2, "--kv-tokens", str(tokens), "--no-prefix-cache", *(HISPARSE if hisparse else ()))
     check_both_sources(pairs, decode)
     info = decode.settled_info()
     assert info["dp_size"] == 2
     assert [rank["rank"] for rank in info["ranks"]] == [0, 1]
-    assert info["gauges"]["kv_pages"] == 2 * 1024 // PAGE, "each rank has a pool of its own"
+    assert info["gauges"]["kv_pages"] == 2 * tokens // PAGE, "each rank has a pool of its own"
+    assert (info["counters"]["hot_misses"] > 0) == hisparse
     assert [load["dp_rank"] for load in HTTP.get(f"{decode.url}/get_load", timeout=5).json()] == [0, 1]
-    assert 'pdserve_dp_rank_kv_pages{dp_rank="1"} 128.0' in HTTP.get(f"{decode.url}/metrics", timeout=5).text
-    # every token of a prompt is written once, not once per rank
-    row_bytes = 4 * (4 * 64 + 4 * 32)
-    tokens = 2 * sum(LENGTHS)
-    assert info["counters"]["transfer_bytes"] == tokens * row_bytes
+    metric = f'pdserve_dp_rank_kv_pages{{dp_rank="1"}} {tokens / PAGE}'
+    assert metric in HTTP.get(f"{decode.url}/metrics", timeout=5).text
+    assert info["counters"]["transfer_bytes"] == 2 * sum(LENGTHS) * LAYERS * (ROW_BYTES + KEY_BYTES), "not per rank"
     decode.check_clean()
     assert decode.stop() == 0
 
 
-def test_plain_decode_takes_prompts_of_data_parallel_prefill(pairs: Pairs) -> None:
-    decode = pairs.decode("--kv-tokens", "2048")
+def test_tensor_parallel_decode_takes_prompts_of_data_parallel_prefill(pairs: Pairs) -> None:
+    """The rank that has computed a prompt writes it to both ranks."""
+    decode = pairs.decode("--tp", "2", "--kv-tokens", "2048", "--no-prefix-cache")
     check_both_sources(pairs, decode)
+    assert decode.count("transfer_bytes") == 2 * 2 * sum(LENGTHS) * LAYERS * (ROW_BYTES + KEY_BYTES)
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -152,3 +165,16 @@ def test_local_prompts_samples_and_logprobs(pairs: Pairs) -> None:
     assert [each["output_ids"] for each in answers] == [pairs.expected[5]] * 2
     decode.check_clean()
     assert decode.stop() == 0
+
+
+def test_lost_rank_ends_the_server(pairs: Pairs) -> None:
+    decode = pairs.decode(*DP2, "--kv-tokens", "1024")
+    (rank,) = Path(f"/proc/{decode.leader_pid()}/task/{decode.leader_pid()}/children").read_text().split()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(decode.post, prompt, 400) for prompt in pairs.prompts[:2]]
+        wait_until(lambda: decode.info()["states"]["running"] == 2, 30, "a request runs on each rank")
+        os.kill(int(rank), signal.SIGKILL)
+        for request in running:
+            assert request.result().status_code == 503
+    assert decode.process is not None
+    assert decode.process.wait(20) == 1

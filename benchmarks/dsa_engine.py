@@ -98,12 +98,14 @@ class Engine:
     on the GPU, or with `hot_rows` in host memory.
     """
 
-    def __init__(self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None, fp8_index: bool = True
+    ) -> None:
         assert config.dsa is not None
         self.config, self.dsa = config, config.dsa
         self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
-        self.decoder = DsaDecoder(self.parameters)
+        self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
         num_pages = sequences * pages_for(config.context_length, page_size)
         self.cache: KvCache
         if hot_rows is None:
@@ -169,9 +171,10 @@ class Engine:
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         for name, slot in self.parameters.slots().items():
             if name != "model.embed_tokens.weight":
-                weights += slot.target.nbytes * (chosen if ".mlp.experts." in name else 1.0)
-        rows = context * self.dsa.index_dim + min(context, self.dsa.index_topk) * self.dsa.latent_dim
-        return weights + self.config.num_layers * batch * rows * torch.bfloat16.itemsize
+                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+        latent, keys = self.cache.pools
+        rows = context * sum(keys.plane_token_bytes) + min(context, self.dsa.index_topk) * latent.head_token_bytes
+        return weights + self.config.num_layers * batch * rows
 
     def prompt_floor_ms(self, tokens: int, cached: int, rate: float) -> float:
         """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
@@ -182,7 +185,7 @@ class Engine:
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue
-            weight_bytes += slot.target.nbytes
+            weight_bytes += slot.nbytes
             if slot.target.ndim == 2 and name != "lm_head.weight":
                 products += tokens * slot.target.numel() * (active if ".mlp.experts." in name else 1.0)
         visible = range(cached + 1, cached + tokens + 1)
@@ -195,6 +198,12 @@ class Engine:
 
 def fill_pool(pool: KvPool) -> None:
     """With noise; from the GPU, wherever the pool is: that is the faster source of random numbers."""
+    if pool.scale_plane is not None:
+        for layer in range(pool.num_layers):
+            rows, scales = pool.layer(layer)
+            rows.copy_(torch.randn(rows.shape, device=DEVICE))
+            scales.fill_(1.0)
+        return
     for start in range(0, pool.num_pages, pool.pages_per_chunk):
         for pages in torch.split(pool.data[start : start + pool.pages_per_chunk], 64):
             pages.copy_(torch.randn(pages.shape, dtype=pages.dtype, device=DEVICE))
@@ -217,10 +226,12 @@ def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], c
             slices = first
             found.append([])
             for _ in range(CHECKED_STEPS):
-                found[-1].append(forward(slices).clone())
+                logits = forward(slices)
+                assert logits is not None
+                found[-1].append(logits.clone())
                 slices = following(slices)
-        for expected, logits in zip(*found, strict=True):
-            if not expected.isfinite().all() or not logits.equal(expected):
+        for expected, captured in zip(*found, strict=True):
+            if not expected.isfinite().all() or not captured.equal(expected):
                 raise SystemExit(f"a step of {batch} in a graph differs from the same step without")
 
 
@@ -257,6 +268,7 @@ class Steps:
 
     def run(self) -> torch.Tensor:
         logits = self._graphs.run(self._slices)
+        assert logits is not None
         self._slices = following(self._slices)
         return logits
 
@@ -302,6 +314,7 @@ def main() -> None:
     parser.add_argument("--mlp", type=int, default=18432, help="width of the others' MLP (default: 18432)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--index-dtype", choices=["model", "fp8_e4m3"], default="fp8_e4m3", help="type of indexer keys")
     parser.add_argument("--hisparse", action="store_true", help="latent rows in host memory")
     parser.add_argument("--hot-rows", type=int, default=4096, help="of a sequence's hot buffer (default: 4096)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
@@ -317,7 +330,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
     config = deepseek_v32(options.layers, options.mixed_layers, mlp=options.mlp, max_context=max_context)
     hot_rows = options.hot_rows if options.hisparse else None
-    engine = Engine(config, sequences=max_batch, page_size=options.page_size, hot_rows=hot_rows)
+    fp8_index = options.index_dtype == "fp8_e4m3"
+    engine = Engine(config, sequences=max_batch, page_size=options.page_size, hot_rows=hot_rows, fp8_index=fp8_index)
     begun = time.perf_counter()
     graphs = DecodeGraphs(engine.decoder, engine.cache, max_batch=max_batch, max_context=max_context)
     capture_s = time.perf_counter() - begun
@@ -325,7 +339,10 @@ def main() -> None:
     check_graphs(engine, graphs, sorted({1, max_batch}), max_context)
     print("graphs: equal to eager steps")
 
-    print(f"\n{options.layers} layers, {options.mixed_layers} of them with experts, hot rows: {hot_rows or 'all'}")
+    print(
+        f"\n{options.layers} layers, {options.mixed_layers} of them with experts, hot rows: {hot_rows or 'all'}, "
+        f"index keys: {options.index_dtype}"
+    )
     print("batch  context  graph ms  step ms  floor ms  ratio  misses")
     rows = []
     for context in options.context:

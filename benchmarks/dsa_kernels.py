@@ -1,26 +1,34 @@
 """Speed of the sparse-attention kernels on one GPU, at DeepSeek-V3.2's geometry: the indexer's top-k and sparse MLA.
 
-    python -m benchmarks.dsa_kernels [--json results.json]
+    python -m benchmarks.dsa_kernels [--kernel index_topk] [--json results.json]
+    python -m benchmarks.dsa_kernels --shapes
 
-Results are first compared with the references. Times are GPU time per call in a CUDA graph over the layers of a
-page-major pool with scattered pages, more layers than the caches hold. The lower bound of a call is what it must read
-over the copy rate, or what it must multiply over the rate of a large matrix product, whichever is longer; both rates
-are measured in the same run.
+The indexer runs with keys in bfloat16 and in fp8 (with scales, 132 bytes each); of chunks, the scores and the selection
+are also timed alone. Results are first compared with the references. Times are GPU time per call in a CUDA graph over
+the layers of a page-major pool with scattered pages, more layers than the caches hold. The lower bound of a call is
+what it must read over the copy rate, or what it must multiply over the rate of a large matrix product in the same type,
+whichever is longer; all rates are measured in the same run. `--shapes` times the scores of a chunk with other shapes of
+their programs.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import torch
+import triton
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.arithmetic import ceil_div
-from pdserve.kernels.mla.index_plan import IndexPlan
+from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
+from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
 from pdserve.kernels.mla.index_topk import index_topk
 from pdserve.kernels.mla.sparse_mla import sparse_mla
+from pdserve.memory.kv_pool import KvPool
 
 DTYPE = torch.bfloat16
 PAGE_SIZE = 64
@@ -35,6 +43,7 @@ READ_BYTES = 256 << 20
 class Rates:
     copy: float  # bytes read and written per second
     product: float  # bfloat16 operations per second
+    fp8_product: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +63,12 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.kernel:>10} {self.queries:8} {self.context:8} {self.time_us:10.1f} {self.read_us:9.1f} "
+            f"{self.kernel:>14} {self.queries:8} {self.context:8} {self.time_us:10.1f} {self.read_us:9.1f} "
             f"{self.product_us:12.1f} {self.ratio:7.2f}"
         )
 
 
-HEADER = f"{'kernel':>10} {'queries':>8} {'context':>8} {'time us':>10} {'read us':>9} {'multiply us':>12} {'ratio':>7}"
+HEADER = f"{'kernel':>14} {'queries':>8} {'context':>8} {'time us':>10} {'read us':>9} {'multiply us':>12} {'ratio':>7}"
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -75,8 +84,14 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
 
 def measure_rates() -> Rates:
     left, right = (torch.randn(8192, 8192, device=DEVICE).to(DTYPE) for _ in range(2))
-    gpu_ms(lambda: left @ right, 20)
-    return Rates(copy_rate(), 2 * 8192**3 / (gpu_ms(lambda: left @ right, 20) / 1e3))
+    small, one = (left.to(FP8), right.to(FP8).t()), torch.ones((), device=DEVICE)
+
+    def rate(product: Callable[[], object]) -> float:
+        gpu_ms(product, 20)
+        return 2 * 8192**3 / (gpu_ms(product, 20) / 1e3)
+
+    in_fp8 = rate(lambda: torch._scaled_mm(*small, scale_a=one, scale_b=one, out_dtype=DTYPE, use_fast_accum=True))
+    return Rates(copy_rate(), rate(lambda: left @ right), in_fp8)
 
 
 def num_layers(read_bytes: int) -> int:
@@ -89,6 +104,49 @@ def random_pool(num_tokens: int, layers: int, dim: int) -> torch.Tensor:
     return pool.normal_()
 
 
+class IndexArguments(TypedDict):
+    """Of index_topk, and of the launch of its scores."""
+
+    query: torch.Tensor
+    weights: torch.Tensor
+    key_pages: torch.Tensor
+    scales: IndexScales | None
+
+
+def index_arguments(
+    keys: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, *, fp8: bool
+) -> list[IndexArguments]:
+    """By layer, for keys [pages, layers, page_size, dim]."""
+    layers = keys.shape[1]
+    if not fp8:
+        return [
+            IndexArguments(query=query, weights=weights, key_pages=keys[:, layer : layer + 1], scales=None)
+            for layer in range(layers)
+        ]
+    pool = KvPool(
+        num_pages=len(keys),
+        num_layers=layers,
+        num_heads=1,
+        page_size=PAGE_SIZE,
+        head_dim=INDEX_DIM,
+        dtype=FP8,
+        device=DEVICE,
+        planes=("indexer",),
+        scale_plane="indexer_scale",
+    )
+    fp8_query, query_scales = quantize_rows_reference(query)
+    arguments = []
+    for layer in range(layers):
+        rows, scales = pool.layer(layer)
+        fp8_keys, key_scales = quantize_rows_reference(keys[:, layer])
+        rows.squeeze(1).copy_(fp8_keys)
+        scales[:, 0, :, 0] = key_scales
+        arguments.append(
+            IndexArguments(query=fp8_query, weights=weights, key_pages=rows, scales=IndexScales(query_scales, scales))
+        )
+    return arguments
+
+
 def make_plan(query_lens: list[int], context: int) -> IndexPlan:
     """Sequences of `context` tokens in pages scattered over the pool."""
     per_sequence = context // PAGE_SIZE
@@ -99,14 +157,14 @@ def make_plan(query_lens: list[int], context: int) -> IndexPlan:
 
 def check_index_topk() -> None:
     """Small integers have exact scores: the choice must be the reference's, ties included."""
-    pool = torch.randint(-2, 3, (4 * 4096 // PAGE_SIZE, 2, PAGE_SIZE, INDEX_DIM), device=DEVICE).to(DTYPE)
-    for query_lens in ([1] * 4, [40, 1, 7, 64]):
+    keys = torch.randint(-2, 3, (4 * 4096 // PAGE_SIZE, 2, PAGE_SIZE, INDEX_DIM), device=DEVICE).to(DTYPE)
+    for fp8, query_lens in itertools.product((False, True), ([1] * 4, [40, 1, 7, 64])):
         plan = make_plan(query_lens, 4096)
         query = torch.randint(-2, 3, (plan.tokens, INDEX_HEADS, INDEX_DIM), device=DEVICE).to(DTYPE)
         weights = torch.randint(-32, 33, (plan.tokens, INDEX_HEADS), device=DEVICE) / 64
-        found, expected = (
-            index_topk(query, weights, pool[:, 1:2], plan, TOP_K, impl=impl) for impl in ("triton", "reference")
-        )
+        own = index_arguments(keys, query, weights, fp8=fp8)[1]
+        found = index_topk(**own, plan=plan, k=TOP_K, impl="triton")
+        expected = index_topk(**own, plan=plan, k=TOP_K, impl="reference")
         if not found.equal(expected):
             raise SystemExit(f"index_topk differs from its reference in {int((found != expected).sum())} places")
 
@@ -131,20 +189,53 @@ def random_rows(tokens: int, num_rows: int) -> torch.Tensor:
     return torch.stack([torch.randperm(num_rows, device=DEVICE)[:TOP_K].sort().values for _ in range(tokens)]).int()
 
 
-def time_index_topk(query_lens: list[int], context: int, rates: Rates) -> Row:
+def time_index_topk(query_lens: list[int], context: int, rates: Rates, *, fp8: bool) -> Iterator[Row]:
+    """The whole, and for chunks also the scores and the selection alone."""
+    from pdserve.kernels.mla.index_topk_triton import launch_scores, launch_select_top
+
     plan = make_plan(query_lens, context)
-    read_bytes = len(query_lens) * context * INDEX_DIM * DTYPE.itemsize
+    key_bytes = INDEX_DIM + 4 if fp8 else INDEX_DIM * DTYPE.itemsize
+    read_bytes = len(query_lens) * context * key_bytes
     layers = num_layers(read_bytes)
-    pool = random_pool(len(query_lens) * context, layers, INDEX_DIM)
     query = torch.randn(plan.tokens, INDEX_HEADS, INDEX_DIM, device=DEVICE).to(DTYPE)
     weights = torch.randn(plan.tokens, INDEX_HEADS, device=DEVICE)
-    calls = [
-        lambda layer=layer: index_topk(query, weights, pool[:, layer : layer + 1], plan, TOP_K)
-        for layer in range(layers)
-    ]
+    keys = random_pool(len(query_lens) * context, layers, INDEX_DIM)
+    arguments = index_arguments(keys, query, weights, fp8=fp8)
     operations = 2 * INDEX_HEADS * INDEX_DIM * int(plan.visible.sum())
-    read_us, product_us = read_bytes / rates.copy * 1e6, operations / rates.product * 1e6
-    return Row("index_topk", plan.tokens, context, graph_us(calls), read_us, product_us)
+    product_us = operations / (rates.fp8_product if fp8 else rates.product) * 1e6
+    read_us = read_bytes / rates.copy * 1e6
+    suffix = " fp8" if fp8 else ""
+
+    whole = [lambda own=own: index_topk(**own, plan=plan, k=TOP_K) for own in arguments]
+    yield Row(f"index_topk{suffix}", plan.tokens, context, graph_us(whole), read_us, product_us)
+    if plan.tokens == len(query_lens):
+        return
+    scores = torch.empty(plan.tokens, context, device=DEVICE)
+    parts = [lambda own=own: launch_scores(**own, plan=plan, scores=scores, k=TOP_K) for own in arguments]
+    yield Row(f"scores{suffix}", plan.tokens, context, graph_us(parts), read_us, product_us)
+    if not fp8:
+        out = torch.empty(plan.tokens, TOP_K, dtype=torch.int32, device=DEVICE)
+        scores_us = 4 * int(plan.visible.sum()) / rates.copy * 1e6
+        select_us = graph_us([lambda: launch_select_top(scores, plan.visible, out)] * 2)
+        yield Row("select_top", plan.tokens, context, select_us, scores_us, 0.0)
+
+
+SHAPES = [(4, 64, 4, 3), (4, 64, 4, 5), (4, 128, 8, 3), (4, 128, 8, 5), (2, 128, 4, 3), (2, 64, 4, 5), (2, 128, 8, 3)]
+"""Of programs of scores: tokens, keys, warps, stages. The shapes in use are among them."""
+
+
+def compare_shapes(rates: Rates) -> None:
+    """Time the scores of a chunk in all shapes, in bfloat16 and in fp8."""
+    from pdserve.kernels.mla import index_topk_triton
+
+    for fp8, shape in itertools.product((False, True), SHAPES):
+        index_topk_triton.CHUNK_SHAPES[1 if fp8 else 2] = index_topk_triton.ScoreShape(*shape)
+        try:
+            _, scores, *_ = time_index_topk([2048], 32768, rates, fp8=fp8)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{shape}: {error}")
+            continue
+        print(scores, shape, flush=True)
 
 
 def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int | None = None) -> Row:
@@ -167,31 +258,41 @@ def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int |
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument(
+        "--shapes", action="store_true", help="compare shapes of the scores of a chunk, and nothing else"
+    )
+    parser.add_argument("--kernel", choices=["index_topk", "sparse_mla"], help="only this one")
     options = parser.parse_args()
 
     check_index_topk()
-    print("index_topk: equal to its reference")
+    print("index_topk: equal to its reference, in bfloat16 and in fp8")
     check_sparse_mla()
     rates = measure_rates()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rates.copy / 1e12:.2f} TB/s, "
-        f"matrix products at {rates.product / 1e12:.0f} TFLOP/s"
+        f"matrix products at {rates.product / 1e12:.0f} TFLOP/s, in fp8 at {rates.fp8_product / 1e12:.0f}"
     )
     print(HEADER)
+    if options.shapes:
+        compare_shapes(rates)
+        return
     results: list[Row] = []
 
     def add(row: Row) -> None:
         results.append(row)
         print(row, flush=True)
 
-    for context in (8192, 32768, 131072):
+    if options.kernel != "sparse_mla":
+        steps = [([1] * batch, context) for context in (8192, 32768, 131072) for batch in (1, 8, 32, 64)]
+        chunks = [([queries], context) for queries, context in ((512, 8192), (2048, 32768))]
+        for query_lens, context in steps + chunks:
+            for fp8 in (False, True):
+                for row in time_index_topk(query_lens, context, rates, fp8=fp8):
+                    add(row)
+    if options.kernel != "index_topk":
         for batch in (1, 8, 32, 64):
-            add(time_index_topk([1] * batch, context, rates))
-    for queries, context in ((512, 8192), (2048, 32768)):
-        add(time_index_topk([queries], context, rates))
-    for batch in (1, 8, 32, 64):
-        add(time_sparse_mla(batch, 32768, rates))
-    add(time_sparse_mla(512, 8192, rates, sequences=1))
+            add(time_sparse_mla(batch, 32768, rates))
+        add(time_sparse_mla(512, 8192, rates, sequences=1))
     if options.json is not None:
         rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in results]
         options.json.write_text(json.dumps({"rates": dataclasses.asdict(rates), "rows": rows}, indent=2) + "\n")

@@ -174,7 +174,9 @@ def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:
     for position in range(start, len(prompt)):
         step = [SequenceSlice([prompt[position]], position, where) for where in pages]
         without.append(engine.eager(step))
-        in_graph.append(graphs.run(step).clone())
+        logits = graphs.run(step)
+        assert logits is not None
+        in_graph.append(logits.clone())
     found["decode"] = error(torch.stack(without)[:, 1], slice(start, None))
     found["decode in graphs"] = error(torch.stack(in_graph)[:, 1], slice(start, None))
     found["graphs against none"] = (

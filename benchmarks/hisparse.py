@@ -58,6 +58,7 @@ def server_configs(model: Path, options: argparse.Namespace, sizes: Sizes) -> di
         "model": str(model),
         "load_format": "dummy",
         "device": options.device,
+        "index_dtype": options.index_dtype,
         "page_size": PAGE,
         "max_queued_requests": 1024,
     }
@@ -364,6 +365,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--worst-clients", type=int, default=32, help="with random outputs (default: 32)")
     parser.add_argument("--chunk-size", type=int, default=2048, help="of prefill (default: 2048)")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--index-dtype", choices=["model", "fp8_e4m3"], default="fp8_e4m3", help="type of indexer keys")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script on a CPU")
     return parser.parse_args()
 

@@ -75,8 +75,9 @@ class Sizes:
     @classmethod
     def of(cls, options: argparse.Namespace, model: Mapping[str, Any]) -> "Sizes":
         itemsize = 4 if options.device == "cpu" else 2
-        of_layer = model["kv_lora_rank"] + model["qk_rope_head_dim"], model["index_head_dim"]
-        latent, index = (options.layers * size * itemsize for size in of_layer)
+        latent = options.layers * (model["kv_lora_rank"] + model["qk_rope_head_dim"]) * itemsize
+        fp8_index = options.index_dtype == "fp8_e4m3"
+        index = options.layers * (model["index_head_dim"] + 4 if fp8_index else model["index_head_dim"] * itemsize)
         longest = round_up(options.context + longest_output(options), PAGE)
         return cls(latent, index, longest, options.hot_rows, options.layers, int(options.kv_memory_gib * GIB))
 

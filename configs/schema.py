@@ -36,6 +36,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
+IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
@@ -56,6 +57,11 @@ class ServerConfig(BaseModel):
         "auto",
         description="type of KV: auto is that of the weights, fp8_e4m3 takes about half the memory of 16 bits",
     )
+    index_dtype: IndexDtypeSetting = Field(
+        "auto",
+        description="type of the indexer keys of sparse-attention models: fp8_e4m3 with a scale per key (132 bytes "
+        "instead of 256), or the model's; auto is fp8_e4m3 for 16-bit models on GPUs of capability 8.9 and above",
+    )
     load_format: LoadFormat = Field(
         "auto",
         description="weights: auto reads the model's files; dummy uses random ones, for benchmarks of a geometry: "
@@ -63,7 +69,9 @@ class ServerConfig(BaseModel):
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
     cuda_graphs: bool = Field(
-        True, description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens"
+        True,
+        description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens; with tp, if ranks "
+        "communicate over NCCL or CUDA IPC memory",
     )
     cpu_kernels: CpuKernelsSetting = Field(
         "auto", description="float32 on the CPU: kernels compiled by Numba, or plain torch; auto is Numba if installed"
@@ -194,7 +202,7 @@ class ServerConfig(BaseModel):
     @property
     def ranks_share_gpu(self) -> bool:
         """Whether several ranks of this machine are on one named GPU (`cuda:0`; with `cuda` each has its own). They
-        take equal shares of its memory and communicate through host memory: NCCL needs a GPU per rank.
+        take equal shares of its memory and communicate over CUDA IPC memory: NCCL needs a GPU per rank.
         """
         return self.device.startswith("cuda:") and len(self.local_ranks) > 1
 

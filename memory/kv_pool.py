@@ -1,6 +1,5 @@
-"""The KV memory of one rank: page-major tensors `[page][layer][plane][head][token][dim]`, and the cache they form."""
+"""The KV memory of one rank: page-major memory `[page][layer][plane][head][token][dim]`, and the cache it forms."""
 
-import math
 import mmap
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +19,8 @@ DTYPE_NAMES = {
 PROBE_BYTES = 1 << 10
 """Size of the probe area behind the pages of a pool: peers write to it and read it back to test a transport."""
 
+SCALE_BYTES = torch.float32.itemsize
+
 _COPY_BYTES = 64 << 20
 """Bytes of pages that are saved or loaded per copy."""
 
@@ -32,6 +33,10 @@ class KvPool:
     ("latent", "indexer"), which has a single head. `layer(i)` gives a strided view per plane, `[page, head, token,
     dim]`, which kernels read and write. `layers` and `heads` are the ranges of the model that this rank holds; in an
     indexer pool `layers` counts only the layers that have an indexer.
+
+    A pool may have a further plane with one float32 scale per token and head, behind the others: so rows and scales are
+    aligned, and a page is still contiguous. `data` is `[page, layer, plane, head, token, dim]`, or, with scales, uint8
+    `[page, layer, byte]`.
     """
 
     def __init__(
@@ -45,15 +50,18 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         planes: tuple[str, ...] = ("k", "v"),
+        scale_plane: str | None = None,
         first_layer: int = 0,
         first_head: int = 0,
         pinned: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """`pinned` page-locks host memory for the GPU; raises StartupError if that fails. A given `memory` (from
-        `zeroed`) may be shared: the pool starts at its beginning.
+        """`scale_plane` is the name of the plane of scales. `pinned` page-locks host memory for the GPU; raises
+        StartupError if that fails. A given `memory` (from `zeroed`) may be shared: the pool starts at its beginning.
         """
-        self.planes = planes
+        self.planes = planes if scale_plane is None else (*planes, scale_plane)
+        self.scale_plane = scale_plane
+        self.dtype = dtype
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_heads = num_heads
@@ -61,8 +69,8 @@ class KvPool:
         self.heads = range(first_head, first_head + num_heads)
         self.page_size = page_size
         self.head_dim = head_dim
-        shape = (num_pages, num_layers, len(planes), num_heads, page_size, head_dim)
-        page_bytes = math.prod(shape[1:]) * dtype.itemsize
+        layer_bytes = num_heads * page_size * sum(self.plane_token_bytes)
+        page_bytes = num_layers * layer_bytes
         self._pinned: PinnedMemory | None = None
         if pinned:
             assert device.type == "cpu", f"memory of {device} cannot be page-locked"
@@ -73,8 +81,14 @@ class KvPool:
         assert len(memory) >= num_pages * page_bytes + PROBE_BYTES, "memory of `zeroed` has room for probes"
         self.probe = memory[-PROBE_BYTES:]
         self.registered_bytes = len(memory)
-        self.data = memory[: num_pages * page_bytes].view(dtype).view(shape)
-        self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
+        data = memory[: num_pages * page_bytes]
+        if scale_plane is None:
+            shape = (num_pages, num_layers, len(planes), num_heads, page_size, head_dim)
+            self.data = data.view(dtype).view(shape)
+            self._layers = [self.data[:, index].unbind(1) for index in range(num_layers)]
+        else:
+            self.data = data.view(num_pages, num_layers, layer_bytes)
+            self._layers = [self._planes_with_scales(index) for index in range(num_layers)]
 
     @property
     def base_address(self) -> int:
@@ -99,12 +113,18 @@ class KvPool:
 
     @property
     def dtype_name(self) -> str:
-        return DTYPE_NAMES[self.data.dtype]
+        """The type of all planes but that of scales."""
+        return DTYPE_NAMES[self.dtype]
 
     @property
     def head_token_bytes(self) -> int:
-        """Bytes of one token of one head in one plane."""
-        return self.head_dim * self.data.element_size()
+        """Bytes of one token of one head in one plane; scales are not counted."""
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def plane_token_bytes(self) -> tuple[int, ...]:
+        """Bytes of one token of one head, by plane."""
+        return tuple(SCALE_BYTES if name == self.scale_plane else self.head_token_bytes for name in self.planes)
 
     def close(self) -> None:
         """Unregister pinned memory from the GPU; no GPU work may use it. No effect on other pools."""
@@ -114,6 +134,18 @@ class KvPool:
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
         """A view per plane of local layer `index`, of shape [page, head, token, dim]."""
         return self._layers[index]
+
+    def _planes_with_scales(self, index: int) -> tuple[torch.Tensor, ...]:
+        *planes, scales = self._split_planes(self.data[:, index])
+        return *(plane.view(self.dtype) for plane in planes), scales.view(torch.float32)
+
+    def _split_planes(self, layers: torch.Tensor) -> list[torch.Tensor]:
+        """Views `[..., head, token, byte]`, by plane, of layers `[..., byte]` (uint8)."""
+        sizes = [self.num_heads * self.page_size * token_bytes for token_bytes in self.plane_token_bytes]
+        return [
+            plane.view(*layers.shape[:-1], self.num_heads, self.page_size, -1)
+            for plane in torch.split_with_sizes(layers, sizes, dim=-1)
+        ]
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page to another."""
@@ -138,17 +170,20 @@ class KvPool:
             block = list(pages[start : start + size])
             yield start, torch.tensor(block, dtype=torch.long, device=self.data.device)
 
-    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """A contiguous host copy of tokens [start, end) of a sequence: `[layer, plane, head, token, dim]`.
+    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
+        """The bytes of tokens [start, end) of a sequence, by plane: contiguous host `[layer, head, token, byte]`.
 
         The result does not depend on the page size, so that both sides of a transfer can be compared.
         """
         first = start // self.page_size
         last = ceil_div(end, self.page_size)
         index = torch.tensor(pages[first:last], dtype=torch.long, device=self.data.device)
-        gathered = self.data[index].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        gathered = self.data[index].flatten(2).view(torch.uint8)  # [page, layer, byte]
         offset = first * self.page_size
-        return gathered[:, :, :, start - offset : end - offset].contiguous().cpu()
+        return [
+            plane.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, start - offset : end - offset].contiguous().cpu()
+            for plane in self._split_planes(gathered)
+        ]
 
 
 class KvCache:

@@ -89,9 +89,10 @@ def _host_pool(pool: KvPool, num_pages: int) -> KvPool:
         num_heads=pool.num_heads,
         page_size=pool.page_size,
         head_dim=pool.head_dim,
-        dtype=pool.data.dtype,
+        dtype=pool.dtype,
         device=torch.device("cpu"),
-        planes=pool.planes,
+        planes=tuple(name for name in pool.planes if name != pool.scale_plane),
+        scale_plane=pool.scale_plane,
         pinned=pool.on_gpu,
     )
 

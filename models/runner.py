@@ -1,12 +1,12 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import CpuKernelsSetting, KvDtypeSetting, LoadFormat
+from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -21,9 +21,11 @@ from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
+from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CAPABILITY = (8, 9)
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -36,6 +38,24 @@ def resolve_dtype(
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if config.dtype == "float32" else _DTYPES[config.dtype]
+
+
+def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
+    """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
+    it, if keys have a multiple of 4 elements; on the CPU and in float32 selections stay exact. Raises StartupError for
+    a GPU without fp8.
+    """
+    exact = device.type != "cuda" or dtype == torch.float32 or index_dim % 4 != 0
+    if setting == "model" or (setting == "auto" and exact):
+        return False
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        if setting == "auto":
+            return False
+        found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        raise StartupError(
+            f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
+        )
+    return True
 
 
 class AnyDecoder(Protocol):
@@ -57,12 +77,15 @@ class AnyDecoder(Protocol):
 
 
 def allocate_parameters(
-    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype, fp8: Collection[str] = frozenset()
 ) -> DecoderParameters | DsaParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this."""
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
+    are the tensors to keep in block-scaled fp8.
+    """
     config.check_shares(shard)
-    architecture = DecoderParameters if config.dsa is None else DsaParameters
-    return architecture.allocate(config, shard, device=device, dtype=dtype)
+    if config.dsa is None:
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+    return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
 class ModelRunner:
@@ -94,32 +117,47 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         load_format: LoadFormat = "auto",
         kv_dtype: KvDtypeSetting = "auto",
+        index_dtype: IndexDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
     ) -> "ModelRunner":
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
         prepare_kernels(device, dtype, cpu_kernels)
+        stored = fp8_tensors(source, load_format)
+        kept = kept_in_fp8(stored, device)
         try:
-            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype)
+            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype, fp8=kept)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"model {source.name}: not enough memory on {device} for its weights: {error}"
             ) from error
+        slots = parameters.slots()
+        log_expansion(slots, stored, device)
         if load_format == "dummy":
-            fill_with_noise(parameters.slots())
+            fill_with_noise(slots, stored)
         else:
-            load_weights(source, parameters.slots(), parameters.names(source.config))
+            load_weights(source, slots, parameters.names(source.config))
         decoder: AnyDecoder
         if isinstance(parameters, DsaParameters):
-            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3")
+            assert source.config.dsa is not None
+            fp8_index = uses_fp8_index(index_dtype, device, dtype, source.config.dsa.index_dim)
+            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
         else:
             decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
 
     @staticmethod
-    def weight_bytes(source: ModelSource, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
-        """Bytes of the weights of `shard`, without reading any."""
-        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype)
-        return sum(slot.target.nbytes for slot in parameters.slots().values())
+    def weight_bytes(
+        source: ModelSource,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+    ) -> int:
+        """Bytes of the weights of `shard` on `device`, without reading any."""
+        fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
+        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8)
+        return sum(slot.nbytes for slot in parameters.slots().values())
 
     @property
     def kv_token_bytes(self) -> int:
@@ -142,15 +180,17 @@ class ModelRunner:
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
         """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used then. Takes seconds.
 
-        The logits of such a step are overwritten by the next one. Returns None, and does nothing, if graphs are not
-        possible: with several ranks, whose communication is not captured, and for mixtures of experts in dtypes other
-        than bfloat16, which torch computes expert by expert.
+        The logits of such a step are overwritten by the next one. All ranks of a stage call it at the same time.
+        Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
+        of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder | DsaDecoder):
+        if not self.parallel.capturable or not isinstance(self._decoder, Decoder | DsaDecoder):
             return None
         if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
             return None
-        graphs = DecodeGraphs(self._decoder, cache, max_batch=max_batch, max_context=max_context)
+        graphs = DecodeGraphs(
+            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
+        )
         self._graphs.append(graphs)
         return graphs
 
@@ -158,7 +198,7 @@ class ModelRunner:
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
         """The same for steps of prompt chunks; only for dense models."""
-        if self.parallel.shard.world_size > 1 or not isinstance(self._decoder, Decoder):
+        if not self.parallel.capturable or not isinstance(self._decoder, Decoder):
             return None
         graphs = ChunkGraphs(
             self._decoder,
@@ -167,6 +207,7 @@ class ModelRunner:
             max_slices=max_slices,
             max_context=max_context,
             decode_rows=decode_rows,
+            parallel=self.parallel,
         )
         self._graphs.append(graphs)
         return graphs

@@ -54,7 +54,18 @@ LAYERS = {
     "models": ["", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
     "memory": ["hisparse", ""],
     "transfer": ["control", "data", "mooncake", "plan", "protocol", ""],
-    "kernels": ["mla", "hisparse", "staging", "sampling", "numba", "attention", "linear", "backends"],
+    "kernels": [
+        "mla",
+        "moe",
+        "hisparse",
+        "staging",
+        "sampling",
+        "collectives",
+        "numba",
+        "attention",
+        "linear",
+        "backends",
+    ],
     "configs": [""],
 }
 """The subfolders of each folder, from top to bottom: a file imports from its own subfolder and from those below it. ""

@@ -78,7 +78,7 @@ def load_kernel(
     `device` has an index. `only_here` allows instructions that later architectures may lack
     (sm_90a: wgmma). Raises RuntimeError where cuda-core is missing, or with the compiler's log.
     """
-    core, driver = _cuda_packages()
+    core, driver = cuda_packages()
     major, minor = torch.cuda.get_device_capability(device)
     options = core.ProgramOptions(
         name=source,
@@ -106,14 +106,15 @@ def device_address(tensor: torch.Tensor) -> int:
     """
     if tensor.device.type == "cuda":
         return tensor.data_ptr()
-    _, driver = _cuda_packages()
+    _, driver = cuda_packages()
     status, address = driver.cuMemHostGetDevicePointer(tensor.data_ptr(), 0)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise ValueError(f"a tensor on {tensor.device} is not pinned, so the GPU cannot reach it: {status!r}")
     return int(address)
 
 
-def _cuda_packages() -> tuple[Any, Any]:
+def cuda_packages() -> tuple[Any, Any]:
+    """The modules cuda.core and cuda.bindings.driver. Raises RuntimeError where they are missing."""
     try:
         core, driver = importlib.import_module("cuda.core"), importlib.import_module("cuda.bindings.driver")
     except ImportError as error:

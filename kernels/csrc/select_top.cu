@@ -105,8 +105,8 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
 // scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. CLUSTER blocks of THREADS per row.
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads)
-#else
-extern "C" __global__ void __launch_bounds__(kThreads)
+#else  // two blocks on an SM: one counts while the other adds up
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #endif
 select_top(const float* scores, long long stride, const int* visible, long long k, int* out) {
 #if __CUDA_ARCH__ >= 900

@@ -9,12 +9,16 @@ are float32 and rounded once, as in cuBLAS; swiglu reads the rounded values.
 Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
+
+Block-scaled fp8 weights have kernels of their own (block_scaled.py) and no bias.
 """
 
 import torch
 from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from .block_format import BlockScaled, Weight
+from .block_scaled import block_scaled_gated_linear, block_scaled_linear
 from .swiglu import swiglu, swiglu_reference
 
 FEW_ROWS = 32
@@ -28,12 +32,13 @@ def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     return swiglu_reference(linear_reference(x, weight, bias))
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
     """A linear layer; see the module docstring. For few rows `auto` is Triton for 16 bits on CUDA and Numba for float32
     on the CPU, else torch.
     """
+    if isinstance(weight, BlockScaled):
+        assert bias is None, "block-scaled layers have no bias"
+        return block_scaled_linear(x, weight, impl=impl)
     if _numba_fits(x, weight, bias, impl):
         launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
@@ -46,9 +51,12 @@ def linear(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
 ) -> torch.Tensor:
     """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
+    if isinstance(weight, BlockScaled):
+        assert bias is None, "block-scaled layers have no bias"
+        return block_scaled_gated_linear(x, weight, impl=impl)
     if impl == "reference":
         return gated_linear_reference(x, weight, bias)
     if _numba_fits(x, weight, bias, impl):

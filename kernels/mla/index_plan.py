@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -62,6 +62,13 @@ class IndexPlan:
     def max_visible(self) -> int:
         """Capacity of the page table in tokens; no token sees more."""
         return self.page_table.shape[1] * self.page_size
+
+
+class IndexScales(NamedTuple):
+    """Scales of fp8 queries [T, Hi] and keys [pages, 1, page_size, 1]; float32."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
 
 
 def select_top_reference(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:

@@ -9,26 +9,38 @@ int32. Positions count from 0 within t's sequence. Products are summed in float3
 the lower position wins, so the result depends only on the scores. A token that sees n <= k tokens gets 0 .. n - 1, and
 a token that sees none (a padded row) only -1.
 
+If queries and keys are fp8 (fp8_rows.py), `scales` has those of both, which are positive:
+
+    score(t, s)  =  key_scale[s] * sum_h weights[t, h] * query_scale[t, h] * relu(query[t, h] . key[s])
+
 `IndexPlan` holds what each token sees. Only its tensors change from step to step: a captured CUDA graph computes what
 they hold when it is replayed.
 
-Lower bound: every visible key read once, sum(visible) * Di elements if each sequence has one query.
+Lower bound: every visible key read once, sum(visible) * Di elements if each sequence has one query; 132 bytes each in
+fp8 if Di = 128.
 """
 
 import torch
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
-from .index_plan import IndexPlan, select_top_reference
+from .fp8_rows import FP8
+from .index_plan import IndexPlan, IndexScales, select_top_reference
 
 _REFERENCE_PRODUCTS = 2**24
 """Products query[t, h] . key[s] that the reference computes at a time."""
 
 
 def index_scores_reference(
-    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    plan: IndexPlan,
+    scales: IndexScales | None = None,
 ) -> torch.Tensor:
     """[T, max_visible] float32 scores, -inf for tokens that are not visible."""
+    if scales is not None:
+        weights = weights * scales.query
     scores = torch.full((plan.tokens, plan.max_visible), -torch.inf, device=query.device)
     for sequence in set(plan.sequence.tolist()):
         tokens = (plan.sequence == sequence).nonzero().flatten()
@@ -42,14 +54,21 @@ def index_scores_reference(
             some = tokens[start : start + at_once]
             products = torch.relu(query[some].float() @ keys.T)  # [n, Hi, seen]
             scores[some, :seen] = (weights[some].unsqueeze(1) @ products).squeeze(1)
+        if scales is not None:
+            scores[tokens, :seen] *= scales.keys[pages.long(), 0].flatten()[:seen]
     positions = torch.arange(plan.max_visible, device=query.device)
     return scores.masked_fill_(positions >= plan.visible.unsqueeze(1), -torch.inf)
 
 
 def index_topk_reference(
-    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan, k: int
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    plan: IndexPlan,
+    k: int,
+    scales: IndexScales | None = None,
 ) -> torch.Tensor:
-    return select_top_reference(index_scores_reference(query, weights, key_pages, plan), plan.visible, k)
+    return select_top_reference(index_scores_reference(query, weights, key_pages, plan, scales), plan.visible, k)
 
 
 def position_rows_reference(positions: torch.Tensor, plan: IndexPlan) -> torch.Tensor:
@@ -65,6 +84,7 @@ def index_topk(
     plan: IndexPlan,
     k: int,
     *,
+    scales: IndexScales | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Select k positions for every token; see the module docstring."""
@@ -79,19 +99,28 @@ def index_topk(
             f"{key_pages.dtype} key pages {list(key_pages.shape)} do not hold one {query.dtype} key of {dim} per token "
             f"in pages of {plan.page_size}"
         )
+    if (query.dtype == FP8) != (scales is not None):
+        raise ValueError(f"{query.dtype} queries and keys {'lack' if scales is None else 'have'} scales of fp8")
+    if scales is not None and (scales.query.shape, scales.keys.shape) != (weights.shape, (*key_pages.shape[:3], 1)):
+        raise ValueError(
+            f"scales {list(scales.query.shape)} and {list(scales.keys.shape)} are not one per query "
+            f"{list(weights.shape)} and one per key {list(key_pages.shape)}"
+        )
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     if not use_triton(impl, query.device):
-        return index_topk_reference(query, weights, key_pages, plan, k)
+        return index_topk_reference(query, weights, key_pages, plan, k, scales)
     if query.stride()[1:] != (dim, 1) or key_pages.stride(-1) != 1 or weights.stride(1) != 1:
         raise ValueError(
             f"query has strides {query.stride()}, weights {weights.stride()}, key pages {key_pages.stride()}: "
             "heads and keys must be contiguous"
         )
+    if scales is not None and not scales.query.is_contiguous():
+        raise ValueError(f"scales of queries have strides {scales.query.stride()}: they must be contiguous")
     from .index_topk_triton import launch_index_topk
 
     out = torch.empty(tokens, k, dtype=torch.int32, device=query.device)
-    launch_index_topk(query, weights, key_pages, plan, out)
+    launch_index_topk(query, weights, key_pages, plan, scales, out)
     return out
 
 

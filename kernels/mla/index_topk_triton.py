@@ -1,18 +1,23 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
 Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has
-_GROUP adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
-tokens of a sequence. In a decode step, blocks are numbered across the batch, and every program has an equal share, of
-one token or a few adjacent ones (`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each,
-of which 42 are the time to read them (H200).
+four adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
+tokens of a sequence. Two programs fit on an SM: one multiplies while the other sums over heads. In a decode step,
+blocks are numbered across the batch, and every program has an equal share, of one token or a few adjacent ones
+(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, of which 42 are the time to read
+them (H200, bfloat16).
 
 Keys are the rows and heads the columns of the matrix products, so that the sum over heads stays within a few threads.
-The buffer, 4 bytes per key of 256, mostly stays in the L2 cache between the two kernels.
+The buffer, 4 bytes per key of 256 (of 132 in fp8), mostly stays in the L2 cache between the two kernels.
+
+Scales of fp8 keys are read one block ahead and the page ids that locate them two blocks ahead: products never wait for
+them. Those of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,11 +27,26 @@ from ...configs.arithmetic import ceil_div, round_up
 from ..attention.page_rows_triton import load_page_rows
 from ..backends.nvrtc import load_kernel
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .index_plan import IndexPlan, select_top_reference
+from .index_plan import IndexPlan, IndexScales, select_top_reference
 
+
+class ScoreShape(NamedTuple):
+    """A program of scores: its tokens, for which a block of keys is read once, the keys of a block, and how it runs."""
+
+    tokens: int
+    keys: int
+    warps: int
+    stages: int
+
+
+CHUNK_SHAPES = {1: ScoreShape(4, 64, 4, 5), 2: ScoreShape(4, 64, 4, 3), 4: ScoreShape(1, 128, 4, 2)}
+"""By bytes of an element. Five stages load two blocks ahead, three one block, because the page ids are loaded first.
+float32 products take many registers.
+"""
+_STAGES_OF_FEW = {1: 5, 2: 3, 4: 2}
+"""An fp8 block has half the bytes: more of them must be on their way."""
 _KEYS_AT_ONCE = 128
-_PROGRAMS_PER_SM = 8  # one or two run at a time; more balance sequences of different lengths
-_GROUP = 4  # tokens of a program, for which a block of keys is read once
+_PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
 _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = 2
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
@@ -40,6 +60,8 @@ def _index_scores(
     query_ptr,
     weights_ptr,
     key_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
     table_ptr,
     sequence_ptr,
     visible_ptr,
@@ -49,6 +71,8 @@ def _index_scores(
     table_stride,
     page_stride,
     token_stride,
+    scale_page_stride,
+    scale_token_stride,
     scores_stride,
     k,
     tokens,
@@ -60,6 +84,7 @@ def _index_scores(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -78,17 +103,32 @@ def _index_scores(
     rows = query_ptr + row_token.to(tl.int64)[:, None] * query_stride + head[:, None] * D + column[None, :]
     query = tl.load(rows, mask=is_head[:, None] & (column < D)[None, :], other=0.0)
     weight = tl.load(weights_ptr + row_token.to(tl.int64) * weights_stride + head, mask=is_head, other=0.0)
+    if FP8:
+        weight *= tl.load(query_scale_ptr + row_token.to(tl.int64) * HEADS + head, mask=is_head, other=0.0)
     scores = scores_ptr + token.to(tl.int64)[None, :] * scores_stride
     current = tl.max(tl.where(visible > 0, sequence, -1), 0)
     while current >= 0:  # usually the only sequence of these tokens
         limit = tl.where(sequence == current, visible, 0)
         pages = table_ptr + current.to(tl.int64) * table_stride
         end = tl.max(limit, 0)
-        for first in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        begin, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+        if FP8:
+            page = _load_pages(pages, begin, end, PAGE, BLOCK)
+            scale = _load_scales(page, key_scale_ptr, begin, end, scale_page_stride, scale_token_stride, PAGE, BLOCK)
+            page = _load_pages(pages, begin + step, end, PAGE, BLOCK)
+        for first in range(begin, end, step):
+            if FP8:
+                next_scale = _load_scales(
+                    page, key_scale_ptr, first + step, end, scale_page_stride, scale_token_stride, PAGE, BLOCK
+                )
+                page = _load_pages(pages, first + 2 * step, end, PAGE, BLOCK)
             key = load_page_rows(pages, key_ptr, first, end, page_stride, token_stride, column, D, PAGE, BLOCK)
             product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
             weighted = tl.maximum(product, 0.0) * weight[None, :]
             score = tl.sum(tl.reshape(weighted, (BLOCK, BLOCK_T, BLOCK_H)), 2)
+            if FP8:
+                score *= scale[:, None]
+                scale = next_scale
             position = first + tl.arange(0, BLOCK)[:, None]
             tl.store(scores + position, score, mask=position < limit[None, :])
         current = tl.max(tl.where((visible > 0) & (sequence < current), sequence, -1), 0)
@@ -99,6 +139,8 @@ def _index_scores_of_few(
     query_ptr,
     weights_ptr,
     key_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
     table_ptr,
     sequence_ptr,
     visible_ptr,
@@ -108,6 +150,8 @@ def _index_scores_of_few(
     table_stride,
     page_stride,
     token_stride,
+    scale_page_stride,
+    scale_token_stride,
     scores_stride,
     k,
     tokens,
@@ -119,6 +163,7 @@ def _index_scores_of_few(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -144,21 +189,46 @@ def _index_scores_of_few(
         pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
         query = tl.load(query_ptr + token * query_stride + head[:, None] * D + column[None, :], mask=inside, other=0.0)
         weight = tl.load(weights_ptr + token * weights_stride + head, mask=head < HEADS, other=0.0)
+        if FP8:
+            weight *= tl.load(query_scale_ptr + token * HEADS + head, mask=head < HEADS, other=0.0)
+            begin = (at - start) * BLOCK
+            page = _load_pages(pages, begin, visible, PAGE, BLOCK)
+            scale = _load_scales(
+                page, key_scale_ptr, begin, visible, scale_page_stride, scale_token_stride, PAGE, BLOCK
+            )
+            page = _load_pages(pages, begin + BLOCK, visible, PAGE, BLOCK)
         scores = scores_ptr + token * scores_stride
         for block in range(at - start, until - start):
             first = block * BLOCK
+            if FP8:
+                next_scale = _load_scales(
+                    page, key_scale_ptr, first + BLOCK, visible, scale_page_stride, scale_token_stride, PAGE, BLOCK
+                )
+                page = _load_pages(pages, first + 2 * BLOCK, visible, PAGE, BLOCK)
             key = load_page_rows(pages, key_ptr, first, visible, page_stride, token_stride, column, D, PAGE, BLOCK)
-            _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION)
+            product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+            score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+            if FP8:
+                score *= scale
+                scale = next_scale
+            position = first + tl.arange(0, BLOCK)
+            tl.store(scores + position, score, mask=position < visible)
         at = until
 
 
 @triton.jit
-def _store_scores(query, weight, key, scores, first, visible, BLOCK, PRECISION):
-    """Store the scores of one block of keys, from position `first` on."""
-    product = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+def _load_pages(pages, first, end, PAGE, BLOCK):
+    """The page ids of positions [first, first + BLOCK); 0 from `end` on."""
     position = first + tl.arange(0, BLOCK)
-    tl.store(scores + position, score, mask=position < visible)
+    return tl.load(pages + position // PAGE, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load_scales(page, scale_ptr, first, end, page_stride, token_stride, PAGE, BLOCK):
+    """The scales of the keys at positions [first, first + BLOCK), which are in these pages; 0 from `end` on."""
+    position = first + tl.arange(0, BLOCK)
+    places = scale_ptr + page * page_stride + (position % PAGE) * token_stride
+    return tl.load(places, mask=position < end, other=0.0)
 
 
 @triton.jit
@@ -188,7 +258,12 @@ def _position_rows(
 
 
 def launch_index_topk(
-    query: torch.Tensor, weights: torch.Tensor, key_pages: torch.Tensor, plan: IndexPlan, out: torch.Tensor
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    plan: IndexPlan,
+    scales: IndexScales | None,
+    out: torch.Tensor,
 ) -> None:
     """Fill `out` [T, k]."""
     tokens, k = out.shape
@@ -199,15 +274,17 @@ def launch_index_topk(
         rows = slice(start, min(start + at_once, tokens))
         part = replace(plan, sequence=plan.sequence[rows], visible=plan.visible[rows])
         scores = buffer[: part.tokens]
-        _launch_scores(query[rows], weights[rows], key_pages, part, scores, k)
+        of_rows = None if scales is None else IndexScales(scales.query[rows], scales.keys)
+        launch_scores(query[rows], weights[rows], key_pages, part, of_rows, scores, k)
         launch_select_top(scores, part.visible, out[rows])
 
 
-def _launch_scores(
+def launch_scores(
     query: torch.Tensor,
     weights: torch.Tensor,
     key_pages: torch.Tensor,
     plan: IndexPlan,
+    scales: IndexScales | None,
     scores: torch.Tensor,
     k: int,
 ) -> None:
@@ -218,17 +295,18 @@ def _launch_scores(
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     if tokens <= _FEW_TOKENS:
         launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
-        block_t, warps = triton.next_power_of_2(tokens), 4
+        stages = _STAGES_OF_FEW[query.dtype.itemsize]
+        shape = ScoreShape(triton.next_power_of_2(tokens), _KEYS_AT_ONCE, warps=4, stages=stages)
     else:
-        block_t, warps = (_GROUP, 8) if query.dtype.itemsize == 2 else (1, 4)  # float32 products take many registers
-        groups = ceil_div(tokens, block_t)
-        launch = _index_scores[
-            (groups, min(ceil_div(_PROGRAMS_PER_SM * sms, groups), scores.shape[1] // _KEYS_AT_ONCE))
-        ]
+        shape = CHUNK_SHAPES[query.dtype.itemsize]
+        groups = ceil_div(tokens, shape.tokens)
+        launch = _index_scores[(groups, min(ceil_div(_PROGRAMS_PER_SM * sms, groups), scores.shape[1] // shape.keys))]
     launch(
         query,
         weights,
         key_pages,
+        None if scales is None else scales.query,
+        None if scales is None else scales.keys,
         plan.page_table,
         plan.sequence,
         plan.visible,
@@ -238,19 +316,21 @@ def _launch_scores(
         plan.page_table.stride(0),
         page_stride,
         token_stride,
+        *((0, 0) if scales is None else (scales.keys.stride(0), scales.keys.stride(2))),
         scores.stride(0),
         k,
         tokens,
-        BLOCK_T=block_t,
+        BLOCK_T=shape.tokens,
         HEADS=heads,
         BLOCK_H=max(triton.next_power_of_2(heads), 16),
         D=dim,
-        BLOCK_D=max(triton.next_power_of_2(dim), 16),
+        BLOCK_D=max(triton.next_power_of_2(dim), 16 if scales is None else 32),  # the least of a matrix product
         PAGE=plan.page_size,
-        BLOCK=_KEYS_AT_ONCE,
+        BLOCK=shape.keys,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
-        num_warps=warps,
-        num_stages=3 if query.dtype.itemsize == 2 else 2,
+        FP8=scales is not None,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
         **overlap_options(device),
     )
 

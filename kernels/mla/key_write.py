@@ -14,3 +14,5 @@ class KeyWrite:
     pages: torch.Tensor
     rows: torch.Tensor
     interleaved: bool
+    scales: torch.Tensor | None = None
+    """[pages, page_size] float32, if keys are stored in fp8 (fp8_rows.py)."""

@@ -12,7 +12,8 @@ Shapes: x [T, Q + R + P (+ Di)], contiguous; q_norm [Q]; kv_norm [R]; cos = [c, 
 [T, P]; pages [pages, page_size, R + P] and key.pages [pages, page_size, Di], rows contiguous, otherwise any strides;
 rows, key.rows [T] int32: page * page_size + slot, or -1 for a row that is not written, such as the padding of a CUDA
 graph's batch. No two tokens share a row. Pairs of r are interleaved; those of k if `key.interleaved`. Norms and
-products are rounded before they are used, as in transformers. Pages of uint8 hold packed rows (packed_rows.py).
+products are rounded before they are used, as in transformers. Pages of uint8 hold packed rows (packed_rows.py). With
+`key.scales`, keys are stored in fp8 (fp8_rows.py).
 
 Lower bound: 2 * T * (Q + R + P + Di) elements moved; at decode sizes one launch latency.
 """
@@ -23,6 +24,7 @@ from torch.nn.functional import layer_norm
 from ..attention.rope_kv_write import rotate_reference
 from ..backends.dispatch import Impl, use_triton
 from ..linear.rms_norm import rms_norm_reference
+from .fp8_rows import FP8, quantize_rows_reference
 from .key_write import KeyWrite
 from .packed_rows import pack_rows_reference, packed_bytes
 
@@ -83,6 +85,9 @@ def latent_write_reference(
     write_rows_reference(pages, rows, latent)
     if key is not None:
         keys = index_keys_reference(x[:, latent_end:], key, cos, signed_sin, eps)
+        if key.scales is not None:
+            keys, scales = quantize_rows_reference(keys)
+            write_rows_reference(key.scales, key.rows, scales)
         write_rows_reference(key.pages, key.rows, keys)
     return rms_norm_reference(x[:, : len(q_norm)], q_norm, eps)
 
@@ -113,7 +118,12 @@ def latent_write(
     else:
         _check_rows("pages", pages, rows, tokens, len(kv_norm) + rope_dim, x.dtype)
     if key is not None:
-        _check_rows("key pages", key.pages, key.rows, tokens, len(key.norm), x.dtype)
+        _check_rows("key pages", key.pages, key.rows, tokens, len(key.norm), x.dtype if key.scales is None else FP8)
+        if key.scales is not None and (key.scales.shape != key.pages.shape[:2] or key.scales.dtype != torch.float32):
+            raise ValueError(
+                f"key scales {key.scales.dtype} {list(key.scales.shape)} are not one float32 for each key of pages "
+                f"{list(key.pages.shape)}"
+            )
         if key.bias.shape != key.norm.shape or len(key.norm) < rope_dim:
             raise ValueError(f"key norm {list(key.norm.shape)} and bias {list(key.bias.shape)} differ or are too short")
     if not use_triton(impl, x.device):

@@ -7,8 +7,23 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .fp8_rows import EXPONENT, EXPONENT_OF_448, ROUND_UP, SMALLEST, TWICE_BIAS
 from .key_write import KeyWrite
 from .packed_rows_triton import store_packed
+
+_SMALLEST = tl.constexpr(SMALLEST)
+_ROUND_UP = tl.constexpr(ROUND_UP)
+_EXPONENT = tl.constexpr(EXPONENT)
+_EXPONENT_OF_448 = tl.constexpr(EXPONENT_OF_448)
+_TWICE_BIAS = tl.constexpr(TWICE_BIAS)
+
+
+@triton.jit
+def fp8_scale(largest):
+    """The scale of rows whose largest absolute value, float32, this is, and its reciprocal; see fp8_rows.py."""
+    bits = tl.maximum(largest, _SMALLEST).to(tl.int32, bitcast=True)
+    bits = ((bits + _ROUND_UP) & _EXPONENT) - _EXPONENT_OF_448
+    return bits.to(tl.float32, bitcast=True), (-bits + _TWICE_BIAS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,6 +58,7 @@ def _latent_write(
     rows_ptr,
     key_pages_ptr,
     key_rows_ptr,
+    key_scales_ptr,
     out_ptr,
     x_stride,
     cos_stride,
@@ -50,6 +66,8 @@ def _latent_write(
     slot_stride,
     key_page_stride,
     key_slot_stride,
+    scale_page_stride,
+    scale_slot_stride,
     eps,
     Q: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -63,6 +81,7 @@ def _latent_write(
     PAGE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
     PACKED: tl.constexpr,
+    FP8_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -111,7 +130,6 @@ def _latent_write(
             weight = tl.load(key_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
             bias = tl.load(key_bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
             normed = (centred * inverse * weight + bias).to(dtype)
-            tl.store(place + column, normed, mask=inside & (column >= 2 * HALF))
             first = 2 * pair if INTERLEAVED else pair
             step: tl.constexpr = 1 if INTERLEAVED else HALF
             x1 = tl.load(x_ptr + first, mask=in_half, other=0.0).to(tl.float32) - mean
@@ -123,6 +141,17 @@ def _latent_write(
             x1 = (x1 * inverse * weight1 + bias1).to(dtype).to(tl.float32)
             x2 = (x2 * inverse * weight2 + bias2).to(dtype).to(tl.float32)
             rotated1, rotated2 = rotate_pair(x1, x2, cos, sin, dtype)
+            plain = inside & (column >= 2 * HALF)
+            if FP8_KEYS:
+                turned = tl.maximum(tl.abs(rotated1.to(tl.float32)), tl.abs(rotated2.to(tl.float32)))
+                unturned = tl.where(plain, tl.abs(normed.to(tl.float32)), 0.0)
+                scale, inverse_scale = fp8_scale(tl.maximum(tl.max(turned), tl.max(unturned)))
+                scales = key_scales_ptr + (row // KEY_PAGE).to(tl.int64) * scale_page_stride
+                tl.store(scales + (row % KEY_PAGE) * scale_slot_stride, scale)
+                normed = (normed.to(tl.float32) * inverse_scale).to(tl.float8e4nv)
+                rotated1 = (rotated1.to(tl.float32) * inverse_scale).to(tl.float8e4nv)
+                rotated2 = (rotated2.to(tl.float32) * inverse_scale).to(tl.float8e4nv)
+            tl.store(place + column, normed, mask=plain)
             tl.store(place + pair, rotated1, mask=in_half)
             tl.store(place + HALF + pair, rotated2, mask=in_half)
 
@@ -154,11 +183,13 @@ def launch_latent_write(
         rows,
         None if key is None else key.pages,
         None if key is None else key.rows,
+        None if key is None else key.scales,
         out,
         x.stride(0),
         cos.stride(0),
         *pages.stride()[:2],
         *((0, 0) if key is None else key.pages.stride()[:2]),
+        *((0, 0) if key is None or key.scales is None else key.scales.stride()),
         eps,
         Q=len(q_norm),
         BLOCK_Q=triton.next_power_of_2(len(q_norm)),
@@ -172,6 +203,7 @@ def launch_latent_write(
         PAGE=pages.shape[1],
         KEY_PAGE=1 if key is None else key.pages.shape[1],
         PACKED=pages.dtype == torch.uint8,
+        FP8_KEYS=key is not None and key.scales is not None,
         num_warps=4,
         **overlap_options(x.device),
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .latent_write_triton import rotate_pair
+from .latent_write_triton import fp8_scale, rotate_pair
 
 _HEADS_PER_PROGRAM = 16
 
@@ -19,6 +19,7 @@ def _rotate_queries(
     sin_ptr,
     query_ptr,
     index_query_ptr,
+    scales_ptr,
     x_stride,
     cos_stride,
     query_stride,
@@ -34,6 +35,7 @@ def _rotate_queries(
     BLOCK_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -67,13 +69,21 @@ def _rotate_queries(
         inside = in_head & in_half[None, :]
         x1 = tl.load(row + first, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(row + first + step, mask=inside, other=0.0).to(tl.float32)
-        rotated1, rotated2 = rotate_pair(x1, x2, cos, sin, dtype)
-        tl.store(out + pair[None, :], rotated1, mask=inside)
-        tl.store(out + HALF + pair[None, :], rotated2, mask=inside)
+        turned1, turned2 = rotate_pair(x1, x2, cos, sin, dtype)
+        column = tl.arange(0, BLOCK_REST)[None, :]
+        kept = in_head & (column < REST)
+        plain = tl.load(row + 2 * HALF + column, mask=kept, other=0.0)
+        if FP8:
+            turned = tl.maximum(tl.abs(turned1.to(tl.float32)), tl.abs(turned2.to(tl.float32)))
+            largest = tl.maximum(tl.max(turned, 1), tl.max(tl.abs(plain.to(tl.float32)), 1))
+            scale, inverse = fp8_scale(largest)
+            tl.store(scales_ptr + token * INDEX_HEADS + head, scale, mask=head < INDEX_HEADS)
+            turned1 = (turned1.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+            turned2 = (turned2.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+            plain = (plain.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+        tl.store(out + pair[None, :], turned1, mask=inside)
+        tl.store(out + HALF + pair[None, :], turned2, mask=inside)
         if REST > 0:
-            column = tl.arange(0, BLOCK_REST)[None, :]
-            kept = in_head & (column < REST)
-            plain = tl.load(row + 2 * HALF + column, mask=kept, other=0.0)
             tl.store(out + 2 * HALF + column, plain, mask=kept)
 
 
@@ -83,11 +93,12 @@ def launch_rotate_queries(
     signed_sin: torch.Tensor,
     query: torch.Tensor,
     index_query: torch.Tensor,
+    scales: torch.Tensor | None,
     *,
     head_dim: int,
     interleaved: bool,
 ) -> None:
-    """Fill the end of `query` and all of `index_query`."""
+    """Fill the end of `query` and all of `index_query`, in fp8 if there are `scales` to fill."""
     tokens, heads, dim = query.shape
     _, index_heads, index_dim = index_query.shape
     rope_dim = cos.shape[1]
@@ -98,6 +109,7 @@ def launch_rotate_queries(
         signed_sin,
         query,
         index_query,
+        scales,
         x.stride(0),
         cos.stride(0),
         *query.stride()[:2],
@@ -112,6 +124,7 @@ def launch_rotate_queries(
         BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
         INTERLEAVED=interleaved,
         BLOCK_H=_HEADS_PER_PROGRAM,
+        FP8=scales is not None,
         num_warps=4,
         **overlap_options(x.device),
     )

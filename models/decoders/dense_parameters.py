@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...configs.arithmetic import ceil_div
 from ...kernels.backends.dispatch import numba_computes
+from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 
@@ -20,18 +22,34 @@ class Slot:
     target: torch.Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
 
     @staticmethod
-    def whole(target: torch.Tensor) -> "Slot":
+    def whole(target: Weight) -> "Slot":
         """Filled with all of a checkpoint tensor."""
-        return Slot(target, tuple(target.shape), (0,) * target.ndim)
+        return Slot.part(target, dim=0, start=0, size=len(target))
 
     @staticmethod
-    def part(target: torch.Tensor, *, dim: int, start: int, size: int) -> "Slot":
+    def part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
         """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
-        shape, first = list(target.shape), [0] * target.ndim
+        shape, first = list(target.shape), [0] * len(target.shape)
         shape[dim], first[dim] = size, start
+        if isinstance(target, BlockScaled):
+            return Slot(target.values, tuple(shape), tuple(first), target)
         return Slot(target, tuple(shape), tuple(first))
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes if self.block_scaled is None else self.block_scaled.nbytes
+
+    def fill_scales(self, scales: torch.Tensor) -> None:
+        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
+        assert self.block_scaled is not None
+        row_group, target = self.block_scaled.row_group, self.block_scaled.scales
+        rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
+        first = self.start[1] // BLOCK
+        blocks = ceil_div(self.target.shape[1], BLOCK)
+        target[:, :blocks] = scales[rows, first : first + blocks]
 
     @property
     def fills_whole(self) -> bool:

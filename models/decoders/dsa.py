@@ -12,20 +12,23 @@ from itertools import accumulate
 import torch
 
 from ...configs.errors import StartupError
+from ...kernels.hisparse.slot_tables import KvRows
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
-from ...kernels.mla.index_plan import IndexPlan
+from ...kernels.mla.fp8_rows import FP8
+from ...kernels.mla.index_plan import IndexPlan, IndexScales
 from ...kernels.mla.index_topk import index_topk
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
+from ...kernels.mla.rotate_queries import IndexQueries
 from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
-from ...memory.kv_pool import KvCache, KvPool, zeroed
+from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed
 from ..config.sharding import RankTokens, Shard
 from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
-from ..layers.latent_rows import LatentRows, PagedLatentRows, RowPlaces, new_token_rows
+from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
 from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
 from ..layers.moe import MlpParameters, MoeParameters, mixture, mlp
 from ..layers.parallel import ALONE, Parallel
@@ -33,6 +36,8 @@ from ..layers.rope import Rotary, score_factor
 from ..layers.token_exchange import over_all_ranks
 from ..layers.vocabulary import Vocabulary
 from .dsa_parameters import DsaParameters
+
+SCALE_PLANE = "indexer_scale"
 
 
 class DsaDecoder:
@@ -43,19 +48,27 @@ class DsaDecoder:
     following ones that share its selection are an index group, with one set of keys.
     """
 
-    def __init__(self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False) -> None:
-        """Latent rows are stored in the weights' dtype, or `packed` (kernels/mla/packed_rows.py). Raises StartupError
-        for a geometry that cannot be packed.
+    def __init__(
+        self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False, fp8_index: bool = False
+    ) -> None:
+        """Latent rows are stored in the weights' dtype, or `packed` (kernels/mla/packed_rows.py); indexer keys in the
+        weights' dtype, or in fp8 (kernels/mla/fp8_rows.py). Raises StartupError for a geometry without such a format.
         """
         assert parameters.config.dsa is not None
         if packed and parameters.config.dsa.kv_rank % 4:
             raise StartupError(
                 f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, got {parameters.config.dsa.kv_rank}"
             )
+        if fp8_index and parameters.config.dsa.index_dim % 4:
+            raise StartupError(
+                f"index_dtype fp8_e4m3 needs an index_head_dim that is a multiple of 4, got "
+                f"{parameters.config.dsa.index_dim}"
+            )
         self.parameters = parameters
         self.config = parameters.config
         self._dsa = parameters.config.dsa
         self._packed = packed
+        self._fp8_index = fp8_index
         self._parallel = parallel
         self._vocabulary = Vocabulary(
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
@@ -72,11 +85,14 @@ class DsaDecoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step: torch's grouped product does not wait for the device in bfloat16
-        only (moe.py), and with data-parallel attention the tokens of other ranks differ between steps.
+        """Whether a CUDA graph can capture a step: torch's grouped product, for experts that are not block-scaled,
+        does not wait for the device in bfloat16 only (moe.py). With data-parallel attention, the tokens of other ranks
+        differ between steps.
         """
-        has_experts = any(isinstance(layer.mlp, MoeParameters) for layer in self.parameters.layers)
-        return not self.parameters.shard.dp_attention and (self.parameters.dtype == torch.bfloat16 or not has_experts)
+        mlps = [layer.mlp for layer in self.parameters.layers]
+        by_torch = any(isinstance(mlp, MoeParameters) and isinstance(mlp.gate_up, torch.Tensor) for mlp in mlps)
+        on_device = self.parameters.dtype == torch.bfloat16 or not by_torch
+        return on_device and not self.parameters.shard.dp_attention
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""
@@ -127,6 +143,7 @@ class DsaDecoder:
             dtype=dtype,
             device=torch.device("cpu") if in_host_memory else self.parameters.device,
             planes=(plane,),
+            scale_plane=SCALE_PLANE if self._has_scales(plane) else None,
             pinned=in_host_memory and self.parameters.device.type == "cuda",
             memory=memory,
         )
@@ -141,7 +158,8 @@ class DsaDecoder:
 
     def _token_bytes(self, plane: str, shard: Shard) -> int:
         row_size, dtype = self._row(plane)
-        return len(self._layers(plane, shard)) * row_size * dtype.itemsize
+        scale_bytes = SCALE_BYTES if self._has_scales(plane) else 0
+        return len(self._layers(plane, shard)) * (row_size * dtype.itemsize + scale_bytes)
 
     def _layers(self, plane: str, shard: Shard) -> range:
         """A rank's part of a plane: layers of the model, or indexers."""
@@ -150,10 +168,13 @@ class DsaDecoder:
     def _row(self, plane: str) -> tuple[int, torch.dtype]:
         """Elements of a token's row in one layer, and their dtype."""
         if plane == "indexer":
-            return self._dsa.index_dim, self.parameters.dtype
+            return self._dsa.index_dim, FP8 if self._fp8_index else self.parameters.dtype
         if self._packed:
             return packed_bytes(self._dsa.kv_rank, self._dsa.rope_dim), torch.uint8
         return self._dsa.latent_dim, self.parameters.dtype
+
+    def _has_scales(self, plane: str) -> bool:
+        return plane == "indexer" and self._fp8_index
 
     def hidden(
         self,
@@ -190,8 +211,8 @@ class DsaDecoder:
         attend = sparse_mla_packed if self._packed else sparse_mla
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
-            (key_pages,) = index_pool.layer(self._groups[index])
-            key = self._key_write(layer.indexer, RowPlaces(key_pages.squeeze(1), new_rows))
+            key_planes = index_pool.layer(self._groups[index])
+            key = self._key_write(layer.indexer, key_planes, new_rows)
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
             to_expand = compressed, layer.attention, dsa, *cos_sin
             if layer.indexer is None:
@@ -199,12 +220,12 @@ class DsaDecoder:
             else:
                 weights = index_weights(normed, layer.indexer)
                 if rows.fetches:  # compute attention's queries while rows are fetched
-                    index_query = expand_index_queries(*to_expand)
-                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+                    index_query = expand_index_queries(*to_expand, fp8_index=self._fp8_index)
+                    rows.select(index, self._select(index_query, weights, key_planes, plan))
                     query = expand_head_queries(*to_expand)
                 else:
-                    query, index_query = expand_queries(*to_expand)
-                    rows.select(index, index_topk(index_query, weights, key_pages, plan, dsa.index_topk))
+                    query, index_query = expand_queries(*to_expand, fp8_index=self._fp8_index)
+                    rows.select(index, self._select(index_query, weights, key_planes, plan))
             attended = attend(query, *rows.selected(index), scale=self._scale, value_dim=dsa.kv_rank)
             if last_only and index + 1 == len(layers):
                 assert batch.last_rows is not None
@@ -240,10 +261,20 @@ class DsaDecoder:
         """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""
         return self._vocabulary.logits(hidden, out)
 
-    def _key_write(self, indexer: IndexerParameters | None, places: RowPlaces) -> KeyWrite | None:
+    def _key_write(
+        self, indexer: IndexerParameters | None, planes: tuple[torch.Tensor, ...], rows: KvRows
+    ) -> KeyWrite | None:
+        """Where a layer writes its keys; `planes` has keys and, in fp8, their scales."""
         if indexer is None:
             return None
-        return KeyWrite(indexer.key_norm, indexer.key_norm_bias, *places, self._dsa.index_interleaved)
+        pages, scales = planes[0].squeeze(1), planes[1][:, 0, :, 0] if self._fp8_index else None
+        return KeyWrite(indexer.key_norm, indexer.key_norm_bias, pages, rows, self._dsa.index_interleaved, scales)
+
+    def _select(
+        self, query: IndexQueries, weights: torch.Tensor, planes: tuple[torch.Tensor, ...], plan: IndexPlan
+    ) -> torch.Tensor:
+        scales = None if query.scales is None else IndexScales(query.scales, planes[1])
+        return index_topk(query.values, weights, planes[0], plan, self._dsa.index_topk, scales=scales)
 
 
 def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:

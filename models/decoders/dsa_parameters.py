@@ -3,12 +3,18 @@
 Tensor parallelism divides attention heads, the width of MLPs and of every expert (or, with expert parallelism,
 distributes whole experts), and the vocabulary. Every rank has the parts before the heads (compressions, indexer,
 router) whole. With data-parallel attention, every rank has all heads and the whole vocabulary.
+
+Matrices that a checkpoint stores in fp8 stay fp8 with their scales (kernels/linear/block_format.py), except MLA's
+absorbed ones and those of which a rank's columns begin or end inside a block: they are expanded.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
 from ..config.dsa import DsaConfig
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
@@ -42,10 +48,17 @@ class DsaParameters:
 
     @staticmethod
     def allocate(
-        config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: Collection[str] = frozenset(),
     ) -> "DsaParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
-        memory = _Memory(config, shard, device, dtype)
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
+        are the checkpoint tensors to keep in block-scaled fp8 where possible.
+        """
+        memory = _Memory(config, shard, device, dtype, fp8)
         rows = shard.attention.vocabulary_rows(config.vocab_size)
         return DsaParameters(
             config,
@@ -134,17 +147,15 @@ class DsaParameters:
             **self._gated_slots("mlp.shared_experts", layer.shared.gate_up, layer.shared.down),
         }
         whole = self.shard.whole_experts
-        for expert, gate_up, down in zip(layer.experts, layer.gate_up, layer.down, strict=True):
+        for expert, gate_up, down in zip(layer.experts, _each(layer.gate_up), _each(layer.down), strict=True):
             slots.update(self._gated_slots(f"mlp.experts.{expert}", gate_up, down, whole=whole))
         return slots
 
-    def _gated_slots(
-        self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor, *, whole: bool = False
-    ) -> dict[str, Slot]:
+    def _gated_slots(self, prefix: str, gate_up: Weight, down: Weight, *, whole: bool = False) -> dict[str, Slot]:
         """Slots of an MLP of which this rank has a part of the width, or all of it."""
         share = down.shape[1]
         start, size = (0, share) if whole else (self.shard.tp_rank * share, self.shard.tp_size * share)
-        gate, up = gate_up.chunk(2)
+        gate, up = _split(gate_up, share)
         return {
             f"{prefix}.gate_proj.weight": Slot.part(gate, dim=0, start=start, size=size),
             f"{prefix}.up_proj.weight": Slot.part(up, dim=0, start=start, size=size),
@@ -152,43 +163,90 @@ class DsaParameters:
         }
 
 
-def _split(matrix: torch.Tensor, *rows: int) -> tuple[torch.Tensor, ...]:
-    """Split off parts of these numbers of rows, and the rest."""
-    return torch.split_with_sizes(matrix, [*rows, len(matrix) - sum(rows)])
+def _split(matrix: Weight, *rows: int) -> tuple[Weight, ...]:
+    """Split off parts of these numbers of rows, and the rest, which may be empty."""
+    ends = list(accumulate(rows))
+    return tuple(matrix[start:end] for start, end in zip([0, *ends], [*ends, len(matrix)], strict=True))
+
+
+def _each(experts: Weight) -> Iterator[Weight]:
+    """The matrix of each expert."""
+    if isinstance(experts, BlockScaled):
+        for values, scales in zip(experts.values, experts.scales, strict=True):
+            yield BlockScaled(values, scales, experts.row_group)
+    else:
+        yield from experts
 
 
 class _Memory:
     """Allocates the layers of one rank."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype, fp8: Collection[str]
+    ) -> None:
         assert config.dsa is not None
         self._config, self._dsa, self._shard = config, config.dsa, shard
         self._device, self._dtype = device, dtype
+        self._fp8 = fp8
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
+    def weight(
+        self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
+    ) -> Weight:
+        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 if all of them are.
+
+        `first_rows` are the rows where parts begin, in the matrix and in the checkpoint; its columns are those of the
+        checkpoint from `first_column` on.
+        """
+        offset, columns = first_column % BLOCK, shape[-1]
+        on_blocks = offset == 0 or offset + columns <= BLOCK
+        if not on_blocks or not all(name in self._fp8 for name in names):
+            return self.tensor(*shape)
+        return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self._device)
+
     def layer(self, index: int) -> DsaLayerParameters:
+        prefix = f"model.layers.{index}"
         return DsaLayerParameters(
             input_norm=self.tensor(self._config.hidden_size),
-            attention=self._attention(index),
+            attention=self._attention(index, f"{prefix}.self_attn"),
             indexer=self._indexer() if self._dsa.indexed[index] else None,
             mlp_norm=self.tensor(self._config.hidden_size),
-            mlp=self._mixture() if self._dsa.mixed[index] else self._dense(),
+            mlp=self._mixture(f"{prefix}.mlp") if self._dsa.mixed[index] else self._dense(f"{prefix}.mlp"),
         )
 
-    def _attention(self, index: int) -> MlaParameters:
+    def _attention(self, index: int, prefix: str) -> MlaParameters:
         dsa, hidden = self._dsa, self._config.hidden_size
-        heads = len(self._shard.attention.part("num_attention_heads", self._config.num_heads))
-        index_heads = dsa.index_heads if dsa.indexed[index] else 0
-        key_dim = dsa.index_dim if dsa.indexed[index] else 0
+        heads = self._shard.attention.part("num_attention_heads", self._config.num_heads)
+        q_dim, indexed = dsa.nope_dim + dsa.rope_dim, dsa.indexed[index]
+        q_size, compressed = len(heads) * q_dim, dsa.q_rank + dsa.latent_dim
+        to_compress, to_expand = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
+        if indexed:
+            to_compress.append("indexer.wk")
+            to_expand.append("indexer.wq_b")
         return MlaParameters(
-            compress=self.tensor(dsa.q_rank + dsa.latent_dim + key_dim, hidden),
+            compress=self.weight(
+                compressed + (dsa.index_dim if indexed else 0),
+                hidden,
+                names=[f"{prefix}.{name}.weight" for name in to_compress],
+                first_rows=(dsa.q_rank, compressed),
+            ),
             q_norm=self.tensor(dsa.q_rank),
             kv_norm=self.tensor(dsa.kv_rank),
-            expand=self.tensor(heads * (dsa.nope_dim + dsa.rope_dim) + index_heads * dsa.index_dim, dsa.q_rank),
-            kv_b=self.tensor(heads, dsa.nope_dim + dsa.value_dim, dsa.kv_rank),
-            o=self.tensor(hidden, heads * dsa.value_dim),
+            expand=self.weight(
+                q_size + (dsa.index_heads * dsa.index_dim if indexed else 0),
+                dsa.q_rank,
+                names=[f"{prefix}.{name}.weight" for name in to_expand],
+                first_rows=(heads.start * q_dim, q_size),
+            ),
+            kv_b=self.tensor(len(heads), dsa.nope_dim + dsa.value_dim, dsa.kv_rank),
+            o=self.weight(
+                hidden,
+                len(heads) * dsa.value_dim,
+                names=[f"{prefix}.o_proj.weight"],
+                first_column=heads.start * dsa.value_dim,
+            ),
         )
 
     def _indexer(self) -> IndexerParameters:
@@ -199,21 +257,37 @@ class _Memory:
             weights=self.tensor(dsa.index_heads, self._config.hidden_size, dtype=torch.float32),
         )
 
-    def _dense(self) -> MlpParameters:
-        return self._gated(len(self._shard.part("intermediate_size", self._config.intermediate_size)))
+    def _dense(self, prefix: str) -> MlpParameters:
+        size = len(self._shard.part("intermediate_size", self._config.intermediate_size))
+        return MlpParameters(*self._gated([prefix], size))
 
-    def _mixture(self) -> MoeParameters:
+    def _mixture(self, prefix: str) -> MoeParameters:
         moe, hidden = self._dsa.moe, self._config.hidden_size
         experts, size = moe.share(self._shard, hidden)
+        gate_up, down = self._gated(
+            [f"{prefix}.experts.{expert}" for expert in experts],
+            size,
+            len(experts),
+            whole=self._shard.whole_experts,
+        )
         return MoeParameters(
             router=self.tensor(moe.num_experts, hidden, dtype=torch.float32),
             router_bias=self.tensor(moe.num_experts, dtype=torch.float32),
             experts=experts,
-            gate_up=self.tensor(len(experts), 2 * size, hidden),
-            down=self.tensor(len(experts), hidden, size),
-            shared=self._gated(moe.shared_share(self._shard)),
+            gate_up=gate_up,
+            down=down,
+            shared=MlpParameters(*self._gated([f"{prefix}.shared_experts"], moe.shared_share(self._shard))),
         )
 
-    def _gated(self, size: int) -> MlpParameters:
-        hidden = self._config.hidden_size
-        return MlpParameters(gate_up=self.tensor(2 * size, hidden), down=self.tensor(hidden, size))
+    def _gated(self, prefixes: Sequence[str], size: int, *experts: int, whole: bool = False) -> tuple[Weight, Weight]:
+        """The matrices of an MLP, or of several experts: a part of the width, `size` elements, or all of it."""
+        hidden, start = self._config.hidden_size, 0 if whole else self._shard.tp_rank * size
+        gate_up = self.weight(
+            *experts,
+            2 * size,
+            hidden,
+            names=[f"{prefix}.{part}_proj.weight" for prefix in prefixes for part in ("gate", "up")],
+            first_rows=(size, start),
+        )
+        names = [f"{prefix}.down_proj.weight" for prefix in prefixes]
+        return gate_up, self.weight(*experts, hidden, size, names=names, first_column=start)

@@ -3,6 +3,9 @@
 A graph is captured per size and kind of step. All inputs that change from step to step (tokens, positions, lengths,
 pages, the attention plan) are in one device buffer, which one copy fills before a replay. A step runs in the smallest
 graph that holds it; padded rows write no KV and are not returned.
+
+With tensor parallelism a graph has the collectives of the stage. All ranks of the stage capture and replay the same
+graphs in the same order. With pipeline parallelism a stage has its own graphs; hidden states travel between replays.
 """
 
 import bisect
@@ -19,6 +22,7 @@ from ...memory.pages import pages_for
 from ..decoders.dense import Decoder
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import SequenceSlice
+from ..layers.parallel import ALONE, Parallel
 from .chunks import ChunkStep
 from .dense import DenseStep
 from .dsa import DsaStep
@@ -62,9 +66,10 @@ class GraphedStep(Protocol):
     def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
         """Use `token_ids` (on the device, one per slice) for the slices of a single token."""
 
-    def hidden(self, size: int, kind: int, /) -> torch.Tensor:
-        """Run the step on the inputs of `fill`; returns the input of `logits`, a row per slice and undefined rows of
-        padding. This is what is captured.
+    def hidden(self, size: int, kind: int, received: torch.Tensor | None, /) -> torch.Tensor:
+        """Run the step on the inputs of `fill` and, in all stages but the first, on the `received` hidden states of
+        `size` rows. This is what is captured. Returns the input of `logits`, a row per slice and undefined rows of
+        padding; in all stages but the last, hidden states for the next one, `size` rows.
         """
 
 
@@ -83,6 +88,7 @@ class StepGraphs:
         max_slices: int,
         *,
         always_logits: bool,
+        parallel: Parallel = ALONE,
     ) -> None:
         """With `always_logits` they are part of every graph. Otherwise they have graphs of their own: only the last
         chunk of a prompt needs them.
@@ -91,12 +97,18 @@ class StepGraphs:
         self._step = step
         self._device = device
         self._sizes = sizes
-        config = decoder.config
-        self._hidden = torch.empty(max_slices, config.hidden_size, dtype=decoder.parameters.dtype, device=device)
-        self._logits = torch.empty(max_slices, config.vocab_size, dtype=torch.float32, device=device)
+        self._parallel = parallel
+        shard, vocabulary = parallel.shard, decoder.config.vocab_size
+        width, dtype = decoder.config.hidden_size, decoder.parameters.dtype
+        rows = sizes[-1] if not shard.last else 0 if always_logits else max_slices
+        self._hidden = torch.empty(rows, width, dtype=dtype, device=device)
+        """Rows for the next stage, or for the graph of logits."""
+        self._received = None if shard.first else torch.zeros(sizes[-1], width, dtype=dtype, device=device)
+        """Rows of the previous stage."""
+        self._logits = torch.empty(max_slices if shard.samples else 0, vocabulary, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._always_logits = always_logits
-        self._logits_sizes = [] if always_logits else graph_batch_sizes(max_slices)
+        self._logits_sizes = graph_batch_sizes(max_slices) if shard.last and not always_logits else []
         self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """By rows."""
         self._last_kind = self._last_rows = 0
@@ -120,23 +132,29 @@ class StepGraphs:
         *,
         logits: bool = True,
         size: int | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
-        of the last step. Does not wait for the device. `token_ids` on the device replace those of slices of a single
-        token, if given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab].
-        `size` is that of `size_for`, if the caller has it.
+        of the last step, on the sampling rank, and None on the others. Does not wait for the device, but may wait for
+        the previous stage. `token_ids` on the device replace those of slices of a single token, if given: the step can
+        start before the host knows the tokens. Without `logits` the result is [0, vocab]. `size` is that of `size_for`,
+        if the caller has it.
         """
         size = size or self.size_for(slices)
         assert size is not None, "the batch fits"
         self._last_kind = self._step.fill(slices, size)
         if token_ids is not None:
             self._step.replace_tokens(slices, token_ids)
+        tokens = sum(len(piece.token_ids) for piece in slices)
+        if self._received is not None:
+            width, dtype = self._received.shape[1], self._received.dtype
+            self._received[:tokens].copy_(self._parallel.receive_hidden(tokens, width, dtype))
         self._graphs[size, self._last_kind].replay()
-        if not logits:
-            return self._logits[:0]
-        self._last_rows = len(slices)
-        self._replay_logits()
-        return self._logits[: len(slices)]
+        shard, self._last_rows = self._parallel.shard, len(slices)
+        if not shard.last:
+            self._parallel.send_hidden(self._hidden[:tokens].clone())  # the next replay overwrites them
+        elif logits:
+            self._replay_logits()
+        return self._logits[: len(slices) if logits else 0] if shard.samples else None
 
     def replay(self, size: int) -> None:
         """Repeat the last step, which had this size, on the same inputs: for benchmarks."""
@@ -144,7 +162,7 @@ class StepGraphs:
         self._replay_logits()
 
     def _replay_logits(self) -> None:
-        if not self._always_logits:
+        if self._logits_sizes:
             self._logits_graphs[self._logits_sizes[bisect.bisect_left(self._logits_sizes, self._last_rows)]].replay()
 
     @torch.inference_mode()
@@ -177,8 +195,8 @@ class StepGraphs:
         torch.cuda.synchronize(self._device)
 
     def _run_step(self, size: int, kind: int) -> None:
-        hidden = self._step.hidden(size, kind)
-        if self._always_logits:
+        hidden = self._step.hidden(size, kind, None if self._received is None else self._received[:size])
+        if self._always_logits and self._parallel.shard.last:
             self._decoder.logits(hidden, out=self._logits[: len(hidden)])
         else:
             self._hidden[: len(hidden)].copy_(hidden)
@@ -192,7 +210,15 @@ class DecodeGraphs(StepGraphs):
     time.
     """
 
-    def __init__(self, decoder: Decoder | DsaDecoder, cache: KvCache, *, max_batch: int, max_context: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder | DsaDecoder,
+        cache: KvCache,
+        *,
+        max_batch: int,
+        max_context: int,
+        parallel: Parallel = ALONE,
+    ) -> None:
         max_pages = pages_for(max_context, cache.page_size)
         step: GraphedStep
         if isinstance(decoder, DsaDecoder):
@@ -200,7 +226,7 @@ class DecodeGraphs(StepGraphs):
         else:
             step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         sizes = graph_batch_sizes(max_batch)
-        super().__init__(decoder, step, cache.device, sizes, max_batch, always_logits=True)
+        super().__init__(decoder, step, cache.device, sizes, max_batch, always_logits=True, parallel=parallel)
 
 
 class ChunkGraphs(StepGraphs):
@@ -218,6 +244,7 @@ class ChunkGraphs(StepGraphs):
         max_slices: int,
         max_context: int,
         decode_rows: bool = False,
+        parallel: Parallel = ALONE,
     ) -> None:
         step = ChunkStep(
             decoder,
@@ -226,6 +253,7 @@ class ChunkGraphs(StepGraphs):
             max_slices=max_slices,
             max_pages=pages_for(max_context, cache.page_size),
             decode_rows=decode_rows,
+            last_only=parallel.shard.last,
         )
         sizes = graph_token_counts(max_tokens)
-        super().__init__(decoder, step, cache.device, sizes, max_slices, always_logits=False)
+        super().__init__(decoder, step, cache.device, sizes, max_slices, always_logits=False, parallel=parallel)

@@ -38,13 +38,22 @@ _NO_TILE = 1 << 30
 class ChunkStep:
     """Steps of chunks of a dense decoder over one cache; see capture.GraphedStep.
 
-    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does.
+    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does. With
+    `last_only`, in the last stage, the last layer returns only the last row of each slice.
     """
 
     kinds = 1
 
     def __init__(
-        self, decoder: Decoder, cache: KvCache, *, max_tokens: int, max_slices: int, max_pages: int, decode_rows: bool
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        *,
+        max_tokens: int,
+        max_slices: int,
+        max_pages: int,
+        decode_rows: bool,
+        last_only: bool,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -52,6 +61,7 @@ class ChunkStep:
         self._max_slices = max_slices
         self._max_pages = max_pages
         self._decode_rows = decode_rows
+        self._last_only = last_only
         device, heads, config = cache.device, self._pool.num_heads, decoder.config
         self._parts = num_parts(heads * config.num_heads // config.num_kv_heads, device)
         self._inputs = InputBuffer(
@@ -134,9 +144,14 @@ class ChunkStep:
         own = parts["token_ids"][rows]
         parts["token_ids"][rows] = torch.where(parts["query_lens"][:live] == 1, token_ids.to(own.dtype), own)
 
-    def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
-        parts = self._inputs.device
-        return self._decoder.hidden(self._batch(size), self._cache, live_rows=parts["live_rows"], last_only=True)
+    def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
+        return self._decoder.hidden(
+            self._batch(size),
+            self._cache,
+            hidden=received,
+            live_rows=self._inputs.device["live_rows"],
+            last_only=self._last_only,
+        )
 
     def _tiled(self, piece: SequenceSlice) -> bool:
         """Whether the prefill kernel attends this slice."""

@@ -49,8 +49,9 @@ class DenseStep:
     def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
         self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
 
-    def hidden(self, size: int, _kind: int = 0, /) -> torch.Tensor:
-        return self._decoder.hidden(self._batch(size), self._cache, live_rows=self._inputs.device["live_rows"])
+    def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
+        live_rows = self._inputs.device["live_rows"]
+        return self._decoder.hidden(self._batch(size), self._cache, hidden=received, live_rows=live_rows)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows have no keys, so they have no pieces."""

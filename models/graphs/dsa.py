@@ -45,7 +45,7 @@ class DsaStep:
     def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
         self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
 
-    def hidden(self, size: int, kind: int = 0, /) -> torch.Tensor:
+    def hidden(self, size: int, kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
@@ -60,7 +60,7 @@ class DsaStep:
             hot_slots=parts["hot_slots"][:size],
             all_resident=kind == 1,
         )
-        return self._decoder.hidden(batch, self._cache, live_rows=parts["live_rows"], plan=plan)
+        return self._decoder.hidden(batch, self._cache, hidden=received, live_rows=parts["live_rows"], plan=plan)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens. A long sequence has thousands of pages and seldom gets a new one: the table is

@@ -2,9 +2,10 @@
 
     score(t, s)  =  sum_h weights[t, h] * relu(query[t, h] . key[s])
 
-One key per token, in a cache of its own. The first `rope_dim` dimensions of queries and keys are rotated (in MLA, the
-last); mla.py computes both together with its own. It is small: every tensor-parallel rank computes all of it from the
-same hidden state, so that they select the same tokens without communication.
+One key per token, in a cache of its own: in the model's dtype or, like the queries then, in fp8
+(kernels/mla/fp8_rows.py). The first `rope_dim` dimensions of queries and keys are rotated (in MLA, the last); mla.py
+computes both together with its own. It is small: every tensor-parallel rank computes all of it from the same hidden
+state, so that they select the same tokens without communication.
 """
 
 from dataclasses import dataclass

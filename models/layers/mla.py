@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.linear.block_format import Weight
 from ...kernels.linear.linear import linear
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.latent_write import latent_write
-from ...kernels.mla.rotate_queries import rotate_queries
+from ...kernels.mla.rotate_queries import IndexQueries, rotate_queries
 from ..config.dsa import DsaConfig
 from .latent_rows import RowPlaces
 
@@ -29,15 +30,16 @@ class MlaParameters:
     """Attention's weights; `heads` are this rank's own, everything before them is the same on every rank.
 
     The rows of `compress` compute the queries' latent, the cache row and, with an indexer, its key; those of `expand`
-    compute the queries of the heads and of the indexer.
+    compute the queries of the heads and of the indexer. `kv_b` is never fp8: it is absorbed into batched products per
+    head, and small.
     """
 
-    compress: torch.Tensor  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
+    compress: Weight  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
     q_norm: torch.Tensor  # [q_rank]
     kv_norm: torch.Tensor  # [kv_rank]
-    expand: torch.Tensor  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
+    expand: Weight  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
     kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: what expands keys, then what expands values
-    o: torch.Tensor  # [hidden, heads * value_dim]
+    o: Weight  # [hidden, heads * value_dim]
 
 
 def compress(
@@ -65,10 +67,16 @@ def compress(
 
 
 def expand_queries(
-    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    compressed: torch.Tensor,
+    parameters: MlaParameters,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    *,
+    fp8_index: bool,
+) -> tuple[torch.Tensor, IndexQueries]:
     """The queries of the heads and of the indexer, in one pass."""
-    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin)
+    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin, fp8_index)
     assert index_query is not None, "the layer has an indexer"
     return query, index_query
 
@@ -83,23 +91,31 @@ def expand_head_queries(
 
 
 def expand_index_queries(
-    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
-) -> torch.Tensor:
+    compressed: torch.Tensor,
+    parameters: MlaParameters,
+    config: DsaConfig,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    *,
+    fp8_index: bool,
+) -> IndexQueries:
     """[T, index_heads, index_dim]: the queries of the layer's indexer."""
     rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
-    _, index_query = _expand(compressed, parameters.expand[rows:], parameters.kv_b[:0], config, cos, signed_sin)
+    own = parameters.expand[rows:], parameters.kv_b[:0]
+    _, index_query = _expand(compressed, *own, config, cos, signed_sin, fp8_index)
     assert index_query is not None, "the layer has an indexer"
     return index_query
 
 
 def _expand(
     compressed: torch.Tensor,
-    expand: torch.Tensor,
+    expand: Weight,
     kv_b: torch.Tensor,
     config: DsaConfig,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    fp8_index: bool = False,
+) -> tuple[torch.Tensor, IndexQueries | None]:
     """The queries of the heads of `kv_b`, which come first in `expand`, and of an indexer, if rows remain."""
     tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
     expanded = linear(compressed, expand)
@@ -116,6 +132,7 @@ def _expand(
         head_dim=head_dim,
         index_dim=config.index_dim,
         interleaved=config.index_interleaved,
+        fp8=fp8_index,
     )
     return query, index_query
 

@@ -6,17 +6,19 @@
     mixture(x)    =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
 The bias affects the selection but not the weights. With tensor parallelism a rank has a part of every expert's width
-or, with expert parallelism, whole experts; either way its result is a part of the sum. In bfloat16 on CUDA nothing here
-waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
+or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
+on CUDA, nothing here waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped
+product waits.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import grouped_mm
 
+from ...kernels.linear.block_format import BlockScaled, Weight
+from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.linear import gated_linear, linear
-from ...kernels.linear.swiglu import swiglu
+from ...kernels.moe.experts import grouped_experts
 from ..config.dsa import MoeConfig
 
 
@@ -24,8 +26,8 @@ from ..config.dsa import MoeConfig
 class MlpParameters:
     """A gated MLP; `size` is this rank's part of its width."""
 
-    gate_up: torch.Tensor  # [2 * size, hidden]
-    down: torch.Tensor  # [hidden, size]
+    gate_up: Weight  # [2 * size, hidden]
+    down: Weight  # [hidden, size]
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,31 @@ class MoeParameters:
     router: torch.Tensor  # [E, hidden] float32
     router_bias: torch.Tensor  # [E] float32
     experts: range  # which of the E
-    gate_up: torch.Tensor  # [len(experts), 2 * size, hidden]
-    down: torch.Tensor  # [len(experts), hidden, size]
+    gate_up: Weight  # [len(experts), 2 * size, hidden]
+    down: Weight  # [len(experts), hidden, size]
     shared: MlpParameters
 
 
 def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     """x [T, hidden] through one MLP."""
-    return linear(gated_linear(x, parameters.gate_up), parameters.down)
+    gate_up, down = parameters.gate_up, parameters.down
+    if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
+        return block_scaled_mlp(x, gate_up, down)
+    return linear(gated_linear(x, gate_up), down)
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
     """x [T, hidden] through the selected experts and the shared one."""
     weights, experts = route(x, parameters.router, parameters.router_bias, config)
-    first = parameters.experts.start if len(parameters.experts) < len(parameters.router) else None
-    routed = apply_experts(x, weights, experts, parameters.gate_up, parameters.down, first=first)
+    routed = grouped_experts(
+        x,
+        weights,
+        experts,
+        parameters.gate_up,
+        parameters.down,
+        first=parameters.experts.start,
+        num_experts=len(parameters.router),
+    )
     return routed + mlp(x, parameters.shared)
 
 
@@ -72,34 +84,3 @@ def route(
     if config.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * config.scale, experts
-
-
-def apply_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    first: int | None = None,
-) -> torch.Tensor:
-    """sum_j weights[t, j] * mlp_{experts[t, j]}(x[t]), [T, hidden]: one product per expert over its tokens.
-
-    With `first`, this rank's experts start at this number, and others contribute nothing. Tokens are sorted by expert,
-    so that those of an expert are adjacent, and put back afterwards: a token's results are summed in the order of its
-    experts, independent of the rest of the batch.
-    """
-    per_token, elsewhere = experts.shape[1], None
-    if first is not None:
-        experts = experts - first
-        elsewhere = (experts < 0) | (experts >= len(gate_up))
-        experts.masked_fill_(elsewhere, len(gate_up))  # sorted behind all experts of this rank, and not computed
-    sorted_experts, order = experts.flatten().sort(stable=True)
-    numbers = torch.arange(len(gate_up), device=x.device)
-    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens
-    gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
-    results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
-    results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)
-    if elsewhere is not None:
-        results.masked_fill_(elsewhere.unsqueeze(-1), 0)
-    return results.mul_(weights.unsqueeze(-1)).sum(dim=1)

@@ -1,9 +1,9 @@
-"""Communication between the ranks of a server during computation, over torch.distributed.
+"""Communication between the ranks of a server during computation.
 
-Within a stage, tensor-parallel ranks sum their parts of a result and gather their parts of the logits. Between stages,
+Within a stage, tensor-parallel ranks sum their parts of a result and gather their parts of the logits
+(stage_collectives.py); with data-parallel attention, they exchange rows instead (token_exchange.py). Between stages,
 each rank sends hidden states to the rank of the same `tp_rank` in the next stage. All ranks make the same calls in the
-same order. With data-parallel attention, ranks of a stage only exchange rows (token_exchange.py): sums and gathers of
-the other methods return at once.
+same order.
 """
 
 import fcntl
@@ -25,6 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from ...configs.errors import StartupError
 from ..config.sharding import WHOLE, Shard
+from .stage_collectives import StageCollectives, choose_collectives
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +39,21 @@ class Parallel:
     """A rank's shard and its connections to the others. With a single rank (`ALONE`) every method returns at once, and
     torch.distributed is not needed.
 
-    NCCL enqueues on the CUDA stream and needs a GPU per rank. gloo blocks; ranks that share a GPU use it too, and then
-    every exchange is a copy to the host and one back.
+    NCCL enqueues on the CUDA stream and needs a GPU per rank. gloo blocks; stages that share a GPU send hidden states
+    over it, through host memory.
     """
 
     def __init__(self, shard: Shard, *, device: torch.device | None = None, backend: Backend = "gloo") -> None:
         """For WHOLE; all others are made by `connect`."""
         self.shard = shard
         self._device = device or torch.device("cpu")
-        self.on_device = backend == "nccl" or shard.world_size == 1
-        """Whether communication is enqueued on the device; otherwise it blocks."""
+        self._nccl = backend == "nccl"
         self._through_host = backend == "gloo" and self._device.type != "cpu"
-        """gloo accepts GPU tensors for collectives, through its own pinned memory, but does not send them."""
+        """gloo does not send tensors of a GPU."""
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
-        self._stage: dist.ProcessGroup | None = None
+        self._stage: StageCollectives | None = None
+        """None for a stage of a single rank, and with data-parallel attention."""
+        self._stage_group: dist.ProcessGroup | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.waited_s = 0.0
         """Time spent waiting for the previous stage (gloo; NCCL waits on the device)."""
@@ -66,9 +68,8 @@ class Parallel:
         backend: Backend,
         device: torch.device,
         timeout_s: float,
-        listener: socket.socket | None = None,
     ) -> "Parallel":
-        """Join the process group at `store_host`:`store_port`, where rank 0 listens, on `listener` if it is given.
+        """Join the process group at `store_host`:`store_port`, where rank 0 listens.
 
         Raises StartupError if not all ranks join within `timeout_s`, which is also the timeout of later collectives. A
         process can be one rank at a time.
@@ -77,14 +78,14 @@ class Parallel:
         if shard.world_size == 1:
             return parallel
         if parallel._through_host:
-            log.warning("ranks share %s: they communicate through host memory, which is slow; for tests", device)
+            log.warning("ranks share %s, which is slow; for tests", device)
         timeout = timedelta(seconds=timeout_s)
         try:
             if backend == "gloo":
                 _choose_gloo_interface(store_host, store_port)
             listening = None
             if shard.rank == 0:
-                listening = (listener or listen(store_host, store_port)).detach()
+                listening = listen(store_host, store_port).detach()
             dist.init_process_group(
                 backend,
                 store=_open_store(shard, store_host, store_port, listening, timeout),
@@ -105,28 +106,48 @@ class Parallel:
             ) from error
         return parallel
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture the collectives of a stage. Transfers between stages are never captured."""
+        return self.shard.tp_size == 1 or (self._stage is not None and self._stage.on_device)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether all communication is enqueued on the device; otherwise some of it blocks."""
+        within_stage = self._nccl if self.shard.dp_attention else self.capturable
+        return within_stage and (self.shard.stages == 1 or self._nccl)
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the stage, in place."""
         if self.shard.attention.tp_size > 1:
-            dist.all_reduce(tensor, group=self._stage)
+            assert self._stage is not None, "several ranks are made by `connect`"
+            self._stage.all_reduce(tensor)
         return tensor
 
     def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
         """Gather equal parts of the stage's ranks on tp_rank 0, cut to `size` if given; None on the others."""
-        if self.shard.attention.tp_size > 1:
-            share = tensor.contiguous()
-            shares = [torch.empty_like(share) for _ in range(self.shard.tp_size)] if self.shard.tp_rank == 0 else None
-            dist.gather(share, shares, dst=self._stage_root, group=self._stage)
-            if shares is None:
-                return None
-            tensor = torch.cat(shares, dim=-1)
-        return tensor if size is None or size == tensor.shape[-1] else tensor[..., :size].contiguous()
+        gathered: torch.Tensor | None = tensor
+        if self._stage is not None:
+            gathered = self._stage.gather(tensor.contiguous())
+        if gathered is None:
+            return None
+        return gathered if size is None or size == gathered.shape[-1] else gathered[..., :size].contiguous()
 
     def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` of the stage's tp_rank 0 to all its ranks, in place."""
-        if self.shard.attention.tp_size > 1:
-            dist.broadcast(tensor, src=self._stage_root, group=self._stage)
+        if self._stage is not None:
+            self._stage.broadcast(tensor)
         return tensor
+
+    def check(self) -> None:
+        """Raise CollectiveTimeoutError if a collective on the device has given up waiting for a rank. Does not wait."""
+        if self._stage is not None:
+            self._stage.check()
+
+    def start_serving(self) -> None:
+        """From now on, a rank that is late in a collective is lost. Called by all ranks when they are ready."""
+        if self._stage is not None:
+            self._stage.start_serving()
 
     def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """All-to-all of the stage's ranks: the first `sent[0]` of the rows go to tp_rank 0, the next `sent[1]` to
@@ -135,7 +156,7 @@ class Parallel:
         device = torch.device("cpu") if self._through_host else self._device
         result = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=device)
         rows = rows.to(device).contiguous()
-        dist.all_to_all_single(result, rows, list(received), list(sent), group=self._stage)
+        dist.all_to_all_single(result, rows, list(received), list(sent), group=self._stage_group)
         return result.to(self._device)
 
     def send_hidden(self, tensor: torch.Tensor) -> None:
@@ -171,12 +192,12 @@ class Parallel:
         with suppress(RuntimeError):  # a peer that is gone receives nothing any more
             for work, _ in self._sends:
                 work.wait()
+            if self._stage is not None and self._stage.on_device:
+                torch.cuda.synchronize(self._device)
+                self.agree_minimum(0)  # a barrier: no rank reads the memory of another one any more
+                self._stage.close()
         self._sends.clear()
         dist.destroy_process_group()
-
-    @property
-    def _stage_root(self) -> int:
-        return self.shard.stage * self.shard.tp_size
 
     def _make_groups(self) -> None:
         shard = self.shard
@@ -185,7 +206,9 @@ class Parallel:
                 ranks = list(range(stage * shard.tp_size, (stage + 1) * shard.tp_size))
                 group = dist.new_group(ranks)
                 if stage == shard.stage:
-                    self._stage = group
+                    self._stage_group = group
+            if not shard.dp_attention:
+                self._stage = choose_collectives(self._stage_group, shard, self._device, nccl=self._nccl)
         # connections are made on first use: without this, the first send would wait for the receiver
         if not shard.first:
             self.receive_hidden(1, 1, torch.float32)
@@ -198,10 +221,30 @@ ALONE = Parallel(WHOLE)
 """The communication of a server with a single rank: none."""
 
 
+def nccl_available() -> bool:
+    """Whether this build of torch has NCCL."""
+    return dist.is_available() and dist.is_nccl_available()
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """The socket on which rank 0 accepts the others. Port 0 is a free port. Raises OSError."""
+    """The socket on which rank 0 accepts the others, at a port that may be reserved; 0: a free one. Raises OSError."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family)
+    return socket.create_server(address, family=family, reuse_port=True)
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port, for `listen` in another process of the same user. It accepts no connections. Raises
+    OSError.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
 
 def _open_store(shard: Shard, host: str, port: int, listening: int | None, timeout: timedelta) -> TCPStore:

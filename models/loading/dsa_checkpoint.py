@@ -1,4 +1,4 @@
-"""DeepSeek and GLM checkpoints: dequantises block-scaled fp8 and leaves out unused tensors."""
+"""DeepSeek and GLM checkpoints: reads or expands block-scaled fp8 and leaves out unused tensors."""
 
 import re
 
@@ -6,6 +6,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
+from ...kernels.linear.block_format import BLOCK
 from ..config.dsa import DsaConfig
 from ..decoders.dense_parameters import Slot
 from .checkpoint import Checkpoint
@@ -17,6 +18,8 @@ class DsaCheckpoint:
     """Wraps a checkpoint. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
 
         value[i, j] = stored[i, j] * scales[i // block rows, j // block columns]
+
+    It is expanded, unless its slot is block-scaled too: then values and scales are copied.
 
     Layers behind the model's own, for multi-token prediction, and indexers of layers that do not select are left out,
     because nothing uses them.
@@ -30,6 +33,13 @@ class DsaCheckpoint:
             for name, shape in files.shapes.items()
             if not self._is_scale(name) and not _is_unused(name, config)
         }
+
+    @property
+    def fp8(self) -> frozenset[str]:
+        """The tensors that can stay in fp8: matrices with a scale per block of 128 x 128."""
+        if self._block != (BLOCK, BLOCK):
+            return frozenset()
+        return frozenset(name for name in self.shapes if name + _SCALES in self._files.shapes)
 
     def read_into(self, name: str, slot: Slot) -> None:
         """See `Checkpoint`; raises StartupError if the number of scales is not that of the blocks."""
@@ -45,8 +55,13 @@ class DsaCheckpoint:
                 f"takes {list(expected)}"
             )
         device = slot.target.device
-        scales = torch.empty(expected, dtype=torch.float32, device=device)
+        scales = torch.empty(expected, dtype=torch.float32)
         self._files.read_into(scales_name, Slot.whole(scales))
+        if slot.block_scaled is not None:
+            self._files.read_into(name, Slot(slot.target, slot.shape, slot.start))
+            slot.fill_scales(scales)
+            return
+        scales = scales.to(device)
         values = torch.empty(slot.target.shape, dtype=torch.float32, device=device)
         self._files.read_into(name, Slot(values, slot.shape, slot.start))
         rows, columns = (

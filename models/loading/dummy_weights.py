@@ -1,37 +1,68 @@
 """Random weights instead of a checkpoint's, to benchmark a geometry without its files (`--load-format dummy`).
 
 An element depends only on its tensor's name, its position in it and the device type: all servers of a cluster have the
-same model, however each divides it among its ranks. Matrices are N(0, 1 / fan_in), so that activations stay of order 1
-through any number of layers.
+same model, however each divides it among its ranks, and whether it keeps fp8 or expands it. Matrices are
+N(0, 1 / fan_in), so that activations stay of order 1 through any number of layers. Tensors in fp8 are drawn as fp8,
+with scales that differ by block, and no second copy of the model.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from ...configs.arithmetic import ceil_div
+from ...kernels.linear.block_format import BLOCK, FP8, LARGEST
 from ..decoders.dense_parameters import Slot
 
 _BLOCK_ROWS = 1024
 """Rows per random seed: a rank generates few rows that it does not hold."""
+_FP8_SPREAD = 64.0
+"""Standard deviation of fp8 values; the largest number is at 7 of them."""
 
 
-def fill_with_noise(slots: Mapping[str, Slot]) -> None:
-    """Fill every slot (dense_parameters.py) on its device, a block of rows at a time."""
+def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = ()) -> None:
+    """Fill every slot (dense_parameters.py) on its device, a block of rows at a time. `fp8` are the tensors that a
+    checkpoint would store in block-scaled fp8.
+    """
     for name, slot in slots.items():
         mean, spread = _distribution(name, slot.shape)
-        first, last = slot.start[0], slot.start[0] + slot.target.shape[0]
-        columns = tuple(
-            slice(start, start + size) for start, size in zip(slot.start[1:], slot.target.shape[1:], strict=True)
-        )
-        for block in range(first // _BLOCK_ROWS, ceil_div(last, _BLOCK_ROWS)):
-            start, end = block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, slot.shape[0])
-            drawn = torch.empty((end - start, *slot.shape[1:]), dtype=torch.float32, device=slot.target.device)
-            drawn.normal_(mean, spread, generator=_generator(name, block, drawn.device))
-            held = slice(max(first, start), min(last, end))
-            part = drawn[held.start - start : held.stop - start]
-            slot.target[held.start - first : held.stop - first].copy_(part[(slice(None), *columns)])
+        if name in fp8:
+            _fill_block_scaled(name, slot, spread)
+            continue
+        for target, _, drawn in _draw(name, slot, mean, spread):
+            target.copy_(drawn)
+
+
+def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
+    device = slot.target.device
+    scales = torch.empty([ceil_div(size, BLOCK) for size in slot.shape], dtype=torch.float32, device=device)
+    scales.uniform_(0.75 * spread / _FP8_SPREAD, 1.25 * spread / _FP8_SPREAD, generator=_generator(name, "s", device))
+    if slot.block_scaled is not None:
+        slot.fill_scales(scales)
+    columns = slot.start[1] + torch.arange(slot.target.shape[1], device=device)
+    for target, first_row, drawn in _draw(name, slot, 0.0, _FP8_SPREAD):
+        values = drawn.clamp_(-LARGEST, LARGEST).to(FP8)
+        if slot.block_scaled is None:
+            rows = first_row + torch.arange(len(target), device=device)
+            target.copy_(values.float().mul_(scales[rows // BLOCK][:, columns // BLOCK]))
+        else:
+            target.copy_(values)
+
+
+def _draw(name: str, slot: Slot, mean: float, spread: float) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Rows of the target, the number of the first one in the checkpoint tensor, and their random values in float32."""
+    first, last = slot.start[0], slot.start[0] + slot.target.shape[0]
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(slot.start[1:], slot.target.shape[1:], strict=True)
+    )
+    for block in range(first // _BLOCK_ROWS, ceil_div(last, _BLOCK_ROWS)):
+        start, end = block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, slot.shape[0])
+        drawn = torch.empty((end - start, *slot.shape[1:]), dtype=torch.float32, device=slot.target.device)
+        drawn.normal_(mean, spread, generator=_generator(name, block, drawn.device))
+        held = slice(max(first, start), min(last, end))
+        part = drawn[held.start - start : held.stop - start]
+        yield slot.target[held.start - first : held.stop - first], held.start, part[(slice(None), *columns)]
 
 
 def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -41,6 +72,6 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return 0.0, 1.0 if name.endswith("embed_tokens.weight") else shape[-1] ** -0.5
 
 
-def _generator(name: str, block: int, device: torch.device) -> torch.Generator:
+def _generator(name: str, block: int | str, device: torch.device) -> torch.Generator:
     seed = int.from_bytes(hashlib.blake2b(f"{name} {block}".encode(), digest_size=8).digest(), "little")
     return torch.Generator(device).manual_seed(seed)

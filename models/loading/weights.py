@@ -46,11 +46,11 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
-    total_bytes = sum(slot.target.nbytes for slot in slots.values())
+    total_bytes = sum(slot.nbytes for slot in slots.values())
     progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
     for name, slot in slots.items():
         checkpoint.read_into(name, slot)
-        progress.add(slot.target.nbytes / GIB)
+        progress.add(slot.nbytes / GIB)
 
 
 # Derived from the configuration; old checkpoints saved it.

@@ -1,8 +1,8 @@
 """The leader process of a server: `python -m pdserve.scheduler.engine.leader`, started by the frontend.
 
 The first line on stdin is `{"config": {...}, "frontend": "ipc://..."}`. End of file on stdin means that the frontend
-has exited; the leader exits too. Threads: the engine loop (main thread), rank 0, the control plane, the frontend link,
-with several ranks the hub to their processes, and on prefill a sender for each decode rank.
+has exited; the leader exits too. Threads: the engine loop (main thread), the control plane, the frontend link, and the
+hub to the rank processes or, if there is a single rank, the rank with, on prefill, a sender for each decode rank.
 """
 
 import json
@@ -89,7 +89,7 @@ def main() -> int:
         frontend.close()
     if not all_ended:
         logging.shutdown()
-        os._exit(status)  # a normal exit would wait for rank 0, which may be in a long step or stuck in a collective
+        os._exit(status)  # a normal exit would wait for the rank of this process, which may be in a long step
     return status
 
 

@@ -57,7 +57,9 @@ class RankBuilder:
         config, source, parallel = self._config, self._source, self._parallel
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
-        weight_bytes = ModelRunner.weight_bytes(source, dtype, parallel.shard)
+        weight_bytes = ModelRunner.weight_bytes(
+            source, dtype, parallel.shard, device=self._device, load_format=config.load_format
+        )
         check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
         parallel.agree_minimum(0)  # a barrier: all ranks read the free memory before any of them loads
         log.info("loading %s (%s) from %s", source.name, source.config.architecture, source.path)
@@ -68,6 +70,7 @@ class RankBuilder:
             parallel=parallel,
             load_format=config.load_format,
             kv_dtype=config.kv_dtype,
+            index_dtype=config.index_dtype,
             cpu_kernels=config.cpu_kernels,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
@@ -88,6 +91,9 @@ class RankBuilder:
             STEP_SETTING[config.role],
             self.step_limit,
         )
+        if source.config.dsa is not None:
+            *_, keys = cache.pools
+            log.info("indexer keys: %s, %d bytes per token and layer", keys.dtype_name, sum(keys.plane_token_bytes))
         self._prepare_staging(runner, cache)
         started = time.monotonic()
         context = min(source.config.context_length, cache.num_pages * config.page_size)

@@ -1,6 +1,8 @@
-"""All ranks of a server, as the leader uses them: rank 0 is a thread of the leader, the others are processes.
+"""All ranks of a server, as the leader uses them: processes, or for a single rank a thread of the leader.
 
-The leader's engine loop does not compute, so it serves clients and detects lost ranks while a step hangs.
+The leader's engine loop does not compute, so it serves clients and detects lost ranks while a step hangs. Several ranks
+wait for each other in every layer: none of them may wait for the interpreter's lock of the leader. A single rank
+computes one step ahead, and a process of its own would add the time of two messages to every step.
 """
 
 import collections
@@ -21,7 +23,7 @@ from pydantic import SecretStr
 from ...configs.errors import PdserveError, StartupError
 from ...configs.logs import rate_limited
 from ...configs.schema import AnyServerConfig
-from ...models.layers.parallel import listen
+from ...models.layers.parallel import reserve
 from ...models.loading.catalog import ModelSource
 from ...transfer.control.curve import ClientGate, ClusterKeys
 from ...transfer.control.unknown_peers import UnknownPeers
@@ -73,66 +75,59 @@ class Ranks:
         self._config = config
         self._source = source
         self._on_report = on_report
-        self._local: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
-        self._engine: RankEngine | None = None
-        self._meet_at: tuple[str, int] | None = None
-        self._listener: socket.socket | None = None
+        self._local: _LocalRank | None = None
+        self._reserved: socket.socket | None = None
         self._processes: list[RankProcess] = []
         self._hub: _Hub | None = None
         self._closing = False
         self._lost = False
-        if config.world_size > 1:
-            self._meet_at, self._listener = _open_meeting_point(config)
-            if keys is None:  # on one machine: a new key for the ranks, passed on their stdin
-                cluster_key = secrets.token_hex(32)
-                config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
-                keys = ClusterKeys(cluster_key)
-            self._hub = _Hub(config, self._meet_at, keys, self._report)
-            for rank in config.local_ranks:
-                if rank != 0:
-                    process = RankProcess(config, rank, leader=self._hub.address, meet_at=self._meet_at)
-                    self._processes.append(process)
-                    threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
-        self._thread = threading.Thread(target=self._run_local, name="rank-0", daemon=True)
-        self._thread.start()
+        self._on_gpu = False
+        if config.world_size == 1:
+            self._local = _LocalRank(config, source, self._report)
+            return
+        meet_at, self._reserved = _reserve_meeting_point(config)
+        if keys is None:  # on one machine: a new key for the ranks, passed on their stdin
+            cluster_key = secrets.token_hex(32)
+            config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
+            keys = ClusterKeys(cluster_key)
+        self._hub = _Hub(config, meet_at, keys, self._report)
+        for rank in config.local_ranks:
+            process = RankProcess(config, rank, leader=self._hub.address, meet_at=meet_at)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
 
     def tell(self, command: ComputeCommand | TransferCommand, to: Sequence[int] | None = None) -> None:
         """Send a command to every rank, to those of `to`, or to the only rank that it is for."""
         only = _only_for(command)
-        to = to if only is None else (only,)
-        match command:
-            case _ if to is not None and 0 not in to:
-                pass
-            case _ if isinstance(command, TransferCommand):
-                assert self._engine is not None, "a command was sent before all ranks were ready"
-                self._engine.transfer(command)
-            case _:
-                self._local.put(command)
-        if self._hub is not None and to != (0,):
-            self._hub.tell(command, to)
+        if self._hub is not None:
+            self._hub.tell(command, to if only is None else (only,))
+        else:
+            assert self._local is not None
+            self._local.tell(command)
 
     def problems(self) -> list[str]:
         """What is wrong with the transfers of the ranks, as text. Called from another thread."""
-        found = list(self._engine.problems()) if self._engine is not None else []
-        return found + (self._hub.problems() if self._hub is not None else [])
+        if self._hub is not None:
+            return self._hub.problems()
+        return self._local.problems() if self._local is not None else []
 
     def busy_seconds(self) -> dict[int, float]:
         """Time that each rank has spent on steps, as last reported. Called from another thread."""
-        local = {0: self._engine.busy_s} if self._engine is not None else {}
-        return local | (self._hub.busy_seconds() if self._hub is not None else {})
+        if self._hub is not None:
+            return self._hub.busy_seconds()
+        return self._local.busy_seconds() if self._local is not None else {}
 
     def close(self) -> bool:
-        """Stop all ranks; kill those that do not exit in time. False if rank 0 is still in a step or stuck: then this
-        process must not wait for its threads.
+        """Stop all ranks; kill those that do not exit in time. False if a rank of this process is still in a step or
+        stuck: then this process must not wait for its threads.
 
         If a rank is lost, others may hang in a collective with it, so the wait is short.
         """
         self._closing = True
         self.tell(StopRank())
-        on_gpu = self._engine is not None and self._engine.on_gpu
-        stop_s = CUDA_STOP_S if on_gpu and not self._lost else STOP_S
+        stop_s = CUDA_STOP_S if self._on_gpu and not self._lost else STOP_S
         deadline = time.monotonic() + stop_s
-        self._thread.join(stop_s)
+        ended = self._local is None or self._local.join(stop_s)
         for process in self._processes:
             if process.wait(max(0.0, deadline - time.monotonic())) is None:
                 log.warning("rank %d has not exited; killing it", process.rank)
@@ -140,30 +135,18 @@ class Ranks:
                 process.wait()
         if self._hub is not None:
             self._hub.close()
-        return not self._thread.is_alive()
-
-    def _run_local(self) -> None:
-        try:
-            engine = RankEngine(
-                self._config, self._source, 0, meet_at=self._meet_at, report=self._report, listener=self._listener
-            )
-            self._engine = engine
-            engine.announce()
-            engine.serve(self._local)
-            engine.close()
-        except StartupError as error:
-            self._report(RankFailed(0, str(error), startup=True))
-        except Exception as error:
-            if self._hub is not None:
-                time.sleep(2 * TICK_S)  # it may follow from the loss of another rank, whose own report is better
-            log.log(logging.DEBUG if self._lost else logging.ERROR, "rank 0 failed", exc_info=True)
-            self._report(RankFailed(0, f"{type(error).__name__}: {error}"))
+        if self._reserved is not None:
+            self._reserved.close()
+        return ended
 
     def _report(self, report: RankReport) -> None:
-        if isinstance(report, RankFailed):
-            if self._closing:
+        match report:
+            case RankFailed() if self._closing:
                 return
-            self._lost = True
+            case RankFailed():
+                self._lost = True
+            case RankReady(device=device):
+                self._on_gpu = device != "cpu"
         self._on_report(report)
 
     def _watch(self, process: RankProcess) -> None:
@@ -193,6 +176,50 @@ class RankGroup:
         self._ranks.tell(command, self._to)
 
 
+class _LocalRank:
+    """The only rank of a server: a thread of this process."""
+
+    def __init__(self, config: AnyServerConfig, source: ModelSource, on_report: Callable[[RankReport], None]) -> None:
+        self._config = config
+        self._source = source
+        self._on_report = on_report
+        self._commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+        self._engine: RankEngine | None = None
+        self._thread = threading.Thread(target=self._run, name="rank-0", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: ComputeCommand | TransferCommand) -> None:
+        if isinstance(command, TransferCommand):
+            assert self._engine is not None, "a command was sent before the rank was ready"
+            self._engine.transfer(command)
+        else:
+            self._commands.put(command)
+
+    def problems(self) -> list[str]:
+        return list(self._engine.problems()) if self._engine is not None else []
+
+    def busy_seconds(self) -> dict[int, float]:
+        return {0: self._engine.busy_s} if self._engine is not None else {}
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = RankEngine(self._config, self._source, 0, meet_at=None, report=self._on_report)
+            self._engine = engine
+            engine.announce()
+            engine.serve(self._commands)
+            engine.close()
+        except StartupError as error:
+            self._on_report(RankFailed(0, str(error), startup=True))
+        except Exception as error:
+            log.exception("rank 0 failed")
+            self._on_report(RankFailed(0, f"{type(error).__name__}: {error}"))
+
+
 class _Hub:
     """The socket to the rank processes, with its own thread."""
 
@@ -217,7 +244,7 @@ class _Hub:
         self._lost: set[int] = set()
         self._alive: dict[int, RankAlive] = {}
         """The latest heartbeat of each rank."""
-        self._ranks = {b"rank-%d" % rank: rank for rank in range(1, config.world_size)}
+        self._ranks = {b"rank-%d" % rank: rank for rank in range(config.world_size)}
         """By routing id."""
         self._noise = rate_limited(log)
         self._unknown_peers = UnknownPeers(
@@ -319,7 +346,7 @@ class _Hub:
             self._send(*message)
 
     def _send(self, to: Sequence[int] | None, message: bytes) -> None:
-        for identity in self._ranks if to is None else [b"rank-%d" % rank for rank in to if rank != 0]:
+        for identity in self._ranks if to is None else [b"rank-%d" % rank for rank in to]:
             self._socket.send_multipart((identity, message))  # dropped if the rank is not connected
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
@@ -369,13 +396,11 @@ def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
             return None
 
 
-def _open_meeting_point(config: AnyServerConfig) -> tuple[tuple[str, int], socket.socket]:
-    """The address at which the other ranks find rank 0, and a socket that listens there already, so that no other
-    process can take the port.
-    """
+def _reserve_meeting_point(config: AnyServerConfig) -> tuple[tuple[str, int], socket.socket]:
+    """The address at which the other ranks find rank 0, and a socket that keeps its port until rank 0 listens there."""
     host, port = meeting_point(config) if config.dist_init_addr is not None else ("127.0.0.1", 0)
     try:
-        listener = listen(host, port)
+        reserved = reserve(host, port)
     except OSError as error:
         raise StartupError(f"dist_init_addr: cannot listen on {host}:{port} for the ranks: {error}") from None
-    return (host, listener.getsockname()[1]), listener
+    return (host, reserved.getsockname()[1]), reserved

@@ -43,6 +43,10 @@ from .rank import RankEngine
 log = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.3
+CONSEQUENCE_S = 0.5
+"""A rank reports its failure after this time: it may follow from the loss of another rank, which the leader then
+reports first.
+"""
 LEADER_SILENCE_S = 10.0
 """A leader that sends nothing for this long is lost."""
 
@@ -157,6 +161,7 @@ def main() -> int:
         link.report(RankFailed(rank, str(error), startup=True))
         return _exit(2)
     except Exception as error:
+        time.sleep(CONSEQUENCE_S)
         log.exception("rank %d failed", rank)
         link.report(RankFailed(rank, f"{type(error).__name__}: {error}"))
         return _exit(1)

@@ -93,7 +93,7 @@ class SentTables:
 
 
 class KnownTables:
-    """A rank's end. As on rank 0, a sequence has the same list object in every step. The list grows, also while an
+    """A rank's end. As in the leader, a sequence has the same list object in every step. The list grows, also while an
     earlier step is in flight; its existing entries never change.
     """
 

@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
 from ...models.config.sharding import RankTokens, Shard
-from ...models.layers.parallel import Backend, Parallel
+from ...models.layers.parallel import Backend, Parallel, nccl_available
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite
@@ -103,11 +102,8 @@ class RankEngine:
         *,
         meet_at: tuple[str, int] | None,
         report: Callable[[RankReport], None],
-        listener: socket.socket | None = None,
     ) -> None:
-        """`meet_at` is the rendezvous address of the ranks, None for a single rank; `listener` is the socket on which
-        rank 0 listens there. Raises StartupError.
-        """
+        """`meet_at` is the rendezvous address of the ranks, None for a single rank. Raises StartupError."""
         self._config = config
         self._source = source
         self._report = report
@@ -121,13 +117,15 @@ class RankEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
-        self._parallel = _meet(config, rank, self._device, meet_at, listener)
+        self._parallel = _meet(config, rank, self._device, meet_at)
         self._peer_rank = self._parallel.shard.attention.rank
         """Its number for peers, to which every data-parallel rank is a server of its own."""
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
+        self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
+        self._parallel.check()
         self._mover = PageMover(
             self._executor.cache,
             PageStore.allocate(self._executor.cache, _retract_bytes(config)),
@@ -291,6 +289,7 @@ class RankEngine:
         started = time.monotonic()
         try:
             results = step.finish()
+            self._parallel.check()
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
@@ -457,7 +456,7 @@ def next_command(
 
 def _layout(pool: KvPool) -> KvLayout:
     return KvLayout(
-        planes=tuple(Plane(name, pool.head_token_bytes) for name in pool.planes),
+        planes=tuple(map(Plane, pool.planes, pool.plane_token_bytes)),
         layer_start=pool.layers.start,
         layer_end=pool.layers.stop,
         head_start=pool.heads.start,
@@ -468,13 +467,7 @@ def _layout(pool: KvPool) -> KvLayout:
     )
 
 
-def _meet(
-    config: AnyServerConfig,
-    rank: int,
-    device: torch.device,
-    meet_at: tuple[str, int] | None,
-    listener: socket.socket | None,
-) -> Parallel:
+def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
     shard = Shard.of(
         rank,
         tp_size=config.tp,
@@ -485,7 +478,8 @@ def _meet(
     if meet_at is None:
         return Parallel(shard, device=device)
     # NCCL needs a GPU for each rank
-    backend: Backend = "nccl" if device.type == "cuda" and not config.ranks_share_gpu else "gloo"
+    own_gpu = device.type == "cuda" and not config.ranks_share_gpu
+    backend: Backend = "nccl" if own_gpu and nccl_available() else "gloo"
     log.info("rank %d of %d: joining the process group at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
     host, port = meet_at
     return Parallel.connect(
@@ -495,5 +489,4 @@ def _meet(
         backend=backend,
         device=device,
         timeout_s=COLLECTIVE_TIMEOUT_S,
-        listener=listener,
     )

@@ -51,6 +51,11 @@ def _hisparse(config: ServerConfig, source: ModelSource) -> Iterator[str]:
     dsa = source.config.dsa
     if dsa is not None and config.kv_dtype == "fp8_e4m3" and dsa.kv_rank % 4:
         yield f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, and {source.name} has {dsa.kv_rank}"
+    if dsa is not None and config.index_dtype == "fp8_e4m3" and dsa.index_dim % 4:
+        yield (
+            f"index_dtype fp8_e4m3 needs an index_head_dim that is a multiple of 4, and {source.name} has "
+            f"{dsa.index_dim}"
+        )
     if not isinstance(config, DecodeConfig) or not config.enable_hisparse:
         return
     if dsa is None:

@@ -226,7 +226,7 @@ class _RunInChild(BaseException):
 def serve(requests: socket.socket) -> None:
     """Fork a process per request until the test process ends. In a forked process this raises `_RunInChild`."""
     reports: dict[int, tuple[int, socket.socket]] = {}
-    """By descriptor that becomes readable when a process ends: its number, and where to send its exit status."""
+    """By descriptor that becomes readable when a process ends: its PID, and where to send its exit status."""
     poller = select.poll()
     poller.register(requests, select.POLLIN)
     while True:

@@ -51,13 +51,13 @@ def start_forked(main: str, *arguments: str, stderr: File = 2) -> tuple[ForkedPr
 
 
 class ForkedCommand:
-    """A forked process with its output in files, for tests that read all of it at the end. The default is `pdserve`."""
+    """`pdserve` in a forked process, with its output in files, for tests that read all of it at the end."""
 
-    def __init__(self, *arguments: str, main: str = CLI, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self._stdout, self._stderr = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (closed in close())
         environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         with Path(os.devnull).open("rb") as null:
-            self.process = fork_server().run(main, arguments, environment, (null, self._stdout, self._stderr))
+            self.process = fork_server().run(CLI, arguments, environment, (null, self._stdout, self._stderr))
 
     def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
         """Wait for its end: exit code, stdout and stderr."""
@@ -139,7 +139,7 @@ class Server:
             if self.forked:
                 server = fork_server()
                 arguments += ["--parent-pid", str(server.pid)]
-                self.process = server.start(arguments, log, environment, self._ranks() - 1, self.leaders)
+                self.process = server.start(arguments, log, environment, self._rank_processes(), self.leaders)
                 return self
             if not self.launcher:
                 arguments += ["--parent-pid", str(os.getpid())]  # a test run that is killed leaves no servers behind
@@ -147,9 +147,10 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         return self
 
-    def _ranks(self) -> int:
+    def _rank_processes(self) -> int:
         sizes = dict(itertools.pairwise(self.flags))
-        return int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
+        ranks = int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
+        return ranks if ranks > 1 else 0
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
         """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""

@@ -169,7 +169,8 @@ def test_local_prompts_samples_and_logprobs(pairs: Pairs) -> None:
 
 def test_lost_rank_ends_the_server(pairs: Pairs) -> None:
     decode = pairs.decode(*DP2, "--kv-tokens", "1024")
-    (rank,) = Path(f"/proc/{decode.leader_pid()}/task/{decode.leader_pid()}/children").read_text().split()
+    leader = decode.leader_pid()
+    _, rank = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(decode.post, prompt, 400) for prompt in pairs.prompts[:2]]
         wait_until(lambda: decode.info()["states"]["running"] == 2, 30, "a request runs on each rank")

@@ -14,7 +14,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
-from tests.cluster.servers import HTTP, Cluster, Server, cluster
+from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 
 TOPK = 16
 LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
@@ -174,6 +174,48 @@ def test_fp8_rows_are_transferred_from_expert_parallel_ranks(tmp_path: Path, ser
     assert decode.count("chunks_verified") > 0
     assert HTTP.get(f"{decode.url}/get_model_info", timeout=5).json()["dtype"] == "uint8"
     for server in (prefill, decode):
+        server.check_clean()
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "glm_moe_dsa"])
+def test_fp8_keys_are_transferred_between_page_sizes(
+    tmp_path: Path, servers: Cluster, architecture: DsaArchitecture
+) -> None:
+    """With and without HiSparse, and again from the prefix cache; tokens equal those of one process with fp8 keys. A
+    server with float32 keys does not pair.
+    """
+    model = make_dsa_checkpoint(tmp_path / "model", architecture, index_topk=TOPK)
+    fp8 = ("--index-dtype", "fp8_e4m3")
+    prefill = servers.add("prefill", model, *fp8, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "4096")
+    to_prefill = ("--prefill", prefill.endpoint)
+    plain = servers.add("decode", model, *to_prefill, *fp8, "--page-size", "5", "--kv-tokens", "2048")
+    hot = servers.add(
+        *("decode", model, *to_prefill, *fp8, "--page-size", "8", "--kv-tokens", "1024"),
+        *("--enable-hisparse", "--hot-rows", str(TOPK), "--host-memory-gib", "0.1", "--max-running-requests", "4"),
+        # keys of 32 bytes and a scale, and 16 hot pages, in the 4 layers
+        *("--kv-memory-gib", str(4 * (1024 * 36 + 16 * 8 * 256) / (1 << 30))),
+    )
+    other = servers.add("decode", model, *to_prefill, "--page-size", "16", "--kv-tokens", "512")
+    runner = ModelRunner.load(
+        locate_model(str(model)), device=torch.device("cpu"), dtype=torch.float32, index_dtype="fp8_e4m3"
+    )
+    prompts = [random.Random(length).choices(range(256), k=length) for length in LENGTHS]
+    expected = [greedy(runner, prompt, NEW_TOKENS) for prompt in prompts]
+    for decode in (plain, hot):
+        decode.wait_ready(peers=1)
+        for _ in range(2):
+            with ThreadPoolExecutor() as pool:
+                found = list(pool.map(lambda prompt, to=decode: to.generate(prompt, NEW_TOKENS), prompts))
+            assert found == expected
+        assert decode.count("prefix_tokens_reused") > 0
+        assert decode.count("chunks_verified") > 0
+        assert "indexer keys: float8_e4m3fn, 36 bytes per token and layer" in decode.log.read_text()
+    assert hot.count("hot_misses") > 0
+    wait_until(lambda: other.info()["peers"][0]["state"] == "refused", 30, "refused")
+    detail = other.info()["peers"][0]["detail"]
+    assert "prefill has latent of 256 B (float32), indexer of 32 B + indexer_scale of 4 B (float8_e4m3fn)" in detail
+    assert "decode has latent of 256 B (float32), indexer of 128 B (float32)" in detail
+    for server in (prefill, plain, hot):
         server.check_clean()
 
 

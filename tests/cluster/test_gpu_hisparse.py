@@ -206,24 +206,31 @@ def test_requests_queue_and_retract_without_failing_when_buffers_and_pages_are_s
 
 
 def test_sixteen_bit_models_with_experts_give_the_same_tokens_with_and_without_hisparse(tmp_path: Path) -> None:
-    """One request at a time uses the same kernels on the same rows. With rows of 128 bytes and with fp8 rows."""
+    """One request at a time uses the same kernels on the same rows and keys: in 16 bits, and both in fp8."""
     draw = random.Random(5)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (40, 500)]
     model = make_dsa_checkpoint(
         tmp_path / "model", "deepseek_v32", index_topk=TOPK, max_position_embeddings=1024, dtype=torch.bfloat16
     )
-    decodes = {
-        "plain": ("--kv-tokens", "2048"),
-        "hisparse": (
-            "--enable-hisparse",
-            *("--hot-rows", str(TOPK), "--kv-tokens", "560", "--max-running-requests", "2"),  # few pages to lend
-            *("--kv-memory-gib", str((560 * 4 * 32 * 2 + 6 * PAGE * 4 * 64 * 2) / (1 << 30))),
-            *("--host-memory-gib", "0.1"),
-        ),
-    }
+
+    def decodes(key_bytes: int) -> dict[str, tuple[str, ...]]:
+        return {
+            "plain": ("--kv-tokens", "2048"),
+            "hisparse": (
+                "--enable-hisparse",
+                *("--hot-rows", str(TOPK), "--kv-tokens", "560", "--max-running-requests", "2"),  # few pages to lend
+                *("--kv-memory-gib", str((560 * 4 * key_bytes + 6 * PAGE * 4 * 64 * 2) / (1 << 30))),
+                *("--host-memory-gib", "0.1"),
+            ),
+        }
+
     with cluster(tmp_path) as started:
-        flags = ("--device", "cuda", "--dtype", "bfloat16", "--kv-dtype")
-        pairs = [start(started, model, (*flags, kv_dtype), decodes) for kv_dtype in ("auto", "fp8_e4m3")]
+        flags = ("--device", "cuda", "--dtype", "bfloat16")
+        formats = (("auto", "model", 64), ("fp8_e4m3", "fp8_e4m3", 36))
+        pairs = [
+            start(started, model, (*flags, "--kv-dtype", kv, "--index-dtype", index), decodes(key_bytes))
+            for kv, index, key_bytes in formats
+        ]
         for prefill, *both in pairs:
             plain, hot = (decode.wait_ready(peers=1) for decode in both)
             for prompt in prompts:

@@ -347,8 +347,8 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     """Prompts are computed in hot buffers with all their rows, beside running requests. The hot pool has little more
     than the longest one needs: requests become evicting as other prompts start.
     """
-    tp, pp = layout
-    sizes = source.case.hisparse(hot_rows, LENGTHS[-1] // PAGE + 8, kv_tokens=ALL_PAGES * PAGE, pp=pp)
+    (tp, pp), hot_pages = layout, LENGTHS[-1] // PAGE + 6
+    sizes = source.case.hisparse(hot_rows, hot_pages, kv_tokens=ALL_PAGES * PAGE, pp=pp)
     flags = (*sizes, "--tp", str(tp), "--max-step-tokens", "48", "--growth-tokens", str(GROWTH_TOKENS))
     server = source.servers.add("serve", source.model, *flags).wait_ready()
     assert generate_all(server, source) == source.expected
@@ -362,7 +362,7 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     assert first[0] != first[1]
     too_long = server.post(source.two[0], NEW_TOKENS)
     assert too_long.status_code == 413
-    most = (LENGTHS[-1] // PAGE + 8) * PAGE - 1
+    most = hot_pages * PAGE - 1
     assert f"exceeds this server's hot pool, in which it computes prompts of up to {most} tokens" in too_long.text
     counters = server.settled_info()["counters"]
     assert counters["local_prefill_always"] == 2 * len(LENGTHS) + 4

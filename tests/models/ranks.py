@@ -6,13 +6,14 @@ others.
 
 import multiprocessing
 import os
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,9 @@ from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.models.pretend_ranks import GraphedResult
 
 NUM_PAGES, PAGE_SIZE = 16, 4
 TIMEOUT_S = 60.0
@@ -96,6 +100,16 @@ class RankProcesses:
             self.send(shard, "run", directory, passes)
         return [self.receive(shard) for shard in shards]
 
+    def run_in_graphs(
+        self, tp_size: int, stages: int, directory: Path, dtype: torch.dtype, passes: Sequence[Pass]
+    ) -> "list[GraphedResult]":
+        """Run the passes on ranks with a simulated GPU (pretend_ranks.py), which form a server for this call only."""
+        shards = [Shard.of(rank, tp_size=tp_size, stages=stages) for rank in range(tp_size * stages)]
+        port = free_port()
+        for shard in shards:
+            self.send(shard, "run_in_graphs", shard, port, TIMEOUT_S / 2, directory, dtype, passes)
+        return [self.receive(shard, 4 * TIMEOUT_S) for shard in shards]
+
     def minimum(self, shards: Sequence[Shard], values: Sequence[int]) -> list[int]:
         """The agreed minimum on each rank, with these values as input."""
         for shard, value in zip(shards, values, strict=True):
@@ -105,10 +119,10 @@ class RankProcesses:
     def send(self, shard: Shard, *command: Any) -> None:
         self._pipes[shard.rank].send(command)
 
-    def receive(self, shard: Shard) -> Any:
+    def receive(self, shard: Shard, timeout_s: float = TIMEOUT_S) -> Any:
         """The response to the rank's oldest command; raises the exception of the rank."""
         pipe = self._pipes[shard.rank]
-        assert pipe.poll(TIMEOUT_S), f"rank {shard.rank} does not answer"
+        assert pipe.poll(timeout_s), f"rank {shard.rank} does not answer"
         answer = pipe.recv()
         if isinstance(answer, BaseException):
             raise answer
@@ -117,7 +131,7 @@ class RankProcesses:
     def stop(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        self._process.join(10)
+        self._process.join(TIMEOUT_S)
         assert self._process.exitcode == 0, "a rank did not end"
 
 
@@ -197,6 +211,10 @@ def _serve(pipe: Connection) -> None:
                         parallel=parallel,
                     )
                     pipe.send(run_passes(runner, passes))
+                case "run_in_graphs":
+                    from tests.models.pretend_ranks import run_in_graphs
+
+                    pipe.send(run_in_graphs(*arguments))
                 case "agree":
                     assert parallel is not None
                     pipe.send(parallel.agree_minimum(*arguments))
@@ -205,4 +223,4 @@ def _serve(pipe: Connection) -> None:
                     parallel.close()
                     pipe.send(None)
         except Exception as error:  # reported to the test, which fails with it
-            pipe.send(RuntimeError(repr(error)))
+            pipe.send(RuntimeError("".join(traceback.format_exception(error))))

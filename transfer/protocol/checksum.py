@@ -5,7 +5,7 @@ plane and head. A rank's checksum is their sum modulo 2^64. It does not depend o
 wrote which part: the sums of all prefill ranks for one decode rank are added up.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -16,24 +16,31 @@ from .layout import KvLayout
 MODULUS: Final = 1 << 64
 
 
-def block_sum(rows: torch.Tensor, layout: KvLayout, layers: range | None = None, heads: range | None = None) -> int:
+def block_sum(
+    planes: Sequence[torch.Tensor], layout: KvLayout, layers: range | None = None, heads: range | None = None
+) -> int:
     """The sum over these global layers and heads of a pool (default: all it has).
 
-    `rows` is a contiguous host tensor `[layer, plane, head, token, dim]` of all layers and heads of `layout`, as
-    returned by `KvPool.read_tokens`. Raises ValueError for another shape and for tensors that need a copy.
+    `planes` are contiguous host tensors `[layer, head, token, byte]` (uint8) of all planes, layers and heads of
+    `layout`, as returned by `KvPool.read_tokens`. Raises ValueError for another shape and for tensors that need a copy.
     """
-    if rows.device.type != "cpu" or not rows.is_contiguous():
-        raise ValueError(f"checksum needs a contiguous host tensor, got {rows.device}, strides {rows.stride()}")
-    held = (layout.num_layers, len(layout.planes), layout.num_heads)
-    if rows.ndim != 5 or rows.shape[:3] != held:
-        raise ValueError(f"checksum needs [layer, plane, head] = {list(held)}, got shape {list(rows.shape)}")
-    blocks = rows.detach().flatten(3).view(torch.uint8).numpy()  # uint8: numpy has no bfloat16
+    held = (layout.num_layers, layout.num_heads)
+    if len(planes) != len(layout.planes):
+        raise ValueError(f"checksum needs {len(layout.planes)} planes, got {len(planes)}")
+    for rows in planes:
+        if rows.device.type != "cpu" or rows.dtype != torch.uint8 or not rows.is_contiguous():
+            raise ValueError(
+                f"checksum needs contiguous uint8 of the host, got {rows.dtype} of {rows.device}, strides "
+                f"{rows.stride()}"
+            )
+        if rows.ndim != 4 or rows.shape[:2] != held:
+            raise ValueError(f"checksum needs [layer, head] = {list(held)}, got shape {list(rows.shape)}")
     return add_sums(
         xxhash.xxh3_64_intdigest(
-            blocks[layer - layout.layer_start, plane, head - layout.head_start].data, _seed(name, layer, head)
+            blocks[layer - layout.layer_start, head - layout.head_start].data, _seed(name, layer, head)
         )
+        for name, blocks in zip(layout.kind, (rows.flatten(2).numpy() for rows in planes), strict=True)
         for layer in (layout.layers if layers is None else layers)
-        for plane, name in enumerate(layout.kind)
         for head in (layout.heads if heads is None else heads)
     )
 

@@ -2,8 +2,9 @@
 
 Pools are page-major: `[page][layer][plane][head][token][bytes]`. So a page is contiguous for any number of layers, a
 layer range of a page is contiguous, and a head slice is one contiguous range per (layer, plane). A plane is `k`, `v`,
-or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head. If only some
-layers have an indexer, the "layers" of its pool count only those, over the whole model.
+or one of the replicated rows of latent-attention models (`latent`, `indexer`), which have a single head. Behind indexer
+keys in fp8 is a plane `indexer_scale`, of 4 bytes per token. If only some layers have an indexer, the "layers" of its
+pool count only those, over the whole model.
 """
 
 import msgspec
@@ -29,6 +30,7 @@ class KvLayout(msgspec.Struct, array_like=True, frozen=True):
     page_size: int
     num_pages: int
     dtype: str
+    """Of all planes but `indexer_scale`, which is float32."""
 
     @property
     def layers(self) -> range:

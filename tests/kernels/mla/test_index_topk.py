@@ -1,4 +1,7 @@
-"""index_topk against a loop over tokens and keys. Values are small integers, so that scores are exact and tie often."""
+"""index_topk against a loop over tokens and keys. Values are small integers, so that scores are exact and tie often.
+
+Scales of fp8 are powers of two, of very different size, so that scores stay exact.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.index_plan import IndexPlan, select_top_reference
+from pdserve.kernels.mla.fp8_rows import FP8
+from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales, select_top_reference
 from pdserve.kernels.mla.index_topk import index_topk, position_rows
 from tests.kernels.mla.padded_plan import padded_plan
 from tests.kernels.places import each_of
@@ -22,10 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 where = each_of(
     ("auto", "cpu", torch.float32),
     ("auto", "cpu", torch.bfloat16),
+    ("auto", "cpu", FP8),
     ("triton", "cpu", torch.float32),
+    ("triton", "cpu", FP8),
     ("reference", "cuda", torch.bfloat16),
     ("triton", "cuda", torch.float32),
     ("triton", "cuda", torch.bfloat16),
+    ("triton", "cuda", FP8),
 )
 
 
@@ -60,10 +67,24 @@ class Case:
             for position, key in enumerate(keys):
                 pool[pages[position // page_size], LAYER, position % page_size] = key
         self.pool = pool.to(device, dtype)
+        self.query_scales, self.key_scales = torch.ones(len(self.query), heads), torch.full(pool.shape[:3], torch.nan)
+        if dtype == FP8:
+            self.query_scales = 2.0 ** torch.randint(-3, 4, self.query_scales.shape, generator=generator)
+        for pages, keys in zip(self.pages, self.keys, strict=True):
+            for position, key in enumerate(keys):
+                scale = 2.0 ** int(torch.randint(-3, 4, (), generator=generator)) if dtype == FP8 else 1.0
+                self.key_scales[pages[position // page_size], LAYER, position % page_size] = scale
+                key *= scale
         self.device, self.dtype = device, dtype
         self.plan = IndexPlan.build(query_lens, kv_lens, self.pages, page_size=page_size, device=device)
 
     def result(self, k: int, plan: IndexPlan | None = None) -> list[list[int]]:
+        scales = None
+        if self.dtype == FP8:
+            padded = torch.nn.functional.pad(self.query_scales, (0, 0, 0, len(self.query) - len(self.query_scales)))
+            scales = IndexScales(
+                padded.to(self.device), self.key_scales[:, LAYER : LAYER + 1].unsqueeze(-1).to(self.device)
+            )
         with poisoned(self.impl):
             out = index_topk(
                 self.query.to(self.device, self.dtype),
@@ -71,6 +92,7 @@ class Case:
                 self.pool[:, LAYER : LAYER + 1],
                 plan or self.plan,
                 k,
+                scales=scales,
                 impl=self.impl,
             )
         assert out.dtype == torch.int32
@@ -82,7 +104,8 @@ class Case:
         token = 0
         for query_len, kv_len, keys in zip(self.query_lens, self.kv_lens, self.keys, strict=True):
             for position in range(kv_len - query_len, kv_len):
-                products = (keys[: position + 1].double() @ self.query[token].double().T).tolist()
+                query = self.query[token].double() * self.query_scales[token].double().unsqueeze(1)
+                products = (keys[: position + 1].double() @ query.T).tolist()
                 weights = self.weights[token].tolist()
                 scores = [sum(w * max(p, 0.0) for w, p in zip(weights, of_key, strict=True)) for of_key in products]
                 best = sorted(range(position + 1), key=lambda s: (-scores[s], s))[:k]
@@ -186,6 +209,13 @@ def test_invalid_arguments_are_refused() -> None:
         index_topk(query, weights, keys.half(), plan, 1)
     with pytest.raises(ValueError, match="in pages of 4"):
         index_topk(query, weights, torch.zeros(2, 1, 5, 8), plan, 1)
+    with pytest.raises(ValueError, match="float8_e4m3fn queries and keys lack scales"):
+        index_topk(query.to(FP8), weights, keys.to(FP8), plan, 1)
+    scales = IndexScales(weights, torch.ones(2, 1, 4, 1))
+    with pytest.raises(ValueError, match="float32 queries and keys have scales of fp8"):
+        index_topk(query, weights, keys, plan, 1, scales=scales)
+    with pytest.raises(ValueError, match=r"\[1, 1\] and \[2, 1, 4, 1\] are not one per query \[1, 2\]"):
+        index_topk(query.to(FP8), weights, keys.to(FP8), plan, 1, scales=scales._replace(query=weights[:, :1]))
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         index_topk(query, weights, keys, plan, 0)
     with pytest.raises(ValueError, match="do not fit a plan of 1 tokens"):

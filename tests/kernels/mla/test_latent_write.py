@@ -138,7 +138,7 @@ def test_rotated_queries_equal_float64(
     query = draw(tokens, heads, kv_rank + rope_dim)
     before = query.clone()
 
-    index_query = rotate_queries(
+    rotated = rotate_queries(
         x, cos, signed_sin, query, head_dim=head_dim, index_dim=index_dim, interleaved=interleaved, impl=impl
     )
 
@@ -148,9 +148,11 @@ def test_rotated_queries_equal_float64(
         turned = exact_turn(own[:, head, -rope_dim:], cos, signed_sin, interleaved=True)
         close(query[:, head, kv_rank:], turned)
     if index_heads == 0:
-        assert index_query is None
+        assert rotated is None
         return
-    assert index_query is not None
+    assert rotated is not None
+    index_query, scales = rotated
+    assert scales is None
     assert index_query.is_contiguous()
     theirs = x[:, heads * head_dim :].view(tokens, index_heads, index_dim)
     assert index_query[:, :, rope_dim:].equal(theirs[:, :, rope_dim:])

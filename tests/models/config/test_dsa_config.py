@@ -207,3 +207,6 @@ def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path
         return size.num_pages * 64 // 32768
 
     assert (requests(78 * 128 * 2), requests(keys)) == (32, 121)
+    _, fp8_keys = DsaDecoder(parameters, fp8_index=True).make_cache(1, 1).pools
+    assert fp8_keys.size_bytes == 21 * 132
+    assert requests(fp8_keys.size_bytes) == 130, "all that may run, and two more"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, ttft
+from benchmarks import dsa_engine, engine, fp8_linear, ttft
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
@@ -99,3 +99,32 @@ def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         pools.hot.add_(1)
         with pytest.raises(AssertionError):
             trace.check()
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_fp8_benchmark_counts_what_is_read_and_multiplied(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(calls: Any) -> float:
+        for call in calls:
+            assert call().isfinite().all()
+        return 2.0
+
+    for name, value in {
+        "DEVICE": CPU,
+        "time_us": run,
+        "READ_BYTES": 1 << 17,
+        "HIDDEN": 256,
+        "EXPERTS": 16,
+        "LINEARS": {"plain": (192, 256, False), "gated": (256, 256, True)},
+    }.items():
+        monkeypatch.setattr(fp8_linear, name, value)
+    rates = fp8_linear.Rates(1e12, 1e12)
+    plain, gated = (list(fp8_linear.measure_linear(name, rows, rates)) for name in ("plain", "gated"))
+    exact = ["exact*"] if rows == 3 else []
+    assert [row.method for row in plain] == [*exact, "triton" if exact else "triton*"]
+    assert [row.method for row in gated] == [*exact, "triton" if exact else "triton*", "cublas"]
+    assert plain[0].read_us == pytest.approx((192 * 256 + 3 * 4 * 4) / 1e6)
+    assert plain[0].product_us == pytest.approx(2 * rows * 192 * 256 / 1e6)
+    gate_up, down = fp8_linear.draw_weight(2, 256, 256), fp8_linear.draw_weight(2, 256, 128)
+    row = fp8_linear.measure_experts("experts", gate_up, down, rows, rates)
+    assert 0 < row.product_us <= 2 * rows * 2 * (gate_up.nbytes + down.nbytes) / 1e6
+    assert row.share == max(row.read_us, row.product_us) / 2.0

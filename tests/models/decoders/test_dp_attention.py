@@ -18,6 +18,7 @@ from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_logits
 from tests.models.ranks import NUM_PAGES, Pass, RankProcesses
 
+CPU = torch.device("cpu")
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 LENGTHS = (32, 25, 31, 18)
 """Tokens of each sequence; sequence i is on rank i % ranks."""
@@ -106,10 +107,13 @@ def test_logits_of_every_rank_equal_transformers(
 
 def test_a_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
-    whole = ModelRunner.weight_bytes(source, torch.float32)
+    whole = ModelRunner.weight_bytes(source, torch.float32, device=CPU)
     tensor_parallel, own = (
         ModelRunner.weight_bytes(
-            source, torch.float32, Shard.of(1, tp_size=4, stages=1, whole_experts=True, dp_attention=dp_attention)
+            source,
+            torch.float32,
+            Shard.of(1, tp_size=4, stages=1, whole_experts=True, dp_attention=dp_attention),
+            device=CPU,
         )
         for dp_attention in (False, True)
     )
@@ -126,4 +130,4 @@ def test_a_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> 
 def test_models_without_experts_are_refused_by_name(tmp_path: Path) -> None:
     source = locate_model(str(make_checkpoint(tmp_path, "qwen3")))
     with pytest.raises(StartupError, match="dp_attention needs a model with experts, and qwen3 has none"):
-        ModelRunner.weight_bytes(source, torch.float32, Shard.of(0, tp_size=2, stages=1, dp_attention=True))
+        ModelRunner.weight_bytes(source, torch.float32, Shard.of(0, tp_size=2, stages=1, dp_attention=True), device=CPU)

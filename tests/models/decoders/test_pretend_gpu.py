@@ -24,7 +24,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.models.sampling.sampler import Sampler
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor, PendingStep
-from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
+from tests.checkpoints import make_checkpoint, make_dsa_checkpoint, quantise_checkpoint
 from tests.kernels.interpreter import INTERPRETED
 from tests.memory.hisparse.hot_buffer import open_loaded
 from tests.models.pretend_gpu import CPU, DEVICE, PretendGpu
@@ -88,6 +88,16 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return prefilled(directory, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """With experts, in fp8. The CPU expands them; the GPU does not quantise the activations of few rows."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"index_topk": TOP_K, "n_routed_experts": 4, "n_group": 1, "moe_intermediate_size": 160}
+    directory = make_dsa_checkpoint(tmp_path_factory.mktemp("experts"), "deepseek_v32", **sizes)
+    quantise_checkpoint(directory, (128, 128))
+    return prefilled(directory, torch.float32)
+
+
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
     with PretendGpu() as pretended:
@@ -140,9 +150,13 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
     return Executor(runner, cache, [], overlap=True)
 
 
-@pytest.mark.parametrize("name", ["dense", "sparse"])
-def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", ["dense", "sparse", "experts"])
+def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Model = request.getfixturevalue(name)
+    if name == "experts":
+        monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda device: device.type == "cuda")
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
         runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)

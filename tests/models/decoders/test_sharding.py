@@ -165,7 +165,7 @@ def test_ranks_read_their_parts_and_together_everything(
             assert slot.target.equal(expected[name][part]), name
             seen[name][part] += 1
         read = sum(slot.target.nbytes for slot in slots.values())
-        assert ModelRunner.weight_bytes(source, torch.float32, shard) == read
+        assert ModelRunner.weight_bytes(source, torch.float32, shard, device=torch.device("cpu")) == read
     for name, count in seen.items():
         assert (count == copies(name, source, tp_size, stages)).all(), name
 
@@ -212,7 +212,7 @@ def test_missing_rank_is_a_startup_error() -> None:
         )
 
 
-def test_several_ranks_have_no_graphs(cases: dict[str, Case]) -> None:
+def test_ranks_without_collectives_on_the_device_have_no_graphs(cases: dict[str, Case]) -> None:
     shard = Shard(tp_size=2)
     runner = ModelRunner.load(cases["qwen2"].source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
     assert not runner.capture_graphs(runner.make_cache(4, 4), max_batch=2, max_context=16)

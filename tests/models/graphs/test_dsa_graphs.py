@@ -14,10 +14,18 @@ from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy, reference_logits
+from tests.checkpoints import (
+    load_reference,
+    make_dsa_checkpoint,
+    quantise_checkpoint,
+    reference_greedy,
+    reference_logits,
+)
 from tests.memory.hisparse.hot_buffer import open_loaded
+from tests.models.graphs.steps import run_graph
 
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
@@ -90,15 +98,26 @@ class Setup:
     """A tiny model on the GPU, its cache and graphs, and transformers' model on the CPU."""
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, architecture: Any, *, packed: bool = False, **overrides: Any
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        architecture: Any,
+        *,
+        packed: bool = False,
+        fp8_index: bool = False,
+        fp8: bool = False,
+        **overrides: Any,
     ) -> None:
         device = torch.device("cuda")
         make_dsa_checkpoint(directory, architecture, **overrides)
+        if fp8:
+            quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
-        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype)
-        load_weights(source, parameters.slots())
-        self.reference: Any = load_reference(directory)
-        self.decoder = DsaDecoder(parameters, packed=packed)
+        kept = fp8_tensors(source, "auto")
+        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
+        load_weights(source, parameters.slots(), parameters.names(source.config))
+        self.reference: Any = None if fp8 else load_reference(directory)
+        self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -130,10 +149,14 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Setup(directory, torch.float32, request.param, first_k_dense_replace=4, **pattern)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bf16 rows", "packed rows"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"packed": True}, {"fp8_index": True}, {"fp8": True}],
+    ids=["bf16", "packed rows", "fp8 keys", "fp8 weights"],
+)
 def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
-    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", packed=request.param)
+    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", **request.param)
 
 
 @pytest.mark.gpu
@@ -150,7 +173,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batc
             for tokens, length, where in zip(expected, lengths, pages, strict=True)
         ]
         assert dense.graphs.fits(slices)
-        logits = dense.graphs.run(slices)
+        logits = run_graph(dense.graphs, slices)
         assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
     full = [ids + tokens[:steps] for ids, tokens in zip(prompts, expected, strict=True)]
     last = torch.stack([reference_logits(dense.reference, ids)[-1] for ids in full])
@@ -169,7 +192,7 @@ def test_graph_with_experts_equals_eager_steps(mixed: Setup, batch: int) -> None
     by_eager = mixed.contents()
     for pool, old in zip(mixed.cache.pools, before, strict=True):
         pool.data.copy_(old)
-    assert mixed.graphs.run(slices).equal(expected)
+    assert run_graph(mixed.graphs, slices).equal(expected)
     assert all(found.equal(known) for found, known in zip(mixed.contents(), by_eager, strict=True))
 
 
@@ -188,13 +211,15 @@ def check_padded_step(model: Setup) -> None:
     _, pages = model.prefill(lengths, 4)
     slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]
     before = model.contents()
-    model.graphs.run(slices)  # 5 rows in the graph of 8
+    run_graph(model.graphs, slices)  # 5 rows in the graph of 8
     slots = {
         (where[piece.start // PAGE_SIZE], piece.start % PAGE_SIZE) for piece, where in zip(slices, pages, strict=True)
     }
     for pool, old in zip(model.cache.pools, before, strict=True):
-        written = (pool.data != old).any(-1).any(3).any(2).any(1)  # [page, token]
-        assert {(page, token) for page, token in written.nonzero().tolist()} == slots
+        changed = pool.data.view(torch.uint8).flatten(2) != old.view(torch.uint8).flatten(2)
+        for plane in pool._split_planes(changed):
+            written = plane.any(-1).any(2).any(1)  # [page, token]
+            assert {(page, token) for page, token in written.nonzero().tolist()} == slots
 
 
 @pytest.mark.gpu
@@ -202,10 +227,10 @@ def test_steps_of_other_batches_do_not_affect_results(mixed: Setup) -> None:
     lengths = [40, 3, 77]
     _, pages = mixed.prefill(lengths, 4)
     slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
-    first = mixed.graphs.run(slices).clone()
-    mixed.graphs.run([slices[2]] * 13)
-    mixed.graphs.run(slices[1:2])
-    assert mixed.graphs.run(slices).equal(first)
+    first = run_graph(mixed.graphs, slices).clone()
+    run_graph(mixed.graphs, [slices[2]] * 13)
+    run_graph(mixed.graphs, slices[1:2])
+    assert run_graph(mixed.graphs, slices).equal(first)
 
 
 @pytest.mark.gpu
@@ -214,9 +239,9 @@ def test_tokens_can_stay_on_the_device(mixed: Setup) -> None:
     _, pages = mixed.prefill(lengths, 4)
     known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
     unknown = [SequenceSlice([0], length, pages[index]) for index, length in enumerate(lengths)]
-    expected = mixed.graphs.run(known).clone()
-    assert not mixed.graphs.run(unknown).equal(expected)
-    assert mixed.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
+    expected = run_graph(mixed.graphs, known).clone()
+    assert not run_graph(mixed.graphs, unknown).equal(expected)
+    assert run_graph(mixed.graphs, unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
 
 
 @pytest.mark.gpu
@@ -225,4 +250,4 @@ def test_batches_that_fit_a_graph(dense: Setup) -> None:
     assert dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH)
     assert not dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
     with pytest.raises(ValueError, match="have 2 pages"):
-        dense.graphs.run([SequenceSlice([1], 10, [3, 4])])
+        run_graph(dense.graphs, [SequenceSlice([1], 10, [3, 4])])

@@ -15,6 +15,7 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
+from tests.models.graphs.steps import run_graph
 
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 20, 200
 TOLERANCE = 3e-5  # as in test_decoder.py
@@ -87,7 +88,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(setup: Setup, batc
             for tokens, length, where in zip(expected, lengths, pages, strict=True)
         ]
         assert setup.graphs.fits(slices)
-        logits = setup.graphs.run(slices)
+        logits = run_graph(setup.graphs, slices)
         assert logits.shape == (batch, setup.decoder.config.vocab_size)
         assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
     full = [ids + tokens[:steps] for ids, tokens in zip(prompts, expected, strict=True)]
@@ -106,7 +107,7 @@ def test_padded_step_writes_only_its_rows(setup: Setup) -> None:
     expected = setup.eager(slices)
     by_eager = setup.pool.data.clone()
     setup.pool.data.copy_(before)
-    found = setup.graphs.run(slices)  # 5 rows in the graph of 8
+    found = run_graph(setup.graphs, slices)  # 5 rows in the graph of 8
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(setup.pool.data, by_eager, rtol=0, atol=1e-5)
     written = (setup.pool.data != before).flatten(5).any(-1).any(3).any(2).any(1)  # [page, token]
@@ -121,10 +122,10 @@ def test_steps_of_other_batches_do_not_affect_results(setup: Setup) -> None:
     lengths = [40, 3, 77]
     _, pages = setup.prefill(lengths, 4)
     slices = [SequenceSlice([5], length, where) for length, where in zip(lengths, pages, strict=True)]
-    first = setup.graphs.run(slices).clone()
-    setup.graphs.run([slices[2]] * 20)
-    setup.graphs.run(slices[1:2])
-    assert setup.graphs.run(slices).equal(first)
+    first = run_graph(setup.graphs, slices).clone()
+    run_graph(setup.graphs, [slices[2]] * 20)
+    run_graph(setup.graphs, slices[1:2])
+    assert run_graph(setup.graphs, slices).equal(first)
 
 
 @pytest.mark.gpu
@@ -133,9 +134,9 @@ def test_tokens_can_stay_on_the_device(setup: Setup) -> None:
     _, pages = setup.prefill(lengths, 4)
     known = [SequenceSlice([8 + index], length, pages[index]) for index, length in enumerate(lengths)]
     unknown = [SequenceSlice([0], length, pages[index]) for index, length in enumerate(lengths)]
-    expected = setup.graphs.run(known).clone()
-    assert not setup.graphs.run(unknown).equal(expected)
-    assert setup.graphs.run(unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
+    expected = run_graph(setup.graphs, known).clone()
+    assert not run_graph(setup.graphs, unknown).equal(expected)
+    assert run_graph(setup.graphs, unknown, torch.tensor([8, 9], device="cuda")).equal(expected)
 
 
 @pytest.mark.gpu
@@ -149,7 +150,7 @@ def test_batches_that_fit_a_graph(setup: Setup) -> None:
     assert not setup.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
     assert not setup.graphs.fits([one, SequenceSlice([1, 2], 10, pages)])
     with pytest.raises(ValueError, match="have 2 pages"):
-        setup.graphs.run([SequenceSlice([1], 10, [3, 4])])
+        run_graph(setup.graphs, [SequenceSlice([1], 10, [3, 4])])
 
 
 @pytest.mark.gpu
@@ -204,7 +205,7 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, decode_rows: bool
             continue
         steps += 1
         assert graphs.fits(slices)
-        found, expected = graphs.run(slices).clone(), eager.forward(caches[1], slices)
+        found, expected = run_graph(graphs, slices).clone(), eager.forward(caches[1], slices)
         tolerance = TOLERANCE if dtype == torch.float32 else 0.06
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     assert steps > 10

@@ -8,8 +8,9 @@ import torch
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Experts, DeepseekV32TopkRouter
 
+from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.models.config.dsa import MoeConfig
-from pdserve.models.layers.moe import MlpParameters, MoeParameters, apply_experts, mixture, route
+from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, route
 
 HIDDEN, SIZE = 48, 24
 
@@ -77,9 +78,17 @@ def test_experts_equal_transformers(tokens: int) -> None:
         )  # the last expert gets no tokens
         weights = torch.rand(tokens, 3, generator=generator)
         expected = experts(x, chosen, weights)
-        found = apply_experts(x, weights, chosen, experts.gate_up_proj, experts.down_proj)
+        found = grouped_experts(x, weights, chosen, experts.gate_up_proj, experts.down_proj)
         parts = [
-            apply_experts(x, weights, chosen, experts.gate_up_proj[own], experts.down_proj[own], first=own.start)
+            grouped_experts(
+                x,
+                weights,
+                chosen,
+                experts.gate_up_proj[own],
+                experts.down_proj[own],
+                first=own.start,
+                num_experts=8,
+            )
             for own in (slice(0, 2), slice(2, 7), slice(7, 8))  # the last rank has no tokens
         ]
     assert float(expected.std()) > 0.1
@@ -94,8 +103,8 @@ def test_result_of_a_token_does_not_depend_on_the_batch() -> None:
     x, weights = torch.randn(40, HIDDEN, generator=generator), torch.rand(40, 3, generator=generator)
     chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(40)])
     order = torch.randperm(40, generator=generator)
-    whole = apply_experts(x, weights, chosen, gate_up, down)
-    shuffled = apply_experts(x[order], weights[order], chosen[order], gate_up, down)
+    whole = grouped_experts(x, weights, chosen, gate_up, down)
+    shuffled = grouped_experts(x[order], weights[order], chosen[order], gate_up, down)
     torch.testing.assert_close(shuffled, whole[order], rtol=1e-5, atol=1e-4)
 
 
@@ -110,13 +119,15 @@ def test_mixture_in_a_cuda_graph_routes_any_tokens(experts_here: range) -> None:
         values = torch.randn(shape, generator=generator, device="cuda").mul_(shape[-1] ** -0.5)
         return values.to(dtype)
 
+    gate_up, down = draw(len(experts_here), 2 * SIZE, HIDDEN), draw(len(experts_here), HIDDEN, SIZE)
+    shared = draw(2 * SIZE, HIDDEN), draw(HIDDEN, SIZE)
     parameters = MoeParameters(
         router=draw(32, HIDDEN, dtype=torch.float32),
         router_bias=draw(32, dtype=torch.float32),
         experts=experts_here,
-        gate_up=draw(len(experts_here), 2 * SIZE, HIDDEN),
-        down=draw(len(experts_here), HIDDEN, SIZE),
-        shared=MlpParameters(draw(2 * SIZE, HIDDEN), draw(HIDDEN, SIZE)),
+        gate_up=gate_up,
+        down=down,
+        shared=MlpParameters(*shared),
     )
     x = draw(5, HIDDEN)
     mixture(x, parameters, ours)  # compiles, which is forbidden during capture
@@ -128,12 +139,12 @@ def test_mixture_in_a_cuda_graph_routes_any_tokens(experts_here: range) -> None:
         x.copy_(draw(5, HIDDEN) * 7)
         graph.replay()
         weights, experts = route(x, parameters.router, parameters.router_bias, ours)
-        expected = _mlp(x, parameters.shared.gate_up, parameters.shared.down)
+        expected = _mlp(x, *shared)
         for row, column in itertools.product(range(5), range(6)):
             expert = int(experts[row, column]) - experts_here.start
             if not 0 <= expert < len(experts_here):
                 continue
-            part = _mlp(x[row], parameters.gate_up[expert], parameters.down[expert])
+            part = _mlp(x[row], gate_up[expert], down[expert])
             expected[row] += weights[row, column] * part
         assert float(expected.std()) > 0.05
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

@@ -1,5 +1,6 @@
 """Random weights: the same model however it is divided, with activations of order 1."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.runner import ModelRunner, allocate_parameters
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
 
@@ -78,3 +80,35 @@ def test_fingerprint_of_dummy_weights_needs_no_files_and_differs(source: ModelSo
     bare = ModelSource(source.name, tmp_path, "huggingface", source.config)
     assert fingerprint(bare, "dummy") == dummy
     assert fingerprint(source) != dummy
+
+
+def quantised(source: ModelSource, directory: Path) -> ModelSource:
+    """The same geometry with block-scaled weights."""
+    config = json.loads((source.path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (directory / name).symlink_to(source.path / name)
+    return locate_model(str(directory))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_dummy_fp8_weights_are_worth_their_expanded_ones(tmp_path: Path, tp_size: int) -> None:
+    plain = make_dsa_checkpoint(tmp_path / "plain", hidden_size=192, moe_intermediate_size=160)
+    (tmp_path / "fp8").mkdir()
+    source = quantised(locate_model(str(plain)), tmp_path / "fp8")
+    fp8 = fp8_tensors(source, "dummy")
+    whole = allocate_parameters(source.config, WHOLE, device=CPU, dtype=torch.float32).slots()
+    fill_with_noise(whole, fp8)
+    assert whole["model.layers.0.mlp.gate_proj.weight"].target.std().item() == pytest.approx(192**-0.5, rel=0.05)
+    kept = 0
+    for rank in range(tp_size):
+        shard = Shard(rank, tp_size)
+        slots = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, fp8=fp8).slots()
+        fill_with_noise(slots, fp8)
+        for name, slot in slots.items():
+            kept += slot.block_scaled is not None
+            values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+            part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
+            assert values.equal(whole[name].target[part]), name
+    assert kept > 60

@@ -104,8 +104,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         try:
             while not any(isinstance(message, Ready) for message in receive(frontend)):
                 pass
-            assert leader._ranks._engine is not None
-            cache = leader._ranks._engine._executor.cache
+            assert leader._ranks._local is not None
+            assert leader._ranks._local._engine is not None
+            cache = leader._ranks._local._engine._executor.cache
             assert isinstance(cache, HiSparseCache)
             close = Mock(wraps=cache.close)
             patch.setattr(cache, "close", close)

@@ -1,21 +1,26 @@
 """Detection of lost ranks and leaders. A process that did not run itself does not count its peers as silent."""
 
+import io
+import json
 import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import NoReturn, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
 
 from pdserve.configs.schema import PrefillConfig
+from pdserve.models.layers.parallel import listen, reserve
 from pdserve.models.loading.catalog import ModelSource
 from pdserve.scheduler.messages.ranks import CacheChecked, RankAlive, RankFailed, RankReport
 from pdserve.scheduler.ranks import group as ranks
 from pdserve.scheduler.ranks import main as rank_main
 from pdserve.scheduler.ranks.group import Ranks
-from pdserve.scheduler.ranks.main import ALIVE_INTERVAL_S, LEADER_SILENCE_S, LeaderLink
+from pdserve.scheduler.ranks.main import ALIVE_INTERVAL_S, CONSEQUENCE_S, LEADER_SILENCE_S, LeaderLink
 from pdserve.transfer.control.curve import ClusterKeys
 from tests.cluster.servers import wait_until
 
@@ -92,30 +97,61 @@ def test_rank_does_not_exit_when_it_was_stopped_itself(
 
 
 def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 fails first, with an error of its connection to the other rank."""
+    """The leader notices the exit of a rank after one tick; a rank that loses its connection waits longer."""
 
-    class KilledProcess:
-        rank, pid = 1, 4711
+    class OtherProcess:
+        """Rank 1 has been killed; rank 0 is still running."""
 
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
+        pid = 4711
+
+        def __init__(self, _config: object, rank: int, **_: object) -> None:
+            self.rank = rank
 
         def wait(self, _timeout_s: float | None = None) -> int:
-            return -9
+            return -9 if self.rank == 1 or ended.wait(10) else 0
 
-    def lose_connection(*_: object, listener: socket.socket, **__: object) -> NoReturn:
-        listener.close()
+    ended = threading.Event()
+    monkeypatch.setattr(ranks, "RankProcess", OtherProcess)
+    reports: list[RankReport] = []
+    all_ranks = Ranks(PrefillConfig(tp=2), cast(ModelSource, None), None, reports.append)
+    wait_until(lambda: bool(reports), 10, "the exit is reported")
+    ended.set()
+    all_ranks.close()
+    assert reports[0] == RankFailed(1, "rank 1 (process 4711) exited with status -9")
+    assert CONSEQUENCE_S >= 2 * ranks.TICK_S
+
+    class EndedError(Exception):
+        """The end of the process."""
+
+    def lose_connection(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(ranks, "RankProcess", KilledProcess)
-    monkeypatch.setattr(ranks, "RankEngine", lose_connection)
-    reasons: list[str] = []
+    def leave(status: int) -> NoReturn:
+        raise EndedError(f"status {status}")
 
-    def on_report(report: RankReport) -> None:
-        assert isinstance(report, RankFailed)
-        reasons.append(report.reason)
+    introduction = {"config": {"role": "prefill", "tp": 2}, "rank": 0, "leader": "tcp://", "meet_at": ["127.0.0.1", 1]}
+    stdin = SimpleNamespace(buffer=io.BytesIO(json.dumps(introduction).encode()))
+    events: list[object] = []
+    monkeypatch.setattr(rank_main, "sys", SimpleNamespace(stdin=stdin))
+    monkeypatch.setattr(rank_main, "time", SimpleNamespace(sleep=events.append, monotonic=time.monotonic))
+    monkeypatch.setattr(rank_main, "threading", Mock())
+    monkeypatch.setattr(rank_main, "signal", Mock())
+    monkeypatch.setattr(rank_main, "configure_logging", Mock())
+    monkeypatch.setattr(rank_main, "locate_model", Mock())
+    monkeypatch.setattr(rank_main, "LeaderLink", lambda *_: SimpleNamespace(report=events.append))
+    monkeypatch.setattr(rank_main, "RankEngine", lose_connection)
+    monkeypatch.setattr(rank_main, "_exit", leave)
+    with pytest.raises(EndedError, match="status 1"):
+        rank_main.main()
+    assert events == [CONSEQUENCE_S, RankFailed(0, "RuntimeError: Connection reset by peer")]
 
-    all_ranks = Ranks(PrefillConfig(tp=2), cast(ModelSource, None), None, on_report)
-    wait_until(lambda: len(reasons) == 2, 10, "both are reported")
-    all_ranks.close()
-    assert reasons == ["rank 1 (process 4711) exited with status -9", "RuntimeError: Connection reset by peer"]
+
+def test_reserved_port_is_free_for_rank_0_alone() -> None:
+    with reserve("127.0.0.1", 0) as reserved:
+        address = reserved.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        with listen(*address), socket.create_connection(address, timeout=5):
+            pass

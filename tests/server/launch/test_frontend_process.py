@@ -45,7 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RunningFront:
-    def __init__(self, process: ForkedProcess | subprocess.Popen[str], port: int, temp: Path, stderr: IO[str]) -> None:
+    def __init__(
+        self, process: ForkedProcess | subprocess.Popen[bytes], port: int, temp: Path, stderr: IO[str]
+    ) -> None:
         self.process = process
         self.port = port
         self.temp = temp
@@ -93,14 +95,14 @@ def frontend(
     settings = {"role": "decode", "model": str(model), "port": port, "api_key": "frontend-secret"} | config
     arguments = [json.dumps(settings), LEADER_PROGRAM, behaviour]
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.dev'}{os.pathsep}{ROOT}", "TMPDIR": str(temp)}
-    process: ForkedProcess | subprocess.Popen[str]
+    process: ForkedProcess | subprocess.Popen[bytes]
     with tempfile.TemporaryFile("w+") as stderr:
         if forked:
             with Path(os.devnull).open("r+") as null:
                 process = fork_server().run(f"{PROGRAM}:main", arguments, env, (null, null, stderr))
         else:
             command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
-            process = subprocess.Popen(command, env=env, stderr=stderr, text=True)
+            process = subprocess.Popen(command, env=env, stderr=stderr)
         try:
             yield RunningFront(process, port, temp, stderr)
         finally:

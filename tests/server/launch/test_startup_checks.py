@@ -81,6 +81,15 @@ def test_hot_rows_must_fit_model_and_pages(sparse: ModelSource, hot_rows: int, l
     assert problems(config, sparse) == ([line] if line is not None else [])
 
 
+def test_index_keys_that_have_no_fp8_format_are_reported(sparse: ModelSource, tmp_path: Path) -> None:
+    odd = locate_model(str(make_dsa_checkpoint(tmp_path / "odd", index_head_dim=30)))
+    for role in (PrefillConfig, DecodeConfig):
+        assert problems(role(index_dtype="fp8_e4m3"), odd) == [
+            "index_dtype fp8_e4m3 needs an index_head_dim that is a multiple of 4, and odd has 30"
+        ]
+        assert problems(role(), odd) == problems(role(index_dtype="fp8_e4m3"), sparse) == []
+
+
 def test_hot_rows_error_names_the_only_fitting_value(sparse: ModelSource) -> None:
     (problem,) = problems(DecodeConfig(enable_hisparse=True, hot_rows=17, page_size=32), sparse)
     assert problem == "hot_rows = 17 must be a multiple of page_size = 32: give 32"

@@ -25,6 +25,11 @@ def kv_of(layers: int, heads: int, tokens: int, *, seed: int, planes: int = 2) -
     return torch.randn(layers, planes, heads, tokens, DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def planes_of(cells: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of `cells` by plane, as `KvPool.read_tokens` returns them."""
+    return [plane.contiguous().view(torch.uint8) for plane in cells.unbind(1)]
+
+
 def empty_pool(kv: KvLayout) -> KvPool:
     return KvPool(
         num_pages=kv.num_pages,

@@ -73,7 +73,7 @@ class Memory:
     def registered_bytes(self) -> int:
         return self.data.nbytes
 
-    def read_tokens(self, pages: object, start: int, end: int) -> torch.Tensor:
+    def read_tokens(self, pages: object, start: int, end: int) -> list[torch.Tensor]:
         raise NotImplementedError
 
 

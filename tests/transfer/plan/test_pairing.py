@@ -8,7 +8,7 @@ from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Hello, InstanceId, Pool, Rank, Welcome
 
 Cells = tuple[int, int]
-K, V, LATENT, INDEXER = Plane("k", 256), Plane("v", 256), Plane("latent", 576), Plane("indexer", 132)
+K, V, LATENT, INDEXER = Plane("k", 256), Plane("v", 256), Plane("latent", 576), Plane("indexer", 256)
 LAYOUT = KvLayout((K, V), 0, 8, 0, 4, 16, 100, "bfloat16")
 
 
@@ -109,8 +109,20 @@ def test_a_pool_that_only_one_side_has_is_refused() -> None:
     reason = refusal(prefill=(rank(0, latent),), decode=(both,))
     assert reason == (
         "KV pools differ: prefill has latent of 576 B (uint8), decode has latent of 576 B (uint8), "
-        "indexer of 132 B (uint8)"
+        "indexer of 256 B (uint8)"
     )
+
+
+def test_indexer_keys_of_another_type_are_refused_with_both_types() -> None:
+    latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "bfloat16")
+    plain = msgspec.structs.replace(latent, planes=(INDEXER,))
+    planes = Plane("indexer", 128), Plane("indexer_scale", 4)
+    fp8 = msgspec.structs.replace(latent, planes=planes, dtype="float8_e4m3fn")
+    assert refusal(prefill=(rank(0, latent, plain),), decode=(rank(0, latent, fp8),)) == (
+        "KV pools differ: prefill has latent of 576 B (bfloat16), indexer of 256 B (bfloat16), decode has latent of "
+        "576 B (bfloat16), indexer of 128 B + indexer_scale of 4 B (float8_e4m3fn)"
+    )
+    assert check_pair(*sides((rank(0, latent, fp8),), (rank(0, latent, fp8),))) is None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

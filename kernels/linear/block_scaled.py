@@ -1,0 +1,127 @@
+"""Linear layers with block-scaled fp8 weights (block_format.py), computed in one of three ways:
+
+    exact       x @ weight.T                     activations are not quantised; for few rows
+    triton      quantise(x) @ weight.T           fp8 products; sums of 128 columns are scaled and added in float32
+    cublas      the same by torch's scaled_mm    for whole blocks of 128 on Hopper
+
+Shapes: x [rows, in], or QuantisedRows; weight [out, in]; result [rows, out] in the dtype of x, rounded once.
+
+Lower bounds: with few rows the weights read once, so that exact activations cost nothing; the tensor cores take as long
+at about 100 rows of bf16. With many rows, 2 * rows * out * in operations at the fp8 rate, twice that of bf16.
+"""
+
+from typing import Literal
+
+import torch
+
+from ..backends.dispatch import Impl, launcher, use_triton
+from .block_format import BLOCK, BlockScaled
+from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
+from .swiglu import swiglu, swiglu_reference
+
+Method = Literal["exact", "triton", "cublas"]
+
+FEW_ROWS = 64
+"""Up to this many rows, activations are exact."""
+
+
+def choose_method(rows: int, weight: BlockScaled) -> Method:
+    """The method for a number of rows: the only place that decides it."""
+    if rows <= FEW_ROWS:
+        return "exact"
+    return "cublas" if _fits_cublas(weight) else "triton"
+
+
+def block_scaled_linear_reference(x: torch.Tensor | QuantisedRows, weight: BlockScaled) -> torch.Tensor:
+    """In float32, rounded once. Tensors are not quantised."""
+    wide = x.expanded() if isinstance(x, QuantisedRows) else x.float()
+    return (wide @ weight.expanded().T).to(x.dtype)
+
+
+def block_scaled_linear(
+    x: torch.Tensor | QuantisedRows, weight: BlockScaled, *, method: Method | None = None, impl: Impl = "auto"
+) -> torch.Tensor:
+    """A linear layer; see the module docstring. Rows that are quantised already are not computed by "exact"."""
+    method = method or _method_for(x, weight)
+    _check(x, weight, method)
+    if not use_triton(impl, weight.values.device):
+        return block_scaled_linear_reference(_as_computed(x, method), weight)
+    if method == "exact":
+        assert isinstance(x, torch.Tensor)
+        out = x.new_empty(len(x), len(weight))
+        launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=False)
+        return out
+    quantised = x if isinstance(x, QuantisedRows) else quantise(x, impl=impl)
+    if method == "cublas":
+        return _cublas(quantised, weight)
+    out = torch.empty(quantised.rows, len(weight), dtype=x.dtype, device=weight.values.device)
+    launcher("linear.many_rows_triton", "launch_many_rows")(quantised, weight, out)
+    return out
+
+
+def block_scaled_gated_linear(
+    x: torch.Tensor | QuantisedRows, weight: BlockScaled, *, method: Method | None = None, impl: Impl = "auto"
+) -> torch.Tensor:
+    """swiglu(block_scaled_linear(x)); the rows of `weight` are those of gate, then those of up."""
+    method = method or _method_for(x, weight)
+    if method != "exact" or not use_triton(impl, weight.values.device):
+        gate_up = block_scaled_linear(x, weight, method=method, impl=impl)
+        return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
+    _check(x, weight, method)
+    assert isinstance(x, torch.Tensor)
+    out = x.new_empty(len(x), len(weight) // 2)
+    launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=True)
+    return out
+
+
+def block_scaled_mlp(x: torch.Tensor | QuantisedRows, gate_up: BlockScaled, down: BlockScaled) -> torch.Tensor:
+    """x [rows, in] through a gated MLP; with many rows, the gate also quantises."""
+    if _method_for(x, gate_up) == "exact":
+        return block_scaled_linear(block_scaled_gated_linear(x, gate_up), down)
+    return block_scaled_linear(swiglu_quantise(block_scaled_linear(x, gate_up)), down)
+
+
+def is_few_rows(x: torch.Tensor) -> bool:
+    """Whether activations stay exact."""
+    return len(x) <= FEW_ROWS
+
+
+def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled) -> Method:
+    if isinstance(x, torch.Tensor):
+        return choose_method(len(x), weight)
+    return choose_method(max(x.rows, FEW_ROWS + 1), weight)
+
+
+def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tensor | QuantisedRows:
+    return quantise_reference(x) if isinstance(x, torch.Tensor) and method != "exact" else x
+
+
+def _fits_cublas(weight: BlockScaled) -> bool:
+    device = weight.values.device
+    whole = weight.row_group == BLOCK and not any(size % BLOCK for size in weight.shape)
+    return whole and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _cublas(x: QuantisedRows, weight: BlockScaled) -> torch.Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    product = scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scales,
+        ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )
+    return product[: x.rows]
+
+
+def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, method: Method) -> None:
+    values = x if isinstance(x, torch.Tensor) else x.values
+    if values.ndim != 2 or weight.values.ndim != 2 or values.shape[1] != weight.shape[1] or not values.is_contiguous():
+        raise ValueError(
+            f"x {list(values.shape)} must be contiguous rows as long as those of weight {list(weight.shape)}"
+        )
+    if method == "exact" and not (isinstance(x, torch.Tensor) and len(x) <= FEW_ROWS):
+        raise ValueError(f"the exact product takes at most {FEW_ROWS} rows that are not quantised")

@@ -1,0 +1,292 @@
+"""Triton kernel for few rows and block-scaled weights, or plain ones of experts: reads the weights once.
+
+A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
+the matrix product, so that the rows of x are its narrow side; they are converted to the dtype of x in registers. Where
+there are too few blocks to keep the GPU busy, several programs divide the columns; the last of them to finish adds
+their sums, always in the same order.
+
+With experts, a tile has rows of one expert (moe/routing.py says which): `gather` reads the tokens of x in the order of
+experts, `scatter` writes results in the order of tokens.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...configs.arithmetic import ceil_div
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .block_format import BLOCK, BlockScaled, Weight
+from .row_tiles import RowTiles
+
+_BLOCK = tl.constexpr(BLOCK)
+_WEIGHT_ROWS = 64
+_STAGE_BYTES = 90 << 10
+"""Shared memory for loads in flight: two programs fit a multiprocessor."""
+_AHEAD = 512
+"""Columns prefetched into L2 before the input is ready."""
+_LEAST_GROUPS = 4
+"""Groups of columns of a program, at least, if columns are divided."""
+_COUNTERS = 4096
+
+
+@triton.jit
+def find_rows(
+    order_ptr,
+    ends_ptr,
+    first_ptr,
+    tile,
+    expert,
+    row,
+    PER_TOKEN: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+):
+    """Which rows of a tile exist, and their rows of x and of the result."""
+    position = tl.load(first_ptr + tile) + row
+    exists = position < tl.load(ends_ptr + expert)
+    number = tl.load(order_ptr + position, mask=exists, other=0)
+    source = number // PER_TOKEN if GATHER else tl.where(exists, position, 0)
+    target = number if SCATTER else position
+    return exists, source, target
+
+
+@triton.jit
+def _converted(fp8, dtype: tl.constexpr):
+    """fp8 in another dtype. To bf16 by way of float32: from fp16 to bf16 a GPU converts 16 elements a cycle, fewer than
+    its memory delivers.
+    """
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            .reg .b16 low, high;
+            .reg .f32 first, second;
+            cvt.rn.f16x2.e4m3x2 both, $1;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 first, low;
+            cvt.f32.f16 second, high;
+            cvt.rn.bf16x2.f32 $0, second, first;
+            }""",
+            "=r,h",
+            [fp8],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:  # noqa: RET505 - the other branch is not compiled
+        return fp8.to(dtype)
+
+
+@triton.jit
+def _store_result(
+    acc, out_ptr, out_size, target, exists, output, GATED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+):
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, [HALF, 2, ROWS]), [0, 2, 1])
+        gate, up = tl.split(pairs)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        acc = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    out = out_ptr + target.to(tl.int64)[None, :] * out_size + output[:, None]
+    tl.store(out, acc.to(dtype), mask=exists[None, :] & (output < out_size)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _few_rows(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    out_ptr,
+    sums_ptr,
+    counters_ptr,
+    order_ptr,
+    ends_ptr,
+    expert_ptr,
+    first_ptr,
+    rows,
+    weight_rows,
+    out_size,
+    in_size,
+    row_groups,
+    scale_stride,
+    splits,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, _BLOCK)
+    half: tl.constexpr = WEIGHT_ROWS // 2
+    if GATED:
+        # rows of gate and up alternate, so that one program has both rows of a pair, side by side
+        index = tl.arange(0, WEIGHT_ROWS)
+        output = tl.program_id(0) * half + tl.arange(0, half)
+        pair = tl.program_id(0) * half + index // 2
+        number = tl.where(pair < out_size, pair + (index % 2) * out_size, 0)
+    else:
+        output = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
+        number = tl.where(output < out_size, output, 0)
+    groups = (in_size + _BLOCK - 1) // _BLOCK
+    share = (groups + splits - 1) // splits
+    begin = split * share * _BLOCK
+    end = tl.minimum(begin + share * _BLOCK, in_size)
+    if GROUPED:
+        if OVERLAP:
+            wait_for_previous()
+        expert = tl.load(expert_ptr + tile)
+        if expert < 0:
+            return
+        exists, source, target = find_rows(
+            order_ptr, ends_ptr, first_ptr, tile, expert, row, PER_TOKEN, GATHER, SCATTER
+        )
+        values_ptr += expert.to(tl.int64) * weight_rows * in_size
+        if SCALED:
+            scales_ptr += expert.to(tl.int64) * row_groups * scale_stride
+        weights = values_ptr + number.to(tl.int64)[:, None] * in_size + column[None, :]
+    else:
+        exists, source, target = row < rows, row, row
+        weights = values_ptr + number.to(tl.int64)[:, None] * in_size + column[None, :]
+        if OVERLAP:
+            lines = (
+                values_ptr + number.to(tl.int64)[:, None] * in_size + begin + tl.arange(0, AHEAD // 128)[None, :] * 128
+            )
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [lines.to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+            wait_for_previous()
+    inputs = x_ptr + source.to(tl.int64)[:, None] * in_size + column[None, :]
+    if SCALED:
+        scales = scales_ptr + (number // ROW_GROUP) * scale_stride
+    acc = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
+    for at in range(begin, end, _BLOCK):
+        if WHOLE:
+            weight = tl.load(weights + at)
+            x = tl.load(inputs + at, mask=exists[:, None], other=0.0)
+        else:
+            left = at + column < in_size
+            weight = tl.load(weights + at, mask=left[None, :], other=0.0)
+            x = tl.load(inputs + at, mask=exists[:, None] & left[None, :], other=0.0)
+        if SCALED:
+            product = tl.dot(_converted(weight, x.dtype), tl.trans(x), input_precision=PRECISION)
+            acc += product * tl.load(scales + at // _BLOCK)[:, None]
+        else:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    if SPLIT:
+        block = tile * tl.num_programs(0) + tl.program_id(0)
+        element = tl.arange(0, WEIGHT_ROWS)[:, None] * ROWS + row[None, :]
+        sums = sums_ptr + block * splits * (WEIGHT_ROWS * ROWS) + element
+        tl.store(sums + split * (WEIGHT_ROWS * ROWS), acc)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        if tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == splits - 1:
+            tl.store(counters_ptr + block, 0)
+            total = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
+            for part in range(splits):
+                total += tl.load(sums + part * (WEIGHT_ROWS * ROWS), cache_modifier=".cg")
+            _store_result(total, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
+    else:
+        _store_result(acc, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
+
+
+def launch_few_rows(
+    x: torch.Tensor, weight: Weight, out: torch.Tensor, *, gated: bool, tiles: RowTiles | None = None
+) -> None:
+    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`."""
+    if isinstance(weight, BlockScaled):
+        values, row_group = weight.values, weight.row_group
+        scales: torch.Tensor | None = weight.scales
+    else:
+        values, row_group, scales = weight, BLOCK, None
+    *_, weight_rows, in_size = values.shape
+    if len(out) == 0:
+        return
+    rows = max(16, triton.next_power_of_2(len(x) if tiles is None else tiles.rows))
+    row_tiles = 1 if tiles is None else len(tiles.expert)
+    blocks = ceil_div(weight_rows, _WEIGHT_ROWS)
+    splits = _splits(blocks * row_tiles, ceil_div(in_size, BLOCK), x.device)
+    sums = counters = out  # not read
+    if splits > 1:
+        sums = torch.empty(blocks * row_tiles * splits * _WEIGHT_ROWS * rows, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+    stage = _WEIGHT_ROWS * BLOCK * values.itemsize + rows * BLOCK * x.itemsize
+    _few_rows[(blocks, row_tiles, splits)](
+        x,
+        values,
+        scales,
+        out,
+        sums,
+        counters,
+        *((None,) * 4 if tiles is None else (tiles.order, tiles.ends, tiles.expert, tiles.first)),
+        len(x),
+        weight_rows,
+        out.shape[1],
+        in_size,
+        *((0, 0) if scales is None else scales.shape[-2:]),
+        splits,
+        SCALED=scales is not None,
+        GATED=gated,
+        GROUPED=tiles is not None,
+        GATHER=tiles is not None and tiles.gather,
+        SCATTER=tiles is not None and tiles.scatter,
+        PER_TOKEN=1 if tiles is None else tiles.per_token,
+        ROW_GROUP=row_group,
+        ROWS=rows,
+        WEIGHT_ROWS=_WEIGHT_ROWS,
+        SPLIT=splits > 1,
+        WHOLE=in_size % BLOCK == 0,
+        AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
+        PRECISION="tf32" if x.itemsize == 2 else "ieee",
+        num_warps=4,
+        num_stages=max(2, min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage)),
+        **overlap_options(x.device),
+    )
+
+
+def _splits(blocks: int, groups: int, device: torch.device) -> int:
+    """Programs that divide the columns: enough for two programs per multiprocessor."""
+    wanted = 2 * _multiprocessors(device) // blocks
+    return max(1, min(wanted, groups // _LEAST_GROUPS))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return 99 << 10
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not annotate this one
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros, which every kernel leaves as zeros. Kernels that use them run one after another, on one stream."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

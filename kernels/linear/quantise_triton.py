@@ -1,0 +1,80 @@
+"""Triton kernel of quantise.py: a program has one group of columns of a few rows."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .block_format import BLOCK, LARGEST
+from .quantise import SMALLEST_SCALE
+
+_ROWS = 32
+
+_BLOCK = tl.constexpr(BLOCK)
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_rows"])
+def _quantise(
+    x_ptr,
+    live_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    padded_rows,
+    columns,
+    GATED: tl.constexpr,
+    LIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if LIVE:
+        live_rows = tl.load(live_ptr)
+        if tl.program_id(0) * ROWS >= live_rows:
+            return
+    column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    width = columns * 2 if GATED else columns
+    place = x_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
+    stored = tl.load(place, mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    if GATED:
+        up = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+        silu = (x / (1.0 + tl.exp(-x))).to(stored.dtype).to(tl.float32)
+        x = (silu * up).to(stored.dtype).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / _LARGEST, _SMALLEST_SCALE)
+    values = (x / scale[:, None]).to(tl.float8e4nv)
+    kept = row < padded_rows
+    out = values_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out, values, mask=kept[:, None] & (column < columns)[None, :])
+    tl.store(scales_ptr + tl.program_id(1) * padded_rows + row, scale, mask=kept)
+
+
+def launch_quantise(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, live_rows: torch.Tensor | None, *, gated: bool
+) -> None:
+    """Fill `values` and `scales`, whose rows of zeros behind those of `x` too."""
+    padded, columns = values.shape
+    if padded == 0:
+        return
+    _quantise[(triton.cdiv(padded, _ROWS), scales.shape[1])](
+        x,
+        live_rows,
+        values,
+        scales,
+        len(x),
+        padded,
+        columns,
+        GATED=gated,
+        LIVE=live_rows is not None,
+        ROWS=_ROWS,
+        num_warps=4,
+        **overlap_options(x.device),
+    )

@@ -1,0 +1,168 @@
+"""The routed experts of a mixture: every token through the gated MLPs of its experts, weighted and added.
+
+    result[t]  =  sum_j weights[t, j] * mlp_{experts[t, j]}(x[t])       over the experts of this rank
+    mlp_e(x)   =  swiglu(x @ gate_up[e].T) @ down[e].T
+
+Shapes: x [T, hidden]; weights, experts [T, k]; gate_up [E, 2 * size, hidden]; down [E, hidden, size]; result
+[T, hidden]. This rank has the E experts from number `first` on; the others contribute nothing. Products and swiglu are
+rounded to the dtype of x; the sum is in the order of a token's experts, independent of the rest of the batch.
+
+Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
+with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
+CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
+device. Other weights take the same path in 16 bits if experts have few tokens, otherwise torch's grouped product.
+
+Lower bounds: with few tokens, the weights of all experts that have any read once; with many, the products.
+"""
+
+import torch
+from torch.nn.functional import grouped_mm
+
+from ...configs.arithmetic import ceil_div
+from ..backends.dispatch import Impl, launcher, use_triton
+from ..linear.block_format import BlockScaled, Weight
+from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
+from ..linear.swiglu import swiglu, swiglu_reference
+from .routing import Routing, route_tokens
+
+FEW_ROWS = 32
+"""Up to this many tokens per expert on average, activations are exact."""
+
+
+def has_few_rows(numbers: int, num_experts: int) -> bool:
+    """Whether `num_experts` experts have few tokens each on average, `numbers` together: the only place that decides
+    how experts are computed.
+    """
+    return numbers <= FEW_ROWS * num_experts
+
+
+def tile_rows(numbers: int, num_experts: int) -> int:
+    """Rows of a tile: twice the average of an expert, as far as one product can have them."""
+    average = ceil_div(numbers, num_experts)
+    if has_few_rows(numbers, num_experts):
+        return 16 if average <= 8 else 32 if average <= 16 else 64
+    return 64 if average <= 96 else 128
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    first: int = 0,
+    num_experts: int | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """The sum over the experts of this rank; see the module docstring. `num_experts` are those of all ranks, by
+    default those of this one.
+    """
+    num_experts = num_experts or len(gate_up)
+    few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
+    exact = few or isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor)
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        if not (on_triton and few and (x.dtype.itemsize == 2 or impl == "triton")):
+            everywhere = num_experts == len(gate_up)
+            return plain_experts(x, weights, experts, gate_up, down, first=None if everywhere else first)
+    elif not on_triton:
+        return block_scaled_experts_reference(x, weights, experts, gate_up, down, first=first, exact=exact)
+    _check(x, weights, experts, gate_up, down)
+    routing = route_tokens(experts, first, len(gate_up), tile_rows(experts.numel(), num_experts), impl=impl)
+    compute = _exact_results if exact else _quantised_results
+    results = compute(x, routing, gate_up, down, impl)
+    out = torch.empty_like(x)
+    launcher("moe.weighted_sum_triton", "launch_weighted_sum")(results, weights, experts, first, len(gate_up), out)
+    return out
+
+
+def _exact_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, _impl: Impl) -> torch.Tensor:
+    """Results [T * k, hidden] of all numbers of this rank; other rows are undefined."""
+    launch = launcher("linear.few_rows_triton", "launch_few_rows")
+    numbers = len(routing.order)
+    gated = x.new_empty(numbers, gate_up.shape[1] // 2)
+    launch(x, gate_up, gated, gated=True, tiles=routing.tiles(gather=True))
+    results = x.new_empty(numbers, x.shape[1])
+    launch(gated, down, results, gated=False, tiles=routing.tiles(gather=False))
+    return results
+
+
+def _quantised_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, impl: Impl) -> torch.Tensor:
+    """The same with quantised activations."""
+    assert isinstance(gate_up, BlockScaled)
+    assert isinstance(down, BlockScaled)
+    launch = launcher("linear.many_rows_triton", "launch_many_rows")
+    numbers = len(routing.order)
+    both = x.new_empty(numbers, gate_up.shape[1])
+    launch(quantise(x, impl=impl), gate_up, both, tiles=routing.tiles(gather=True))
+    gated = swiglu_quantise(both, live_rows=routing.ends[-1:], impl=impl)
+    results = x.new_empty(numbers, x.shape[1])
+    launch(gated, down, results, tiles=routing.tiles(gather=False))
+    return results
+
+
+def _check(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight) -> None:
+    sizes = (len(gate_up), 2 * down.shape[2], x.shape[1]), (len(gate_up), x.shape[1], down.shape[2])
+    if (tuple(gate_up.shape), tuple(down.shape)) != sizes or not x.is_contiguous():
+        raise ValueError(
+            f"x {list(x.shape)} must be contiguous rows for experts {list(gate_up.shape)} and {list(down.shape)}"
+        )
+    if weights.shape != experts.shape or len(experts) != len(x) or not weights.is_contiguous():
+        raise ValueError(f"weights {list(weights.shape)} and experts {list(experts.shape)} must have {len(x)} rows")
+
+
+def block_scaled_experts_reference(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    first: int,
+    exact: bool,
+) -> torch.Tensor:
+    """Expert by expert, with activations that are `exact` or quantised."""
+
+    def product(rows: torch.Tensor, matrix: Weight, expert: int) -> torch.Tensor:
+        one = matrix[expert : expert + 1]
+        if isinstance(one, BlockScaled):
+            wide = rows.float() if exact else quantise_reference(rows).expanded()
+            return (wide @ one.expanded()[0].T).to(x.dtype)
+        return (rows.float() @ one[0].float().T).to(x.dtype)
+
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(len(gate_up)):
+        token, choice = (experts == first + expert).nonzero(as_tuple=True)
+        part = product(swiglu_reference(product(x[token], gate_up, expert)), down, expert)
+        result.index_add_(0, token, part.float() * weights[token, choice].float().unsqueeze(1))
+    return result.to(x.dtype)
+
+
+def plain_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    first: int | None = None,
+) -> torch.Tensor:
+    """With weights that are not quantised: one product of torch per expert over its tokens.
+
+    With `first`, this rank's experts start at this number, and others contribute nothing. Tokens are sorted by expert,
+    so that those of an expert are adjacent, and put back afterwards.
+    """
+    per_token, elsewhere = experts.shape[1], None
+    if first is not None:
+        experts = experts - first
+        elsewhere = (experts < 0) | (experts >= len(gate_up))
+        experts.masked_fill_(elsewhere, len(gate_up))  # sorted behind all experts of this rank, and not computed
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(len(gate_up), device=x.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens
+    gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
+    results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
+    results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)
+    if elsewhere is not None:
+        results.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    return results.mul_(weights.unsqueeze(-1)).sum(dim=1)

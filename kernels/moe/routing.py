@@ -1,0 +1,84 @@
+"""Sorts tokens by expert and divides each expert's tokens into tiles, which a grouped product computes one by one.
+
+    number    =  token * k + choice                    of every pair of a token and one of its k experts
+    order     =  the numbers of this rank's experts, by expert, then ascending
+    tiles     =  ranges of at most `rows` of `order` within one expert
+
+Shapes: experts [T, k] int64. Nothing waits for the device: the number of tiles is the largest possible one, and unused
+tiles have the expert -1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..backends.dispatch import Impl, launcher, use_triton
+from ..linear.row_tiles import RowTiles
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of this rank's experts are; all tensors are int32, on the device."""
+
+    order: torch.Tensor  # [T * k]; behind the last expert's end undefined
+    ends: torch.Tensor  # [experts]: end of each expert's part of `order`
+    tile_expert: torch.Tensor  # [tiles]
+    tile_first: torch.Tensor  # [tiles]: where each tile begins in `order`
+    rows: int
+    per_token: int
+
+    def tiles(self, *, gather: bool) -> RowTiles:
+        """For a product that reads tokens in the order of experts (`gather`), or writes results by number."""
+        return RowTiles(
+            self.order,
+            self.ends,
+            self.tile_expert,
+            self.tile_first,
+            rows=self.rows,
+            per_token=self.per_token,
+            gather=gather,
+            scatter=not gather,
+        )
+
+
+def most_tiles(numbers: int, experts: int, rows: int) -> int:
+    """Tiles of `rows` that suffice for any distribution of `numbers` among experts."""
+    busy = min(numbers, experts)
+    return busy + (numbers - busy) // rows
+
+
+def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) -> Routing:
+    flat = experts.flatten() - first
+    here = (flat >= 0) & (flat < count)
+    order = torch.where(here, flat, count).argsort(stable=True)
+    sizes = torch.bincount(flat[here], minlength=count)
+    ends = sizes.cumsum(0)
+    tiles = [
+        (expert, begin)
+        for expert, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True))
+        for begin in range(end - size, end, rows)
+    ]
+    tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
+    table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
+    tile_expert, tile_first = table.t().contiguous()
+    return Routing(order.int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
+
+
+def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> Routing:
+    """The tokens of the `count` experts from `first` on, in tiles of at most `rows`; see the module docstring."""
+    if experts.dtype != torch.int64 or experts.ndim != 2 or not experts.is_contiguous():
+        raise ValueError(f"experts {experts.dtype} {list(experts.shape)} must be contiguous rows of int64")
+    if not use_triton(impl, experts.device):
+        return route_reference(experts, first, count, rows)
+    numbers = experts.numel()
+    tiles = most_tiles(numbers, count, rows)
+    # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
+    order, ends, tile_expert, tile_first = (
+        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, count, tiles, tiles)
+    )
+    routing = Routing(order, ends, tile_expert, tile_first, rows, experts.shape[1])
+    if numbers:
+        launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
+    else:
+        ends.zero_()
+    return routing

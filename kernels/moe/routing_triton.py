@@ -1,0 +1,135 @@
+"""Triton kernels of routing.py. A program has a chunk of the numbers; with several chunks, a first kernel counts how
+many numbers of each expert a chunk has, so that the second one can place them without waiting for other programs.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .routing import Routing
+
+_CHUNK = 512
+
+
+@triton.jit
+def _local_experts(experts_ptr, number, numbers, first, count):
+    """Experts of numbers, counted from the first one of this rank; `count` for all others."""
+    expert = tl.load(experts_ptr + number, mask=number < numbers, other=-1).to(tl.int32) - first
+    return tl.where((number < numbers) & (expert >= 0) & (expert < count), expert, count)
+
+
+@triton.jit(do_not_specialize=["numbers", "first"])
+def _count(
+    experts_ptr,
+    counts_ptr,
+    numbers,
+    first,
+    count,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    sizes = tl.histogram(_local_experts(experts_ptr, number, numbers, first, count), BINS)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), sizes)
+
+
+@triton.jit(do_not_specialize=["numbers", "first", "chunks", "tiles"])
+def _place(
+    experts_ptr,
+    counts_ptr,
+    starts_ptr,
+    order_ptr,
+    ends_ptr,
+    tile_expert_ptr,
+    tile_first_ptr,
+    numbers,
+    first,
+    count,
+    chunks,
+    tiles,
+    TILE_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    chunk = tl.program_id(0)
+    index = tl.arange(0, CHUNK)
+    number = chunk * CHUNK + index
+    expert = _local_experts(experts_ptr, number, numbers, first, count)
+    bins = tl.arange(0, BINS)
+    if CHUNKS == 1:
+        sizes = tl.histogram(expert, BINS)
+        before = tl.zeros([BINS], tl.int32)
+    else:
+        sizes = tl.zeros([BINS], tl.int32)
+        before = tl.zeros([BINS], tl.int32)
+        for begin in range(0, chunks, 8):
+            other = (begin + tl.arange(0, 8))[:, None]
+            counted = tl.load(counts_ptr + other * BINS + bins[None, :], mask=other < chunks, other=0)
+            sizes += tl.sum(counted, 0)
+            before += tl.sum(tl.where(other < chunk, counted, 0), 0)
+    sizes = tl.where(bins < count, sizes, 0)
+    ends = tl.cumsum(sizes, 0)
+    # where this chunk's part of each expert begins; through memory, since a program cannot index its registers
+    starts_ptr += chunk * BINS
+    tl.store(starts_ptr + bins, ends - sizes + before)
+    tl.debug_barrier()
+    start = tl.load(starts_ptr + expert, mask=expert < count, other=0)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, CHUNK, 32):  # equal experts before each number of the chunk
+        at = begin + tl.arange(0, 32)
+        other = _local_experts(experts_ptr, chunk * CHUNK + at, numbers, first, count)
+        rank += tl.sum(((other[None, :] == expert[:, None]) & (at[None, :] < index[:, None])).to(tl.int32), 1)
+    tl.store(order_ptr + start + rank, number, mask=expert < count)
+    if chunk == 0:
+        tl.store(ends_ptr + bins, ends, mask=bins < count)
+        of_expert = (sizes + TILE_ROWS - 1) // TILE_ROWS
+        tile = tl.cumsum(of_expert, 0) - of_expert
+        for step in range(tl.max(of_expert, 0)):
+            used = step < of_expert
+            tl.store(tile_expert_ptr + tile + step, bins, mask=used)
+            tl.store(tile_first_ptr + tile + step, ends - sizes + step * TILE_ROWS, mask=used)
+        for unused in range(tl.sum(of_expert, 0), tiles, BINS):
+            tl.store(tile_expert_ptr + unused + bins, -1, mask=unused + bins < tiles)
+
+
+def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing) -> None:
+    """Fill the tensors of `routing`."""
+    numbers = experts.numel()
+    chunk = min(_CHUNK, max(64, triton.next_power_of_2(numbers)))
+    chunks, bins = triton.cdiv(numbers, chunk), triton.next_power_of_2(count + 1)
+    counts, starts = torch.empty(2, chunks, bins, dtype=torch.int32, device=experts.device)
+    options = overlap_options(experts.device)
+    if chunks > 1:
+        _count[(chunks,)](experts, counts, numbers, first, count, CHUNK=chunk, BINS=bins, num_warps=4, **options)
+    _place[(chunks,)](
+        experts,
+        counts,
+        starts,
+        routing.order,
+        routing.ends,
+        routing.tile_expert,
+        routing.tile_first,
+        numbers,
+        first,
+        count,
+        chunks,
+        len(routing.tile_expert),
+        TILE_ROWS=routing.rows,
+        CHUNK=chunk,
+        CHUNKS=min(chunks, 2),
+        BINS=bins,
+        num_warps=16 if chunk == _CHUNK else 8,
+        **options,
+    )

@@ -1,0 +1,61 @@
+"""Triton kernel of experts.py: the weighted sum of the results of a token's experts."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+
+
+@triton.jit(do_not_specialize=["first"])
+def _weighted_sum(
+    results_ptr,
+    weights_ptr,
+    experts_ptr,
+    out_ptr,
+    first,
+    count,
+    size,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(PER_TOKEN):
+        number = token * PER_TOKEN + choice
+        expert = tl.load(experts_ptr + number) - first
+        here = (expert >= 0) & (expert < count)
+        weight = tl.load(weights_ptr + number).to(tl.float32)
+        result = tl.load(results_ptr + number * size + column, mask=(column < size) & here, other=0.0)
+        acc += weight * result.to(tl.float32)
+    tl.store(out_ptr + token * size + column, acc.to(out_ptr.dtype.element_ty), mask=column < size)
+
+
+def launch_weighted_sum(
+    results: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, first: int, count: int, out: torch.Tensor
+) -> None:
+    """Fill `out` [T, hidden] from `results` [T * k, hidden], of which only rows of this rank's experts are read."""
+    tokens, size = out.shape
+    if tokens == 0:
+        return
+    block = min(1024, triton.next_power_of_2(size))
+    _weighted_sum[(tokens, triton.cdiv(size, block))](
+        results,
+        weights,
+        experts,
+        out,
+        first,
+        count,
+        size,
+        PER_TOKEN=experts.shape[1],
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(out.device),
+    )

@@ -1,0 +1,59 @@
+"""Which tensors of a model are stored in block-scaled fp8, and what expanding them costs."""
+
+import logging
+from collections.abc import Collection, Mapping
+
+import torch
+
+from ...configs.schema import LoadFormat
+from ...kernels.linear.block_format import BLOCK, supports_fp8
+from ...memory.sizing import GIB
+from ..config.model import ModelConfig
+from ..decoders.dense_parameters import Slot
+from ..decoders.dsa_parameters import DsaParameters
+from .catalog import ModelSource
+from .dsa_checkpoint import DsaCheckpoint
+from .weights import open_checkpoint
+
+log = logging.getLogger(__name__)
+
+_IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+"""Matrices that checkpoints of these families do not quantise."""
+
+
+def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
+    """The tensors that are stored in blocks of 128 x 128; with dummy weights, those that a checkpoint would have."""
+    dsa = source.config.dsa
+    if dsa is None or dsa.weight_block != (BLOCK, BLOCK):
+        return frozenset()
+    if load_format == "dummy":
+        return _usual_tensors(source.config)
+    checkpoint = open_checkpoint(source)
+    return checkpoint.fp8 if isinstance(checkpoint, DsaCheckpoint) else frozenset()
+
+
+def kept_in_fp8(stored: frozenset[str], device: torch.device) -> frozenset[str]:
+    """Those of the tensors that stay in fp8 on this device: all or none."""
+    return stored if supports_fp8(device) else frozenset()
+
+
+def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: torch.device) -> None:
+    """Log what it costs that tensors of a rank are not in memory as they are stored."""
+    fp8 = {name: slot for name, slot in slots.items() if name in stored}
+    expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
+    if not expanded:
+        return
+    reason = "kv_b_proj, and parts of ranks that begin or end inside a block of columns"
+    log.info(
+        "fp8 weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
+        len(expanded),
+        len(fp8),
+        str(expanded[0].target.dtype).removeprefix("torch."),
+        sum(slot.target.nbytes - slot.target.numel() for slot in expanded) / GIB,
+        reason if supports_fp8(device) else f"{device} has no fp8 products",
+    )
+
+
+def _usual_tensors(config: ModelConfig) -> frozenset[str]:
+    slots = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
+    return frozenset(name for name, slot in slots.items() if len(slot.shape) == 2 and not name.endswith(_IN_16_BITS))

@@ -1,0 +1,20 @@
+"""Random block-scaled weights for kernel tests."""
+
+import torch
+
+from pdserve.kernels.linear.block_format import BLOCK, FP8, BlockScaled
+
+
+def draw_block_scaled(*shape: int, generator: torch.Generator, row_group: int = BLOCK) -> BlockScaled:
+    """Weights of N(0, 1 / columns) whose scales differ from block to block, on the CPU."""
+    weight = BlockScaled.allocate(*shape, row_group=row_group, device=torch.device("cpu"))
+    weight.values.copy_((torch.randn(shape, generator=generator) * 64).clamp(-448, 448).to(FP8))
+    blocks = -(-shape[-1] // BLOCK)
+    drawn = torch.rand(*weight.scales.shape[:-1], blocks, generator=generator) + 0.5
+    weight.scales[..., :blocks] = drawn / 64 / shape[-1] ** 0.5
+    weight.scales[..., blocks:] = torch.nan  # padding is not read
+    return weight
+
+
+def moved(weight: BlockScaled, device: torch.device) -> BlockScaled:
+    return BlockScaled(weight.values.to(device), weight.scales.to(device), weight.row_group)

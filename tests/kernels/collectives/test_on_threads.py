@@ -1,0 +1,81 @@
+"""csrc/all_reduce.cu itself, compiled for the CPU: its ranks, blocks and threads are threads of one process.
+
+PTX is replaced by what it does; everything else is the kernel. This finds ranks that read too early or overwrite too
+early, which a test of one rank at a time cannot.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
+
+COMPILER = shutil.which("g++")
+SOURCES = Path(__file__).parent / "on_threads"
+SIZES = {"MAX_BLOCKS": 4, "THREADS": 4, "HALF_BYTES": 2048}
+KERNELS = {
+    "one_shot": ("all_reduce", {"ELEMENT": 0, "TWO_SHOT": 0}),
+    "two_shot": ("all_reduce", {"ELEMENT": 0, "TWO_SHOT": 1}),
+    "gather": ("gather_shares", {"UNIT_BYTES": 2}),
+}
+PTX = {
+    'asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");': (
+        "__atomic_store_n(flag, value, __ATOMIC_RELEASE);"
+    ),
+    'asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");': (
+        "value = __atomic_load_n(flag, __ATOMIC_ACQUIRE);"
+    ),
+    'asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));': "time = clock_ns();",
+    'asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(vector.shorts[at]) : "f"(value));': (
+        "vector.shorts[at] = round_to_bfloat16(value);"
+    ),
+}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def compile_ranks(folder: Path, ranks: int, **changes: str) -> Path:
+    """A program of main.cc and a kernel of each kind for each rank; `changes` are made to the kernels' source."""
+    code = (SOURCE_FOLDER / "all_reduce.cu").read_text(encoding="utf-8")
+    for old, new in (*PTX.items(), *changes.items()):
+        assert old in code, old
+        code = code.replace(old, new)
+    kernels = folder / "all_reduce.cc"
+    kernels.write_text(f'#include "cuda_on_threads.h"\n{code}')
+    constants = {"RANKS": ranks, **SIZES}
+
+    def command(**more: object) -> list[str]:
+        defined = [f"-D{name}={value}" for name, value in (constants | more).items()]
+        return [str(COMPILER), "-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", *defined]
+
+    objects = []
+    for rank in range(ranks):
+        for kind, (kernel, more) in KERNELS.items():
+            objects.append(folder / f"{kind}_{rank}.o")
+            options = command(RANK=rank, **more, **{kernel: f"{kind}_{rank}"})
+            subprocess.run([*options, "-c", str(kernels), "-o", str(objects[-1])], check=True)
+    program = folder / "ranks"
+    subprocess.run([*command(), str(SOURCES / "main.cc"), *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+def run(program: Path, *arguments: str) -> list[str]:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_calls_give_the_right_results(tmp_path: Path, ranks: int) -> None:
+    program = compile_ranks(tmp_path, ranks)
+    assert run(program) == ["wrong 0"] + ["calls 500 missing -1 at 0"] * ranks
+    wrong, *reports = run(program, "100")  # the last rank stops; the others end their calls without it
+    assert wrong == "wrong 0"
+    assert reports == [f"calls 500 missing {ranks - 1} at 101"] * (ranks - 1) + ["calls 100 missing -1 at 0"]
+
+
+def test_the_test_finds_memory_that_is_overwritten_too_early(tmp_path: Path) -> None:
+    program = compile_ranks(tmp_path, 2, **{"(call & 1) * HALF_BYTES": "0"})
+    wrong, *_ = run(program)
+    assert int(wrong.removeprefix("wrong ")) > 0

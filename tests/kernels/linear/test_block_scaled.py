@@ -1,0 +1,155 @@
+"""Block-scaled linear layers: every method against float64 products of the same activations and weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.linear.block_format import BlockScaled, common_row_group
+from pdserve.kernels.linear.block_scaled import (
+    FEW_ROWS,
+    Method,
+    block_scaled_gated_linear,
+    block_scaled_linear,
+    block_scaled_mlp,
+    choose_method,
+)
+from pdserve.kernels.linear.quantise import quantise, quantise_reference, swiglu_quantise
+from pdserve.kernels.linear.swiglu import swiglu_reference
+from tests.kernels.block_scaled import draw_block_scaled, moved
+from tests.kernels.places import each_of
+from tests.kernels.poison import poisoned
+
+here = each_of(
+    ("reference", "cpu", torch.float32),
+    ("triton", "cpu", torch.float32),
+    ("reference", "cuda", torch.bfloat16),
+    ("triton", "cuda", torch.bfloat16),
+    ("triton", "cuda", torch.float16),
+)
+Place = tuple[Impl, torch.device, torch.dtype]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+"""Relative to results of order 1: one rounding. Sums of fp8 products on tensor cores lose a little more."""
+
+
+def tolerance(place: Place, method: Method) -> dict[str, Any]:
+    extra = 2e-3 if method != "exact" and place[1].type == "cuda" else 0.0
+    return {"rtol": TOLERANCES[place[2]], "atol": TOLERANCES[place[2]] + extra}
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_size", "in_size", "row_group"),
+    [(1, 64, 1152, 128), (3, 200, 576, 64), (16, 130, 72, 16), (33, 192, 256, 128), (FEW_ROWS, 64, 128, 8)],
+)
+def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int, row_group: int) -> None:
+    """With several programs per block of weights, partial blocks, and rows of scales that repeat."""
+    impl, device, dtype = here
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_size, generator=generator).to(device, dtype)
+    weight = moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
+    expected = x.double() @ _expanded(weight).T
+    assert choose_method(rows, weight) == "exact"
+    with poisoned(impl):
+        plain = block_scaled_linear(x, weight, impl=impl)
+        gated = block_scaled_gated_linear(x, weight, impl=impl)
+    torch.testing.assert_close(plain.double(), expected, **tolerance(here, "exact"))
+    gate, up = expected.chunk(2, dim=-1)
+    limits = {name: 2 * value for name, value in tolerance(here, "exact").items()}
+    torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_size", "in_size", "row_group"),
+    [(65, 128, 256, 128), (70, 200, 200, 64), (130, 136, 72, 8), (1, 64, 128, 128)],
+)
+def test_many_rows_multiply_quantised_activations(
+    here: Place, rows: int, out_size: int, in_size: int, row_group: int
+) -> None:
+    """Quantised by the reference: the interpreter rounds to fp8 differently."""
+    impl, device, dtype = here
+    generator = torch.Generator().manual_seed(rows)
+    x = quantise_reference(torch.randn(rows, in_size, generator=generator).to(device, dtype))
+    weight = moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
+    expected = x.expanded().double() @ _expanded(weight).T
+    with poisoned(impl):
+        found = block_scaled_linear(x, weight, method="triton", impl=impl)
+    torch.testing.assert_close(found.double(), expected, **tolerance(here, "triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_size", "in_size"), [(65, 128, 128), (300, 7168, 2304), (1024, 2048, 7168)])
+@pytest.mark.parametrize("method", ["cublas", "triton"])
+def test_many_rows_on_a_gpu_equal_the_reference(method: Method, rows: int, out_size: int, in_size: int) -> None:
+    """The whole path, quantising included. cuBLAS does not read the padding of the scales."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    device = torch.device("cuda", 0)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_size, generator=generator).to(device, torch.bfloat16)
+    weight = moved(draw_block_scaled(out_size, in_size, generator=generator), device)
+    weight.scales.nan_to_num_(nan=0.0)
+    expected = quantise_reference(x).expanded().double() @ _expanded(weight).T
+    found = block_scaled_linear(x, weight, method=method)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("columns", [128, 200, 384])
+def test_rows_that_fp8_can_hold_are_quantised_exactly(here: Place, rows: int, columns: int) -> None:
+    impl, device, dtype = here
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randint(-14, 15, (rows, columns), generator=generator).float() * 32
+    x[:, ::128] = 448  # every group's scale is the power of two that it is multiplied with
+    x *= 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+    x[0, :128] = 0
+    x = x.to(device, dtype)
+    with poisoned(impl):
+        found = quantise(x, impl=impl)
+    assert found.expanded().equal(x.float())
+    assert columns == 128 or found.scales.stride() == (1, found.values.shape[0])
+    assert len(found.values) % 4 == 0
+    assert not found.values[rows:].float().any()
+    if impl == "reference" or device.type == "cuda":
+        gate_up = torch.randn(rows, 2 * columns, generator=generator).to(device, dtype)
+        expected = quantise_reference(swiglu_reference(gate_up)).expanded()
+        with poisoned(impl):
+            gated = swiglu_quantise(gate_up, impl=impl).expanded()
+        torch.testing.assert_close(gated, expected, rtol=2**-3, atol=1e-3)  # a step of fp8
+        assert (gated == expected).float().mean() > 0.97
+
+
+def test_mlp_quantises_the_gate_of_many_rows() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate_up = draw_block_scaled(320, 192, generator=generator)
+    down = draw_block_scaled(192, 160, generator=generator)
+    for rows in (FEW_ROWS, FEW_ROWS + 1):
+        x = torch.randn(rows, 192, generator=generator)
+        if rows > FEW_ROWS:
+            gated = quantise_reference(swiglu_reference(quantise_reference(x).expanded() @ gate_up.expanded().T))
+            expected = gated.expanded() @ down.expanded().T
+        else:
+            expected = swiglu_reference(x @ gate_up.expanded().T) @ down.expanded().T
+        torch.testing.assert_close(block_scaled_mlp(x, gate_up, down), expected, rtol=0, atol=1e-5)
+
+
+def test_rows_of_a_matrix_keep_their_scales() -> None:
+    weight = draw_block_scaled(192, 256, generator=torch.Generator().manual_seed(2), row_group=64)
+    assert weight[64:160].expanded().equal(weight.expanded()[64:160])
+    assert common_row_group((1536, 2112)) == 64
+    with pytest.raises(AssertionError, match="inside a block"):
+        weight[32:]
+
+
+def test_unsuitable_arguments_are_refused() -> None:
+    weight = draw_block_scaled(64, 128, generator=torch.Generator().manual_seed(3))
+    x = torch.zeros(FEW_ROWS + 1, 128)
+    with pytest.raises(ValueError, match="as long as those of weight"):
+        block_scaled_linear(x[:, :64].contiguous(), weight)
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        block_scaled_linear(x, weight, method="exact")
+
+
+def _expanded(weight: BlockScaled) -> torch.Tensor:
+    return BlockScaled(weight.values, weight.scales.nan_to_num(nan=0.0), weight.row_group).expanded().double()

@@ -18,9 +18,10 @@ import json
 import random
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -43,6 +44,14 @@ from pdserve.models.runner import ModelRunner
 
 CHECKED_STEPS, WARM_STEPS, TIMED_STEPS = 4, 30, 30
 """Of one sequence; a hot buffer that starts empty is full after twenty steps."""
+ALL_STEPS = WARM_STEPS + 2 * TIMED_STEPS
+"""Timed by the host, and by the GPU."""
+
+
+class Forward(Protocol):
+    """Runs a step; CUDA graphs, or a stand-in."""
+
+    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor | None: ...
 
 
 def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) -> ModelConfig:
@@ -93,35 +102,11 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
     )
 
 
-class Engine:
-    """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
-    on the GPU, or with `hot_rows` in host memory.
-    """
+class CachedSequences:
+    """Random sequences in randomly scattered pages of a cache."""
 
-    def __init__(
-        self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None, fp8_index: bool = True
-    ) -> None:
-        assert config.dsa is not None
-        self.config, self.dsa = config, config.dsa
-        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
-        fill_with_noise(self.parameters.slots())
-        self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
-        num_pages = sequences * pages_for(config.context_length, page_size)
-        self.cache: KvCache
-        if hot_rows is None:
-            self.cache = self.decoder.make_cache(num_pages, page_size)
-        else:
-            self.cache = self.decoder.make_hisparse_cache(
-                num_pages,
-                page_size,
-                hot_pages=sequences * buffer_pages(hot_rows, page_size),
-                slots=sequences,
-                hot_rows=hot_rows,
-                max_context=config.context_length,
-            )
-        for pool in self.cache.pools:
-            fill_pool(pool)
-        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
+    def __init__(self, cache: KvCache, token_ids: range) -> None:
+        self.cache, self._token_ids = cache, token_ids
         self._random = random.Random(2)
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
@@ -138,7 +123,7 @@ class Engine:
         return scattered_pages(self._random, lengths, self.cache)
 
     def tokens(self, count: int) -> list[int]:
-        return self._random.choices(range(self.config.vocab_size), k=count)
+        return self._random.choices(self._token_ids, k=count)
 
     def open(self, slices: Sequence[SequenceSlice]) -> None:
         """Give each an empty hot buffer, under the number it has, where the cache has such."""
@@ -159,6 +144,46 @@ class Engine:
             return 0, 0
         hits, misses = self.cache.tables.lookups.sum(dim=0).tolist()
         return hits, misses
+
+
+class SteppedEngine(CachedSequences, ABC):
+    """Sequences whose decode steps are timed."""
+
+    @abstractmethod
+    def floor_bytes(self, batch: int, context: int) -> float:
+        """What a step must read."""
+
+
+class Engine(SteppedEngine):
+    """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
+    on the GPU, or with `hot_rows` in host memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None, fp8_index: bool = True
+    ) -> None:
+        assert config.dsa is not None
+        self.config, self.dsa = config, config.dsa
+        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        fill_with_noise(self.parameters.slots())
+        self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
+        num_pages = sequences * pages_for(config.context_length, page_size)
+        cache: KvCache
+        if hot_rows is None:
+            cache = self.decoder.make_cache(num_pages, page_size)
+        else:
+            cache = self.decoder.make_hisparse_cache(
+                num_pages,
+                page_size,
+                hot_pages=sequences * buffer_pages(hot_rows, page_size),
+                slots=sequences,
+                hot_rows=hot_rows,
+                max_context=config.context_length,
+            )
+        super().__init__(cache, range(config.vocab_size))
+        for pool in cache.pools:
+            fill_pool(pool)
+        self.runner = ModelRunner(self.decoder, device=DEVICE, dtype=torch.bfloat16)
 
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
         logits = self.runner.forward(self.cache, slices)
@@ -260,9 +285,9 @@ class Row:
 class Steps:
     """Sequences that are decoded from step to step, up to `context` tokens."""
 
-    def __init__(self, engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
+    def __init__(self, engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
         self._graphs = graphs
-        self._slices = engine.sequences(batch, context, WARM_STEPS + 2 * TIMED_STEPS)
+        self._slices = engine.sequences(batch, context, ALL_STEPS)
         for _ in range(WARM_STEPS):
             self.run()
 
@@ -273,7 +298,7 @@ class Steps:
         return logits
 
 
-def time_step(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, rate: float) -> Row:
+def time_step(engine: SteppedEngine, graphs: Forward, batch: int, context: int, rate: float) -> Row:
     steps, walls = Steps(engine, graphs, batch, context), []
     hits, misses = engine.lookups()
     for _ in range(TIMED_STEPS):
@@ -292,7 +317,7 @@ def time_step(engine: Engine, graphs: DecodeGraphs, batch: int, context: int, ra
     )
 
 
-def list_kernels(engine: Engine, graphs: DecodeGraphs, batch: int, context: int) -> None:
+def list_kernels(engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
     """The kernels of one step, by the time they take together; overlapping ones count twice."""
     steps = Steps(engine, graphs, batch, context)
     torch.cuda.synchronize()
@@ -320,10 +345,9 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
     max_batch, max_context = max(options.batch), max(options.context)
-    steps = WARM_STEPS + 2 * TIMED_STEPS
-    if options.hisparse and min(options.context) - steps <= options.hot_rows:
+    if options.hisparse and min(options.context) - ALL_STEPS <= options.hot_rows:
         parser.error(
-            f"contexts must be longer than the hot buffer: {min(options.context) - steps} of {steps} steps ago"
+            f"contexts must be longer than the hot buffer: {min(options.context) - ALL_STEPS} of {ALL_STEPS} steps ago"
         )
 
     rate = copy_rate()

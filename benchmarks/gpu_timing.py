@@ -1,6 +1,7 @@
-"""Timing of GPU work, and the GPU's copy rate."""
+"""Timing of GPU work, and the GPU's rates of copies and products."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,14 @@ PRODUCT_RATE = 790e12
 
 
 def gpu_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median GPU time of one call."""
+    """Median GPU time of one call; without a GPU, its wall time."""
+    if not torch.cuda.is_available():
+        walls = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            call()
+            walls.append((time.perf_counter() - begun) * 1e3)
+        return statistics.median(walls)
     events = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -29,3 +37,18 @@ def copy_rate() -> float:
     target = torch.empty_like(source)
     gpu_ms(lambda: target.copy_(source), 20)
     return 2 * source.nbytes / (gpu_ms(lambda: target.copy_(source), 20) / 1e3)
+
+
+def product_rates(size: int = 8192) -> dict[torch.dtype, float]:
+    """FLOP/s of square products in bfloat16 and in fp8 with a scale per row."""
+    left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    left_8, right_8 = (part.to(torch.float8_e4m3fn) for part in (left, right))
+    scales = torch.ones(size, 1, device=DEVICE)
+
+    def fp8_product() -> torch.Tensor:
+        return torch._scaled_mm(left_8, right_8.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+
+    calls = {torch.bfloat16: lambda: left @ right.t(), torch.float8_e4m3fn: fp8_product}
+    for call in calls.values():
+        gpu_ms(call, 5)
+    return {dtype: 2 * size**3 / (gpu_ms(call, 20) / 1e3) for dtype, call in calls.items()}

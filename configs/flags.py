@@ -17,6 +17,7 @@ from .schema import AnyServerConfig
 ALIASES = {
     "model": ("--model-path",),
     "bootstrap_port": ("--disaggregation-bootstrap-port",),
+    "kv_dtype": ("--kv-cache-dtype",),
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
 }

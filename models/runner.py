@@ -41,21 +41,26 @@ def resolve_dtype(
 
 
 def uses_fp8_index(setting: IndexDtypeSetting, device: torch.device, dtype: torch.dtype, index_dim: int) -> bool:
-    """Whether indexer keys of a model of `dtype` are stored in fp8. `auto` is fp8 for 16-bit models on GPUs that have
-    it, if keys have a multiple of 4 elements; on the CPU and in float32 selections stay exact. Raises StartupError for
-    a GPU without fp8.
+    """Whether indexer keys of a model of `dtype` are stored in fp8 on `device`. Raises StartupError for a GPU without
+    fp8.
     """
-    exact = device.type != "cuda" or dtype == torch.float32 or index_dim % 4 != 0
-    if setting == "model" or (setting == "auto" and exact):
-        return False
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        if setting == "auto":
-            return False
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and setting != "model" else None
+    has_fp8 = capability is not None and capability >= FP8_CAPABILITY
+    if setting == "fp8_e4m3" and capability is not None and not has_fp8:
         found, least = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
         raise StartupError(
             f"index_dtype fp8_e4m3 needs a GPU of capability {least} or above, and {device} has {found}: use model"
         )
-    return True
+    return fp8_index(setting, dtype, index_dim, has_fp8=has_fp8)
+
+
+def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *, has_fp8: bool) -> bool:
+    """The meaning of `index_dtype`. `auto` is fp8 for 16-bit models on GPUs that have it, if keys have a multiple of 4
+    elements; on the CPU and in float32 selections stay exact.
+    """
+    if setting == "auto":
+        return has_fp8 and dtype != torch.float32 and index_dim % 4 == 0
+    return setting == "fp8_e4m3"
 
 
 class AnyDecoder(Protocol):
@@ -63,6 +68,9 @@ class AnyDecoder(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def parameters(self) -> DecoderParameters | DsaParameters: ...
 
     @property
     def kv_token_bytes(self) -> int: ...
@@ -86,6 +94,18 @@ def allocate_parameters(
     if config.dsa is None:
         return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
     return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+
+
+def _decoder(
+    parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
+) -> AnyDecoder:
+    if isinstance(parameters, DsaParameters):
+        return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+
+
+def _held_bytes(parameters: DecoderParameters | DsaParameters) -> int:
+    return sum(slot.nbytes for slot in parameters.slots().values())
 
 
 class ModelRunner:
@@ -136,14 +156,30 @@ class ModelRunner:
             fill_with_noise(slots, stored)
         else:
             load_weights(source, slots, parameters.names(source.config))
-        decoder: AnyDecoder
-        if isinstance(parameters, DsaParameters):
-            assert source.config.dsa is not None
-            fp8_index = uses_fp8_index(index_dtype, device, dtype, source.config.dsa.index_dim)
-            decoder = DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
-        else:
-            decoder = Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+        dsa = source.config.dsa
+        keys_in_fp8 = dsa is not None and uses_fp8_index(index_dtype, device, dtype, dsa.index_dim)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=keys_in_fp8)
         return cls(decoder, device=device, dtype=dtype, parallel=parallel)
+
+    @classmethod
+    def outline(
+        cls,
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: KvDtypeSetting = "auto",
+        fp8: Collection[str] = frozenset(),
+        fp8_index: bool = False,
+    ) -> "ModelRunner":
+        """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
+        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8, `fp8_index` says whether indexer keys are
+        in fp8. Raises StartupError if the model cannot be divided like this.
+        """
+        meta, parallel = torch.device("meta"), Parallel(shard)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8)
+        decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
+        return cls(decoder, device=meta, dtype=dtype, parallel=parallel)
 
     @staticmethod
     def weight_bytes(
@@ -156,8 +192,12 @@ class ModelRunner:
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
-        parameters = allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8)
-        return sum(slot.nbytes for slot in parameters.slots().values())
+        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8))
+
+    @property
+    def held_weight_bytes(self) -> int:
+        """Bytes of the weights of this runner."""
+        return _held_bytes(self._decoder.parameters)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -184,24 +224,22 @@ class ModelRunner:
         Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
         of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        if not self.parallel.capturable or not isinstance(self._decoder, Decoder | DsaDecoder):
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
-        if isinstance(self._decoder, DsaDecoder) and not self._decoder.capturable:
-            return None
-        graphs = DecodeGraphs(
-            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
-        )
+        graphs = DecodeGraphs(decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel)
         self._graphs.append(graphs)
         return graphs
 
     def capture_chunk_graphs(
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
-        """The same for steps of prompt chunks; only for dense models."""
-        if not self.parallel.capturable or not isinstance(self._decoder, Decoder):
+        """The same for steps of prompt chunks."""
+        decoder = self._capturable_decoder()
+        if decoder is None:
             return None
         graphs = ChunkGraphs(
-            self._decoder,
+            decoder,
             cache,
             max_tokens=max_tokens,
             max_slices=max_slices,
@@ -211,6 +249,12 @@ class ModelRunner:
         )
         self._graphs.append(graphs)
         return graphs
+
+    def _capturable_decoder(self) -> Decoder | DsaDecoder | None:
+        decoder = self._decoder
+        if not self.parallel.capturable or (isinstance(decoder, DsaDecoder) and not decoder.capturable):
+            return None
+        return decoder if isinstance(decoder, Decoder | DsaDecoder) else None
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

@@ -18,6 +18,7 @@ from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+from .plan.options import add_plan_flags, read_plan_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
 EPILOG = """examples:
@@ -25,6 +26,7 @@ EPILOG = """examples:
   pdserve up                                              one prefill and one decode server on this machine
   pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
   pdserve decode  --model DIR --port 8200 --prefill HOST:8998
+  pdserve plan    --model deepseek-v3.2 --gpus 8xH200 --context 64k
 'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
 """
 
@@ -76,7 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        usage = f"pdserve {name} [--config FILE] [--SETTING VALUE ...]" if name not in ("version", "bench") else None
+        own_usage = name in ("version", "bench", "plan")
+        usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
         return added
@@ -96,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_pair_flags(demo)
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
+    add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -140,6 +144,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .bench.command import run_bench
 
             return run_bench(read_bench_options(options, os.environ), arguments[1:])
+        case "plan":
+            from .plan.command import run_plan
+
+            return run_plan(read_plan_options(options))
         case "version":
             print(version_line())
             return 0

@@ -30,6 +30,7 @@ LAYERS = {
     "server": [
         "",
         "bench",
+        "plan",
         "launch",
         "api",
         "api/openai",

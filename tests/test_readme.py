@@ -35,8 +35,9 @@ def services() -> dict[str, Any]:
     return found
 
 
-def test_settings_table_matches_the_schema() -> None:
-    script = ROOT / "docs" / "settings_table.py"
+@pytest.mark.parametrize("name", ["settings_table", "sizing_table"])
+def test_tables_in_docs_match_the_code(name: str) -> None:
+    script = ROOT / "docs" / f"{name}.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

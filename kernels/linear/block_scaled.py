@@ -81,11 +81,6 @@ def block_scaled_mlp(x: torch.Tensor | QuantisedRows, gate_up: BlockScaled, down
     return block_scaled_linear(swiglu_quantise(block_scaled_linear(x, gate_up)), down)
 
 
-def is_few_rows(x: torch.Tensor) -> bool:
-    """Whether activations stay exact."""
-    return len(x) <= FEW_ROWS
-
-
 def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled) -> Method:
     if isinstance(x, torch.Tensor):
         return choose_method(len(x), weight)

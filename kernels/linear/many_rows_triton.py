@@ -1,7 +1,8 @@
 """Triton kernel for many rows and block-scaled weights, dense or of experts: fp8 products of quantised rows.
 
-A program has a tile of rows and 128 outputs. The product of 128 columns is scaled by its row and block in float32 and
-added: the tensor cores' own sums of fp8 products are less precise than float32, and are used for 128 columns only.
+A program has a tile of rows and 128 outputs, or 64 if these share a scale. The product of 128 columns is scaled by its
+row and block in float32 and added: the tensor cores' own sums of fp8 products are less precise than float32, and are
+used for 128 columns only.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -18,7 +19,6 @@ from .quantise import QuantisedRows
 from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
-_OUTPUTS = 128
 _GROUPED_TILES = 8
 """Tiles of rows that are computed together for each block of outputs, so that the weights stay in L2."""
 _WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
@@ -110,11 +110,12 @@ def launch_many_rows(
 ) -> None:
     """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`."""
     *_, out_size, in_size = weight.shape
+    outputs = 64 if weight.row_group == 64 else 128
     rows = (128 if x.rows > 64 * 16 else 64) if tiles is None else tiles.rows
     row_tiles = ceil_div(x.rows, rows) if tiles is None else len(tiles.expert)
     if len(out) == 0:
         return
-    _many_rows[(row_tiles * ceil_div(out_size, _OUTPUTS),)](
+    _many_rows[(row_tiles * ceil_div(out_size, outputs),)](
         x.values,
         x.scales,
         weight.values,
@@ -132,10 +133,10 @@ def launch_many_rows(
         PER_TOKEN=1 if tiles is None else tiles.per_token,
         ROW_GROUP=weight.row_group,
         ROWS=rows,
-        OUTPUTS=_OUTPUTS,
+        OUTPUTS=outputs,
         TILES=_GROUPED_TILES,
         WHOLE=in_size % BLOCK == 0,
         num_warps=_WARPS[rows],
-        num_stages=min(_STAGES, shared_memory(out.device) // ((rows + _OUTPUTS) * BLOCK)),
+        num_stages=min(_STAGES, shared_memory(out.device) // ((rows + outputs) * BLOCK)),
         **overlap_options(out.device),
     )

@@ -100,7 +100,7 @@ class HiSparseCache(KvCache):
         self._capacities = [hot_rows] * slots
         """By request slot: the value of `tables.capacity` that a step enqueued now will see."""
         self._swaps = SwapPlan.allocate(slots, top_k, device)
-        self._group_layers = torch.bincount(self.layer_groups.cpu()).tolist()
+        self._group_layers = torch.bincount(torch.tensor(self.groups)).tolist()
         self._reading: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._counts = [[0, 0]] * len(self._group_layers), 0
 

@@ -126,7 +126,11 @@ class ModelConfig:
 
 def read_hf_config(directory: Path) -> ModelConfig:
     """Parse config.json and generation_config.json of a Hugging Face directory; raises StartupError."""
-    path = directory / "config.json"
+    return read_config_file(directory / "config.json")
+
+
+def read_config_file(path: Path) -> ModelConfig:
+    """Parse a config.json, and the generation_config.json beside it, if there is one; raises StartupError."""
     raw = read_json(path)
     architecture = _hf_architecture(path, raw)
     if architecture == "deepseek_v32" or architecture == "glm_moe_dsa":

@@ -49,7 +49,7 @@ class Slot:
         rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
         first = self.start[1] // BLOCK
         blocks = ceil_div(self.target.shape[1], BLOCK)
-        target[:, :blocks] = scales[rows, first : first + blocks]
+        target[:, :blocks].copy_(scales[rows, first : first + blocks])
 
     @property
     def fills_whole(self) -> bool:

@@ -133,6 +133,7 @@ class DsaDecoder:
     ) -> KvPool:
         layers = self._layers(plane, self.parameters.shard)
         row_size, dtype = self._row(plane)
+        device = self.parameters.device
         return KvPool(
             num_pages=num_pages,
             num_layers=len(layers),
@@ -141,10 +142,10 @@ class DsaDecoder:
             page_size=page_size,
             head_dim=row_size,
             dtype=dtype,
-            device=torch.device("cpu") if in_host_memory else self.parameters.device,
+            device=torch.device("cpu") if in_host_memory and device.type != "meta" else device,
             planes=(plane,),
             scale_plane=SCALE_PLANE if self._has_scales(plane) else None,
-            pinned=in_host_memory and self.parameters.device.type == "cuda",
+            pinned=in_host_memory and device.type == "cuda",
             memory=memory,
         )
 

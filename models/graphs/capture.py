@@ -26,6 +26,7 @@ from ..layers.parallel import ALONE, Parallel
 from .chunks import ChunkStep
 from .dense import DenseStep
 from .dsa import DsaStep
+from .dsa_chunks import LARGEST_STEP, DsaChunkStep
 
 log = logging.getLogger(__name__)
 
@@ -230,14 +231,15 @@ class DecodeGraphs(StepGraphs):
 
 
 class ChunkGraphs(StepGraphs):
-    """Steps of prompt chunks of a dense model, of `max_tokens` tokens and `max_slices` sequences together at most.
+    """Steps of prompt chunks, of `max_tokens` tokens and `max_slices` sequences together at most.
 
-    With `decode_rows`, slices of a single token are attended by the decode kernel: for decode tokens beside chunks.
+    With `decode_rows`, slices of a single token are attended by the decode kernel of dense models: for decode tokens
+    beside chunks.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | DsaDecoder,
         cache: KvCache,
         *,
         max_tokens: int,
@@ -246,14 +248,26 @@ class ChunkGraphs(StepGraphs):
         decode_rows: bool = False,
         parallel: Parallel = ALONE,
     ) -> None:
-        step = ChunkStep(
-            decoder,
-            cache,
-            max_tokens=max_tokens,
-            max_slices=max_slices,
-            max_pages=pages_for(max_context, cache.page_size),
-            decode_rows=decode_rows,
-            last_only=parallel.shard.last,
-        )
+        step: GraphedStep
+        if isinstance(decoder, DsaDecoder):
+            max_tokens = min(max_tokens, LARGEST_STEP)
+            step = DsaChunkStep(
+                decoder,
+                cache,
+                max_tokens=max_tokens,
+                max_slices=max_slices,
+                max_context=max_context,
+                last_only=parallel.shard.last,
+            )
+        else:
+            step = ChunkStep(
+                decoder,
+                cache,
+                max_tokens=max_tokens,
+                max_slices=max_slices,
+                max_pages=pages_for(max_context, cache.page_size),
+                decode_rows=decode_rows,
+                last_only=parallel.shard.last,
+            )
         sizes = graph_token_counts(max_tokens)
         super().__init__(decoder, step, cache.device, sizes, max_slices, always_logits=False, parallel=parallel)

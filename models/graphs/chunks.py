@@ -20,15 +20,15 @@ from ...kernels.attention.attention_plan import (
 )
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
-from ..layers.batch import ForwardBatch, SequenceSlice, token_rows
-from .inputs import TOKEN_SECTIONS, InputBuffer, pages_in_use
+from ..layers.batch import ForwardBatch, SequenceSlice
+from .inputs import SLICE_SECTIONS, TOKEN_SECTIONS, InputBuffer, fill_chunks, pages_in_use, replace_single_tokens
 
 COPIED_TOKENS = 32768
 """Room for keys and values that attention copies out of their pages. Over longer contexts a step takes so long that a
 graph saves little.
 """
-_SLICE_SECTIONS = ("kv_lens", "query_lens", "row_starts", "page_starts", "copy_starts", "last_rows")
-"""Sections with one element per slice."""
+_KEY_SECTIONS = ("kv_lens", "page_starts", "copy_starts")
+"""Sections with one element per slice, beside those of inputs.py."""
 _TILE_SECTIONS = ("tiles", "splits", "tile_counts")
 _LAST_SECTIONS = ("last_tiles", "last_splits", "last_counts")
 _NO_TILE = 1 << 30
@@ -68,7 +68,7 @@ class ChunkStep:
             {
                 "live_rows": 1,
                 **dict.fromkeys(TOKEN_SECTIONS, max_tokens),
-                **dict.fromkeys(_SLICE_SECTIONS, max_slices),
+                **dict.fromkeys((*SLICE_SECTIONS, *_KEY_SECTIONS), max_slices),
                 "piece_starts": max_slices + 1,
                 "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
                 "tiles": 5 * (_num_tiles(max_tokens, max_slices) + self._parts),
@@ -98,28 +98,17 @@ class ChunkStep:
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
         used = pages_in_use(slices, page_size)
-        lengths = [len(piece.token_ids) for piece in slices]
-        starts = list(accumulate(lengths, initial=0))
-        rows = token_rows(slices, page_size) if slices else np.empty((3, 0), dtype=np.int64)
         kv_lens = np.array([piece.end for piece in slices], dtype=np.int32)
         tiled = np.array([len(piece.token_ids) * self._tiled(piece) for piece in slices], dtype=np.int32)
         copies, copy_starts = cut_copies(np.where(tiled > 0, kv_lens, 0))
 
         self._inputs.wait()
-        total = starts[-1]
-        host["live_rows"][0] = total
-        for name in TOKEN_SECTIONS:
-            host[name][total:size] = 0
-        host["token_ids"][:total], host["positions"][:total], host["page_ids"][:total] = rows
-        host["offsets"][:total] = rows[1] % page_size
-        for name in _SLICE_SECTIONS:
+        fill_chunks(host, slices, size, page_size)
+        for name in _KEY_SECTIONS:
             host[name][live:] = 0
         host["kv_lens"][:live] = kv_lens
-        host["query_lens"][:live] = lengths
-        host["row_starts"][:live] = starts[:-1]
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:-1]
         host["copy_starts"][:live] = copy_starts
-        host["last_rows"][:live] = [start - 1 for start in starts[1:]]
         for names, last_only in ((_TILE_SECTIONS, False), (_LAST_SECTIONS, True)):
             found = cut_tiles(tiled, kv_lens, self._parts, last_only=last_only)
             for name, rows_of_table, entries in zip(names, (5, 4), found, strict=False):
@@ -139,10 +128,7 @@ class ChunkStep:
         return 0
 
     def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        parts, live = self._inputs.device, len(slices)
-        rows = parts["row_starts"][:live].long()
-        own = parts["token_ids"][rows]
-        parts["token_ids"][rows] = torch.where(parts["query_lens"][:live] == 1, token_ids.to(own.dtype), own)
+        replace_single_tokens(self._inputs.device, slices, token_ids)
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         return self._decoder.hidden(

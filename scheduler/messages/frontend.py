@@ -73,13 +73,18 @@ class ModelInfo(FrontendMessage, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank: its layers and KV heads (half-open), and the transports on which it receives KV (decode)."""
+    """One rank: its layers and KV heads (half-open), the transports on which it receives KV (decode), and the
+    memory of its weights and of its KV cache.
+    """
 
     rank: int
     device: str
     layers: tuple[int, int]
     kv_heads: tuple[int, int]
     transports: tuple[str, ...]
+    weight_bytes: int
+    device_kv_bytes: int
+    host_kv_bytes: int
 
 
 class Ready(FrontendMessage, frozen=True):

@@ -180,8 +180,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class RankReady(Report, frozen=True):
     """The weights are loaded and the KV cache exists. `peer_info` is what Hello and Welcome tell peers about this rank.
-    `step_limit` is the largest step: in prompt tokens on prefill, in requests on decode. The `hot_` fields are set with
-    HiSparse.
+    `step_limit` is the largest step: in prompt tokens on prefill, in requests on decode. `device_kv_bytes` and
+    `host_kv_bytes` are what the cache takes, tables included. The `hot_` fields are set with HiSparse.
     """
 
     peer_info: Rank
@@ -189,6 +189,9 @@ class RankReady(Report, frozen=True):
     step_limit: int
     dtype: str
     device: str
+    weight_bytes: int
+    device_kv_bytes: int
+    host_kv_bytes: int
     hot_pages: int | None = None
     hot_rows: int | None = None
 

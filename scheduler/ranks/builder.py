@@ -14,30 +14,26 @@ from ...memory.auto_settings import KvShare, auto_chunk_size, auto_kv_share, aut
 from ...memory.device import free_memory_bytes
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.hot_buffer_size import resolve_hot_rows
-from ...memory.hisparse.sizing import hisparse_size
 from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
-from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS, may_stage, ring_bytes
-from ...memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages
+from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS
+from ...memory.sizing import GIB, check_weights_fit, peak_bytes
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
 from ...models.runner import ModelRunner, resolve_dtype
-from ...transfer.data.part_writer import gather_bytes, warm_up_gather
+from ...transfer.data.part_writer import warm_up_gather
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
 from ..messages.step import Draw, StepRow, tokens_of
+from .cache_size import STAGED_RANKS, hisparse_pages, plain_pages, staging_bytes
 from .executor import Executor
 
 log = logging.getLogger(__name__)
 
-PREFILL_POOL_CONTEXTS = 8
-"""An automatic prefill pool holds this many prompts of full length: more are never in use at once."""
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 GRAPH_TOKENS, GRAPH_PROMPTS = 2048, 64
 """Largest prefill step that runs as a CUDA graph. In larger steps the GPU is slower than the host that launches."""
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 2048
 """Defaults of `max_step_tokens`."""
-STAGED_RANKS = 8
-"""Decode ranks for which a prefill rank keeps memory to gather staged parts; for more ranks it allocates on demand."""
 
 
 class RankBuilder:
@@ -137,22 +133,17 @@ class RankBuilder:
         return f" ({self._share.fraction:g} of free memory, {self._share.reason})"
 
     def _make_hisparse_cache(self, runner: ModelRunner, config: DecodeConfig, step_bytes: int) -> HiSparseCache:
-        dsa = self._source.config.dsa
-        assert dsa is not None, "checked by the frontend (server/launch/startup_checks.py)"
-        latent, keys = runner.make_cache(1, 1).pools
-        hot_rows, context = resolve_hot_rows(config, dsa.index_topk), self._source.config.context_length
-        size = hisparse_size(
+        size = hisparse_pages(
             config,
-            latent_token_bytes=latent.size_bytes,
-            indexer_token_bytes=keys.size_bytes,
-            hot_rows=hot_rows,
-            index_groups=keys.num_layers,
-            context_length=context,
-            slots=self.step_limit,
+            runner,
+            step_limit=self.step_limit,
             host_bytes=free_memory_bytes(torch.device("cpu")) // len(config.local_ranks),
-            device_bytes=self._free_bytes() - step_bytes,
+            free_bytes=self._free_bytes() - step_bytes,
             share=self._share,
         )
+        dsa, context = self._source.config.dsa, self._source.config.context_length
+        assert dsa is not None, "checked by hisparse_pages"
+        hot_rows = resolve_hot_rows(config, dsa.index_topk)
         num_pages = self._parallel.agree_minimum(size.num_pages)
         hot_pages = self._parallel.agree_minimum(size.hot_pages)
         cache = runner.make_hisparse_cache(
@@ -176,28 +167,17 @@ class RankBuilder:
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
         """Pages of the pool; the same on every rank, because they share page ids, or peers take them as equal."""
-        config = self._config
-        concurrent = self.step_limit if isinstance(config, DecodeConfig) else PREFILL_POOL_CONTEXTS
-        pages = pool_pages(
-            config,
-            token_bytes=runner.kv_token_bytes,
-            most_useful_tokens=self._source.config.context_length * concurrent,
-            free_bytes=self._free_bytes() - step_bytes - self._staging_bytes(runner),
+        pages = plain_pages(
+            self._config,
+            runner,
+            step_limit=self.step_limit,
+            free_bytes=self._free_bytes() - step_bytes,
             share=self._share,
         )
         return self._parallel.agree_minimum(pages)
 
     def _staging_bytes(self, runner: ModelRunner) -> int:
-        """Memory of staged transfers beside the pool: the ring on decode, gather buffers on prefill. 0 if the KV has no
-        heads to distribute.
-        """
-        config, token_bytes = self._config, runner.kv_token_bytes
-        if self._source.config.dsa is not None or not may_stage(config, self._source.config.num_kv_heads):
-            return 0
-        if isinstance(config, DecodeConfig):
-            return ring_bytes(config, token_bytes)
-        # a ring of the default size takes parts of at most RING_TOKENS tokens
-        return STAGED_RANKS * gather_bytes(min(RING_TOKENS * token_bytes, MAX_PART_BYTES))
+        return staging_bytes(self._config, self._source.config, runner.kv_token_bytes)
 
     def _prepare_staging(self, runner: ModelRunner, cache: KvCache) -> None:
         """Log the memory of staging, and compile the gather kernel of prefill; on decode the PartScatterer compiles its

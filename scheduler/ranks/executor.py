@@ -70,6 +70,11 @@ class Executor:
         self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
         self.cache = cache
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self._runner.held_weight_bytes
+
     def start(self, rows: Sequence[StepRow], ranks: Sequence[RankTokens] | None = None) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it. `ranks` has the tokens of all ranks of the stage, with
         data-parallel attention.

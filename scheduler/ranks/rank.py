@@ -412,6 +412,9 @@ class RankEngine:
             step_limit=self._step_limit,
             dtype=cache.pools[0].dtype_name,
             device=str(self._device),
+            weight_bytes=self._executor.weight_bytes,
+            device_kv_bytes=cache.device_bytes,
+            host_kv_bytes=hot.host.size_bytes if hot is not None else 0,
             hot_pages=hot.hot.num_pages if hot is not None else None,
             hot_rows=hot.tables.hot_rows if hot is not None else None,
         )

@@ -1,20 +1,29 @@
 """The parts of GPU benchmarks that run without a GPU: they call the engine in their own way."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, fp8_linear, ttft
+from benchmarks import dsa_engine, engine, fp8_linear, one_rank, rank_of_eight, ttft
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.sharding import WHOLE
+from pdserve.models.decoders import dsa
+from pdserve.models.decoders.dense_parameters import Slot
+from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.graphs.capture import StepGraphs
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
 
 CPU = torch.device("cpu")
+META: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.bfloat16}
 
 
 @pytest.fixture
@@ -79,6 +88,100 @@ def test_floor_of_a_sparse_prompt_counts_scores_and_attention() -> None:
     # 4 indexer heads of 16: 20 tokens further back cost ten queries 20 scores more, in 2 layers
     assert after_40 - after_20 == pytest.approx(1e3 * 2 * 2 * 10 * 20 * 4 * 16 / PRODUCT_RATE)
     assert after_20 - after_none > after_40 - after_20  # fewer than 16 rows were selected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU only")
+@pytest.mark.parametrize("layout", ["tp8", "dp8"])
+def test_rank_of_eight_runs_all_parts(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, steps in {"WARM_STEPS": 2, "TIMED_STEPS": 3, "ALL_STEPS": 8}.items():
+        monkeypatch.setattr(dsa_engine, name, steps)
+    file = tmp_path / "results.json"
+    flags = ["--tiny", "--layers", "2", "--batch", "1", "3", "--layout", layout, "--json", str(file)]
+    rank_of_eight.main(flags)
+    found = json.loads(file.read_text())
+    assert [row["batch"] for row in found["decode"]] == [1, 3]
+    assert all(row["graph_ms"] > 0 and 0 < row["miss_share"] < 1 for row in found["decode"])
+    assert found["decode"][1]["floor_ms"] > found["decode"][0]["floor_ms"] > 0
+    assert [row["tokens"] for row in found["prefill"]] == [48, 96]
+    assert found["memory"]["hisparse"]["host_token_bytes"] > 0 == found["memory"]["plain"]["host_token_bytes"]
+    assert rank_of_eight.main([*flags[:-2], "--parts", "memory"]).keys().isdisjoint({"decode", "prefill"})
+
+
+def test_rank_of_eight_holds_an_eighth_of_what_is_divided() -> None:
+    config = rank_of_eight.model_config(3, tiny=True)
+    layouts = [one_rank.Layout.of(name, config) for name in ("tp8", "dp8")]
+    models = [(config, WHOLE), *((layout.config, layout.shard) for layout in layouts)]
+    whole, tp8, dp8 = (
+        {name: slot.target.numel() for name, slot in DsaParameters.allocate(model, shard, **META).slots().items()}
+        for model, shard in models
+    )
+
+    def total(weights: dict[str, int], part: str) -> int:
+        return sum(size for name, size in weights.items() if part in name)
+
+    for rank in (tp8, dp8):
+        assert 8 * total(rank, ".mlp.experts.") == total(whole, ".mlp.experts.")
+        assert 8 * total(rank, ".mlp.shared_experts.") == total(whole, ".mlp.shared_experts.")
+        assert 8 * total(rank, ".0.mlp.") == total(whole, ".0.mlp.")
+    assert 8 * total(tp8, "q_b_proj") == total(whole, "q_b_proj") == total(dp8, "q_b_proj")
+    assert 8 * total(tp8, "lm_head") == total(whole, "lm_head") == total(dp8, "lm_head")
+    assert len([name for name in dp8 if "layers.2.mlp.experts." in name]) == 3 * 2  # of 16
+
+
+def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
+    config = rank_of_eight.model_config(2, tiny=True)
+    layout = one_rank.Layout.of("dp8", config)
+    seen: list[torch.Tensor] = []
+
+    def mlp(rows: torch.Tensor, _parameters: object) -> torch.Tensor:
+        seen.append(rows)
+        return rows
+
+    rows = torch.randn(3, config.hidden_size)
+    decoder_module: Any = dsa
+    before = decoder_module.mixture
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_module, "mlp", mlp)
+        with one_rank.exchanging(layout, CPU):
+            result = decoder_module.mlp(rows, None)
+        assert decoder_module.mlp is mlp
+    (gathered,) = seen
+    assert gathered[:3].equal(rows)
+    assert gathered.view(8, 3, -1).sort(dim=-1).values.equal(rows.sort(dim=-1).values.expand(8, 3, -1))
+    assert not gathered[3:6].equal(rows)
+    torch.testing.assert_close(result, gathered.view(8, 3, -1).sum(dim=0))
+    assert decoder_module.mixture is before
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
+def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
+
+    def fill(slots: Mapping[str, Slot], *_: object) -> None:
+        for slot in slots.values():
+            values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
+            slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)
+
+    monkeypatch.setattr("pdserve.models.runner.fill_with_noise", fill)  # there is no generator of a pretended GPU
+    config = rank_of_eight.model_config(1, tiny=True)
+    assert config.dsa is not None
+    config = replace(config, dtype="float16", dsa=replace(config.dsa, mixed=(False,)))
+    layout = one_rank.Layout.of("dp8", config)
+    with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
+        rank = one_rank.Rank(layout, "auto", DEVICE)
+        bench = one_rank.RankEngine(rank, sequences=2, max_context=40, page_size=8, hot_rows=24)
+        gpu.pin(bench.cache.pools[0].data)
+        with torch.inference_mode(), one_rank.exchanging(layout, DEVICE):
+            graphs = bench.graphs([2])
+            slices = bench.sequences(2, 40, steps=2)
+            for _ in range(2):
+                logits = graphs.run(slices)
+                slices = dsa_engine.following(slices)
+        assert isinstance(graphs, StepGraphs)
+        assert logits is not None
+        assert logits.shape == (2, 320)
+        assert logits.to(CPU).isfinite().all()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")

@@ -16,7 +16,8 @@ from pdserve.memory.ring_memory import RING_TOKENS, ring_bytes
 from pdserve.models.config.sharding import Shard
 from pdserve.models.layers.parallel import ALONE, Parallel
 from pdserve.models.loading.catalog import ModelSource, locate_model
-from pdserve.scheduler.ranks.builder import STAGED_RANKS, RankBuilder
+from pdserve.scheduler.ranks.builder import RankBuilder
+from pdserve.scheduler.ranks.cache_size import STAGED_RANKS
 from pdserve.scheduler.ranks.executor import Executor
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
 
@@ -102,7 +103,7 @@ def test_slot_tables_of_a_stage_have_the_planned_size(
     """One table for each indexer of the stage."""
     model = make_dsa_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=8, index_topk_pattern="FSSSFFSF")
     plan = Mock(wraps=hisparse_size)
-    monkeypatch.setattr("pdserve.scheduler.ranks.builder.hisparse_size", plan)
+    monkeypatch.setattr("pdserve.scheduler.ranks.cache_size.hisparse_size", plan)
     sizes = {"kv_tokens": 1024, "hot_rows": 16, "max_running_requests": 3}
     config = DecodeConfig(device="cpu", pp=2, page_size=4, enable_hisparse=True, **sizes)
     rank = RankBuilder(config, locate_model(str(model)), Stage(Shard(stage=stage, stages=2)), CPU)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster
-from tests.cluster.test_dp_attention import DP2, HISPARSE, HISPARSE_TOKENS, PAGE
+from tests.cluster.test_dp_pair import DP2, HISPARSE, HISPARSE_TOKENS, PAGE
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,252 @@
+"""One rank of eight, alone: its share of DeepSeek-V3.2's weights, and its steps without the other ranks.
+
+A rank computes what it would compute beside the others, on its own results in place of theirs:
+
+tp8   heads, MLPs and the width of every expert divided by eight. An all-reduce is one pass over the tensor (read and
+      write), the gathering of logits a copy of eight parts.
+dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its own. MLPs and experts are divided by
+      eight, experts as whole ones, and compute the rows of all ranks: rows of the others are this rank's, with their
+      elements in another order, so that their experts differ. Gathering them is a copy of eight times the rows,
+      returning the results a sum of eight parts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from benchmarks.dsa_engine import Forward, SteppedEngine
+from benchmarks.gpu_timing import DEVICE
+from pdserve.configs.schema import KvDtypeSetting
+from pdserve.kernels.hisparse.slot_tables import buffer_pages
+from pdserve.memory.kv_pool import KvCache, KvPool
+from pdserve.memory.pages import pages_for
+from pdserve.models.config.dsa import DsaConfig, MoeConfig
+from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.sharding import Shard
+from pdserve.models.decoders import dsa as decoder_module
+from pdserve.models.decoders.dsa import DsaDecoder
+from pdserve.models.graphs.capture import StepGraphs
+from pdserve.models.graphs.dsa import DsaStep
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.layers.moe import MoeParameters
+from pdserve.models.layers.parallel import Parallel
+from pdserve.models.loading.catalog import ModelSource
+from pdserve.models.loading.fp8_weights import fp8_tensors, kept_in_fp8
+from pdserve.models.runner import ModelRunner, resolve_dtype, uses_fp8_index
+
+RANKS = 8
+LayoutName = Literal["tp8", "dp8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the rank holds: `config` divided by `shard`. Its MLPs compute `mlp_rows` rows for each of its own."""
+
+    name: LayoutName
+    config: ModelConfig
+    shard: Shard
+    mlp_rows: int
+
+    @property
+    def dsa(self) -> DsaConfig:
+        assert self.config.dsa is not None
+        return self.config.dsa
+
+    @property
+    def heads(self) -> int:
+        return self.config.num_heads // self.shard.tp_size
+
+    @property
+    def source(self) -> ModelSource:
+        """For the loader of dummy weights, which reads no file."""
+        return ModelSource(self.name, Path(self.name), "huggingface", self.config)
+
+    def outline(self, kv_dtype: KvDtypeSetting, device: torch.device) -> ModelRunner:
+        """The rank as `device` holds it, without memory."""
+        dtype = resolve_dtype("auto", self.config, device)
+        return ModelRunner.outline(
+            self.config,
+            self.shard,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            fp8=kept_in_fp8(fp8_tensors(self.source, "dummy"), device),
+            fp8_index=uses_fp8_index("auto", device, dtype, self.dsa.index_dim),
+        )
+
+    @classmethod
+    def of(cls, name: LayoutName, config: ModelConfig) -> "Layout":
+        if name == "tp8":
+            return cls(name, config, Shard(tp_size=RANKS), 1)
+        assert config.dsa is not None
+        moe = config.dsa.moe
+        fields = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
+        own = OneOfEight(**(fields | {"shared_size": moe.shared_size // RANKS}))
+        dsa = dataclasses.replace(config.dsa, moe=own)
+        divided = dataclasses.replace(config, intermediate_size=config.intermediate_size // RANKS, dsa=dsa)
+        return cls(name, divided, Shard(), RANKS)
+
+
+class OneOfEight(MoeConfig):
+    """Experts of which a rank holds an eighth, each whole."""
+
+    def share(self, shard: Shard, hidden_size: int) -> tuple[range, int]:
+        del shard, hidden_size
+        return range(self.num_experts // RANKS), self.expert_size
+
+
+class LocalRank(Parallel):
+    """Rank 0 of `shard` without the others: collectives do their local work."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mul_(1.0) if self.shard.tp_size > 1 else tensor
+
+    def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
+        parts = tensor.repeat(1, self.shard.tp_size)
+        return parts if size is None or size == parts.shape[-1] else parts[:, :size].contiguous()
+
+    def broadcast_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def agree_minimum(self, value: int) -> int:
+        return value
+
+
+class Rank:
+    """The rank with random weights, made by the loader of servers. All experts are equally likely."""
+
+    def __init__(self, layout: Layout, kv_dtype: KvDtypeSetting, device: torch.device = DEVICE) -> None:
+        self.layout = layout
+        self.runner = ModelRunner.load(
+            layout.source,
+            device=device,
+            dtype=resolve_dtype("auto", layout.config, device),
+            parallel=LocalRank(layout.shard, device=device),
+            load_format="dummy",
+            kv_dtype=kv_dtype,
+        )
+        self.decoder = cast(DsaDecoder, self.runner._decoder)
+        for layer in self.decoder.parameters.layers:
+            if isinstance(layer.mlp, MoeParameters):
+                layer.mlp.router_bias.zero_()
+        self.slots = self.decoder.parameters.slots()
+        self.token_ids = layout.shard.vocabulary(layout.config.vocab_size)
+        """Tensor-parallel ranks embed their part of the vocabulary; other tokens would be zeros."""
+
+    def weights(self) -> Iterator[tuple[str, int]]:
+        """Names and bytes of the weights that steps read."""
+        for name, slot in self.slots.items():
+            if name != "model.embed_tokens.weight":
+                yield name, slot.nbytes
+
+    def prompt_floor_ms(self, tokens: int, rate: float, product_rates: dict[torch.dtype, float]) -> float:
+        """The least time for a prompt: weights read once at `rate`, or all products (of weights, of index scores, of
+        attention to the selected rows), each at the rate of its dtype.
+        """
+        dsa, in_16_bits, seconds = self.layout.dsa, product_rates[torch.bfloat16], 0.0
+        for name, slot in self.slots.items():
+            if slot.target.ndim != 2 or name in ("model.embed_tokens.weight", "lm_head.weight"):
+                continue
+            rows = tokens * (self.layout.mlp_rows if ".mlp." in name else 1.0)
+            rows *= dsa.moe.experts_per_token / dsa.moe.num_experts if ".mlp.experts." in name else 1.0
+            seconds += 2 * rows * slot.target.numel() / product_rates.get(slot.target.dtype, in_16_bits)
+        selected = sum(min(count, dsa.index_topk) for count in range(1, tokens + 1))
+        attention = selected * self.layout.heads * (dsa.latent_dim + dsa.kv_rank)
+        scores = tokens * (tokens + 1) // 2 * dsa.index_heads * dsa.index_dim
+        seconds += 2 * (self.layout.config.num_layers * attention + sum(dsa.indexed) * scores) / in_16_bits
+        return max(sum(size for _, size in self.weights()) / rate, seconds) * 1e3
+
+
+class RankEngine(SteppedEngine):
+    """Decode steps of a rank, over a HiSparse cache for `sequences` sequences of up to `max_context` tokens.
+
+    Indexer keys are random; latent rows in host memory are zeros.
+    """
+
+    def __init__(self, rank: Rank, *, sequences: int, max_context: int, page_size: int, hot_rows: int) -> None:
+        cache = rank.runner.make_hisparse_cache(
+            sequences * pages_for(max_context, page_size),
+            page_size,
+            hot_pages=sequences * buffer_pages(hot_rows, page_size),
+            slots=sequences,
+            hot_rows=hot_rows,
+            max_context=max_context,
+        )
+        super().__init__(cache, rank.token_ids)
+        self._rank, self._max_context = rank, max_context
+        fill_keys(cache.pools[1])
+
+    def floor_bytes(self, batch: int, context: int) -> float:
+        """Weights (of experts, the expected number of distinct ones), keys of all tokens, selected rows."""
+        keys, layout = self.cache.pools[1], self._rank.layout
+        moe = layout.dsa.moe
+        chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (batch * layout.mlp_rows)
+        weights = sum(size * (chosen if ".mlp.experts." in name else 1.0) for name, size in self._rank.weights())
+        key_bytes = keys.page_bytes / self.cache.page_size
+        return weights + batch * context * key_bytes + self.selected_bytes(batch, context)
+
+    def selected_bytes(self, batch: int, context: int) -> float:
+        """The rows that a step selects, in all layers."""
+        rows, dsa = self.cache.pools[0], self._rank.layout.dsa
+        return batch * min(context, dsa.index_topk) * rows.page_bytes / self.cache.page_size
+
+    def graphs(self, sizes: list[int]) -> Forward:
+        """CUDA graphs of decode steps of these sizes; without a GPU, steps without graphs."""
+        if self.cache.device.type != "cuda":
+            return EagerSteps(self._rank, self.cache)
+        max_pages = pages_for(self._max_context, self.cache.page_size)
+        step = DsaStep(self._rank.decoder, self.cache, max_batch=max(sizes), max_pages=max_pages)
+        return StepGraphs(self._rank.decoder, step, self.cache.device, sorted(sizes), max(sizes), always_logits=True)
+
+
+class EagerSteps:
+    """Steps without CUDA graphs."""
+
+    def __init__(self, rank: Rank, cache: KvCache) -> None:
+        self._rank, self._cache = rank, cache
+
+    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor:
+        logits = self._rank.runner.forward(self._cache, slices)
+        assert logits is not None
+        return logits
+
+
+def fill_keys(pool: KvPool) -> None:
+    """With noise, layer by layer."""
+    for index in range(pool.num_layers):
+        for plane in pool.layer(index):
+            plane.copy_(torch.randn(plane.shape, device=plane.device))
+
+
+@contextmanager
+def _rows_of_all_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
+    hidden = layout.config.hidden_size
+    elements, shifts = (torch.arange(count, device=device) for count in (hidden, RANKS))
+    order = ((elements + shifts.unsqueeze(1) * (hidden // RANKS)) % hidden).flatten()
+
+    # Any: the parameters of an MLP, and for a mixture those of its router
+    def over_all_ranks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def computed(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
+            parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
+            return parts.view(RANKS, len(rows), hidden).sum(dim=0)
+
+        return computed
+
+    names = ("mlp", "mixture")
+    before = {name: getattr(decoder_module, name) for name in names}
+    for name, function in before.items():
+        setattr(decoder_module, name, over_all_ranks(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(decoder_module, name, function)
+
+
+def exchanging(layout: Layout, device: torch.device = DEVICE) -> AbstractContextManager[None]:
+    """A context in which steps of this layout do the local work of their exchange of rows."""
+    return _rows_of_all_ranks(layout, device) if layout.mlp_rows > 1 else nullcontext()

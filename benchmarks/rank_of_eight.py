@@ -1,0 +1,256 @@
+"""One rank of eight of DeepSeek-V3.2 at full size, with random weights, on one GPU.
+
+    python -m benchmarks.rank_of_eight --layout tp8|dp8 [--parts memory,decode,prefill] [--json results.json]
+
+61 layers at true geometry: the rank's share of the weights, in the type in which a server holds them. Collectives do
+their local work only (one_rank.py); the output says so.
+
+memory    weights, KV of a token, and requests that fit on the GPU with HiSparse and without, by `pdserve plan`
+decode    steps in CUDA graphs at 32k context with HiSparse: every sequence is evicting and repeats one token, so that
+          its selection drifts with the positions. Compared with the floor: weights (of experts, the expected number of
+          distinct ones), indexer keys of all tokens and the selected rows, over the copy rate measured in the same run.
+          `fetched` are rows that come from host memory; the floor does not count them
+prefill   prompts of 8k and 32k tokens in chunks, without CUDA graphs, in a pool on the GPU. The floor is the weights
+          read once, or the products at the rates of large ones measured in the same run
+
+Latent rows of 64 x 32k tokens take 78 GiB of host memory in fp8 and 137 GiB in bfloat16 (`--kv-dtype auto`): a batch
+whose rows exceed the free host memory is left out. `--tiny --layers 2` runs on a CPU, to test this program.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.dsa_engine import CachedSequences, list_kernels, time_step
+from benchmarks.gpu_timing import DEVICE, copy_rate, product_rates
+from benchmarks.one_rank import RANKS, Layout, Rank, RankEngine, exchanging
+from pdserve.configs.schema import DecodeConfig
+from pdserve.memory.device import free_memory_bytes
+from pdserve.memory.hisparse.hot_buffer_size import resolve_hot_rows
+from pdserve.memory.pages import pages_for
+from pdserve.memory.sizing import GIB
+from pdserve.models.config.model import ModelConfig
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_geometry
+from pdserve.server.plan.options import GPU_GIB, RESERVE_GIB
+from pdserve.server.plan.sizes import Plan
+
+PARTS = ("memory", "decode", "prefill")
+COLLECTIVES = {
+    "tp8": "all-reduce: one pass over the tensor; gathering of logits: a copy of eight parts",
+    "dp8": "gathering of rows: a copy of eight times the rows; returning results: a sum of eight parts",
+}
+HOST_SHARE = 0.85
+"""Share of the free host memory that latent rows may take."""
+NOMINAL_RATE = 1e10
+"""Without a GPU: floors mean nothing."""
+
+
+def model_config(layers: int, *, tiny: bool) -> ModelConfig:
+    """DeepSeek-V3.2 with the first `layers` layers, or a tiny model that eight ranks can divide."""
+    config = locate_geometry("deepseek-v3.2").config
+    assert config.dsa is not None
+    dense = min(config.dsa.mixed.count(False), layers - 1)
+    mixed = (False,) * dense + (True,) * (layers - dense)
+    dsa = dataclasses.replace(config.dsa, indexed=(True,) * layers, mixed=mixed)
+    if not tiny:
+        return dataclasses.replace(config, num_layers=layers, dsa=dsa)
+    moe = dataclasses.replace(dsa.moe, num_experts=16, expert_size=64, shared_size=64)
+    small: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+    small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16, "moe": moe, "weight_block": None}
+    dsa = dataclasses.replace(dsa, **small)
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_heads": 8}
+    return dataclasses.replace(config, num_layers=layers, head_dim=dsa.latent_dim, dsa=dsa, **sizes)
+
+
+class Benchmark:
+    """All parts of one layout."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._options, self._device = options, device
+        self._config = DecodeConfig(
+            model="deepseek-v3.2", page_size=options.page_size, kv_dtype=options.kv_dtype, local_prefill="never"
+        )
+        self._layout = Layout.of(options.layout, model_config(options.layers, tiny=options.tiny))
+        self._outline = self._layout.outline(options.kv_dtype, device)
+        on_gpu = device.type == "cuda"
+        self._rate = copy_rate() if on_gpu else NOMINAL_RATE
+        self._product_rates = product_rates() if on_gpu else {torch.bfloat16: NOMINAL_RATE}
+        self._hot_rows = resolve_hot_rows(self._config, self._layout.dsa.index_topk)
+        self.results: dict[str, Any] = {
+            "layout": options.layout,
+            "layers": options.layers,
+            "kv_dtype": options.kv_dtype,
+            "collectives": COLLECTIVES[options.layout],
+            "copy_rate": self._rate,
+            "product_rates": {str(dtype): rate for dtype, rate in self._product_rates.items()},
+        }
+        self._step_bytes = int(RESERVE_GIB * GIB)
+        """What the GPU holds beside weights and KV."""
+        self._release()
+
+    def run(self) -> None:
+        options, device = self._options, self._device
+        begun = time.perf_counter()
+        rank = Rank(self._layout, options.kv_dtype, device)
+        weights = rank.runner.held_weight_bytes
+        print(
+            f"rank 0 of {RANKS}, {options.layout}, {options.layers} layers: {weights / GIB:.2f} GiB of weights, drawn "
+            f"in {time.perf_counter() - begun:.0f} s\n"
+            f"collectives do their local work only: {COLLECTIVES[options.layout]}",
+            flush=True,
+        )
+        with torch.inference_mode(), exchanging(self._layout, device):
+            if "prefill" in options.parts:
+                self._prefill(rank)
+            if "decode" in options.parts:
+                self._decode(rank)
+        if "memory" in options.parts:
+            self._memory(weights)
+
+    def _batches(self) -> list[int]:
+        """Those whose latent rows fit into host memory."""
+        latent, _ = self._outline.make_cache(1, 1).pools
+        free = HOST_SHARE * free_memory_bytes(torch.device("cpu"))
+        most = int(free // (self._options.context * latent.size_bytes))
+        batches = [batch for batch in self._options.batch if batch <= most]
+        if left_out := [batch for batch in self._options.batch if batch > most]:
+            print(f"left out: batches of {left_out}, whose latent rows exceed the host memory ({most} sequences fit)")
+        if not batches:
+            raise SystemExit("the latent rows of no batch fit into host memory: give a smaller --batch or --context")
+        return batches
+
+    def _decode(self, rank: Rank) -> None:
+        options, batches = self._options, self._batches()
+        begun = time.perf_counter()
+        engine = RankEngine(
+            rank,
+            sequences=max(batches),
+            max_context=options.context,
+            page_size=options.page_size,
+            hot_rows=self._hot_rows,
+        )
+        host_bytes = engine.cache.pools[0].size_bytes
+        print(
+            f"\ncache for {max(batches)} x {options.context} tokens: {engine.cache.device_bytes / GIB:.2f} GiB on the "
+            f"device, {host_bytes / GIB:.2f} GiB of host memory; made in {time.perf_counter() - begun:.0f} s"
+        )
+        begun = time.perf_counter()
+        graphs = engine.graphs(batches)
+        print(f"captured decode graphs of {batches} in {time.perf_counter() - begun:.1f} s")
+        if self._device.type == "cuda":
+            self._release()
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._step_bytes = total - free - rank.runner.held_weight_bytes - engine.cache.device_bytes
+            print(f"beside weights and KV: {self._step_bytes / GIB:.2f} GiB (CUDA context, kernels, graphs)")
+        print("batch  context  graph ms  step ms  floor ms  ratio  misses  fetched MB a step")
+        self.results["decode"] = []
+        for batch in batches:
+            row = time_step(engine, graphs, batch, options.context, self._rate)
+            fetched = row.miss_share * engine.selected_bytes(batch, options.context)
+            self.results["decode"].append({**dataclasses.asdict(row), "ratio": row.ratio, "fetched_bytes": fetched})
+            print(f"{row}  {fetched / 1e6:17.1f}", flush=True)
+        if options.kernels:
+            for batch in sorted({min(batches), max(batches)}):
+                list_kernels(engine, graphs, batch, options.context)
+
+    def _prefill(self, rank: Rank) -> None:
+        chunk, page_size = self._options.chunk_size, self._options.page_size
+        longest = max(self._options.prompts)
+        cache = rank.runner.make_cache(pages_for(longest, page_size), page_size)
+        sequences = CachedSequences(cache, rank.token_ids)
+        (pages,), prompt = sequences.pages([longest]), sequences.tokens(longest)
+        print(f"\nprompts in chunks of {chunk}\ntokens        ms  floor ms  ratio")
+        self.results["prefill"] = []
+        for tokens in sorted(self._options.prompts):
+            walls = []
+            for _ in range(2):  # the first one compiles kernels
+                self._wait()
+                begun = time.perf_counter()
+                for start in range(0, tokens, chunk):
+                    part = prompt[start : min(start + chunk, tokens)]
+                    rank.runner.forward(cache, [SequenceSlice(part, start, pages)])
+                self._wait()
+                walls.append((time.perf_counter() - begun) * 1e3)
+            floor = rank.prompt_floor_ms(tokens, self._rate, self._product_rates)
+            self.results["prefill"].append({"tokens": tokens, "ms": walls[-1], "floor_ms": floor})
+            print(f"{tokens:6}  {walls[-1]:8.1f}  {floor:8.1f}  {walls[-1] / floor:5.2f}", flush=True)
+        del cache, sequences
+        self._release()
+
+    def _memory(self, weights: int) -> None:
+        """Requests that fit on this GPU; without one, on an H200."""
+        total = int(GPU_GIB["H200"] * GIB)
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+        context = self._options.context
+        self.results["memory"] = {"total_bytes": total, "step_bytes": self._step_bytes, "weight_bytes": weights}
+        print(
+            f"\nrequests of {context} tokens on {total / GIB:.1f} GiB, {self._step_bytes / GIB:.2f} GiB of it beside "
+            "weights and KV, 0.9 of the rest for KV"
+        )
+        for hisparse in (False, True):
+            config = self._config.model_copy(update={"enable_hisparse": hisparse})
+            found = Plan(config, [self._outline], context=context, device_bytes=total - self._step_bytes).sizes()
+            self.results["memory"]["hisparse" if hisparse else "plain"] = dataclasses.asdict(found)
+            on_all = found.requests * (RANKS if self._options.layout == "dp8" else 1)
+            name = "with HiSparse" if hisparse else "without"
+            print(
+                f"{name:>14}: {found.requests} on the rank, {on_all} on all, limited by {found.limit}; KV of a token: "
+                f"{found.device_token_bytes:,} B on the GPU, {found.host_token_bytes:,} B in host memory; a request: "
+                f"{found.device_request_bytes / GIB:.2f} GiB of the GPU"
+            )
+
+    def _release(self) -> None:
+        """Give memory that torch keeps for later back to the driver."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=tuple(COLLECTIVES), default="tp8")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--context", type=int, help="tokens of a sequence (default: 32768)")
+    parser.add_argument("--prompts", type=int, nargs="+", help="tokens of prompts (default: 8192 32768)")
+    parser.add_argument("--chunk-size", type=int, default=2048)
+    parser.add_argument("--page-size", type=int)
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="fp8_e4m3")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
+    context, prompts, page_size = (160, [48, 96], 8) if options.tiny else (32768, [8192, 32768], 64)
+    options.context = options.context or context
+    options.prompts = options.prompts or prompts
+    options.page_size = options.page_size or page_size
+    return options
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    options = parse(arguments)
+    device = DEVICE if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and not options.tiny:
+        raise SystemExit("without a GPU only a tiny model can run: give --tiny --layers 2")
+    benchmark = Benchmark(options, device)
+    benchmark.run()
+    if options.json is not None:
+        options.json.write_text(json.dumps(benchmark.results, indent=2) + "\n")
+    return benchmark.results
+
+
+if __name__ == "__main__":
+    main()

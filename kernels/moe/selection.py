@@ -1,0 +1,70 @@
+"""Selects the experts of each token from the router's logits.
+
+    s          =  sigmoid(logits)                                                                 float32
+    selection  =  the best experts by s + bias, within the groups whose two best have the largest sum
+    weights    =  s of the selected, divided by their sum if `normalised`, times `scale`
+
+Shapes: logits [T, E] float32, contiguous; bias [E] float32; results [T, k]: weights in float32, experts in int64, in no
+particular order. Groups are equal parts of the experts. In torch this takes a dozen launches, three of them top-k.
+"""
+
+import torch
+
+from ..backends.dispatch import Impl, launcher, use_triton
+
+
+def select_experts_reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    num_groups: int,
+    groups_per_token: int,
+    per_token: int,
+    normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.sigmoid()
+    choice = scores + bias
+    if num_groups > 1:
+        grouped = choice.view(len(logits), num_groups, -1)  # [T, groups, experts of a group]
+        strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        best = strength.topk(groups_per_token, dim=-1, sorted=False).indices
+        barred = torch.ones_like(strength, dtype=torch.bool).scatter_(-1, best, False)
+        choice = grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = choice.topk(per_token, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, experts)
+    if normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale, experts
+
+
+def select_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    num_groups: int,
+    groups_per_token: int,
+    per_token: int,
+    normalised: bool,
+    scale: float,
+    impl: Impl = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts of each token; see the module docstring."""
+    if logits.dtype != torch.float32 or logits.shape[1:] != bias.shape or not logits.is_contiguous():
+        raise ValueError(f"logits {logits.dtype} {list(logits.shape)} must be float32 rows of {len(bias)} experts")
+    if not use_triton(impl, logits.device):
+        return select_experts_reference(
+            logits,
+            bias,
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+            per_token=per_token,
+            normalised=normalised,
+            scale=scale,
+        )
+    weights = logits.new_empty(len(logits), per_token)
+    experts = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
+    launcher("moe.selection_triton", "launch_select_experts")(
+        logits, bias, weights, experts, num_groups, groups_per_token, normalised, scale
+    )
+    return weights, experts

@@ -1,0 +1,109 @@
+"""The prefill step of a sparse-attention decoder for CUDA graphs. Every token selects for itself, so chunks and single
+tokens are treated alike: only what each token sees changes from step to step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...kernels.mla.index_plan import IndexPlan
+from ...memory.hisparse.cache import HiSparseCache
+from ...memory.kv_pool import KvCache
+from ...memory.pages import pages_for
+from ..decoders.dsa import DsaDecoder
+from ..layers.batch import ForwardBatch, SequenceSlice
+from ..layers.hot_rows import all_resident
+from .inputs import SLICE_SECTIONS, TOKEN_SECTIONS, InputBuffer, fill_chunks, pages_in_use, replace_single_tokens
+
+LARGEST_STEP = 1024
+"""Tokens of a step. In larger steps the GPU is slower than the host that launches."""
+LONGEST_CONTEXT = 32768
+"""Index scores have room for so many tokens. Over longer contexts a step takes so long that a graph saves little."""
+_SIGHT_SECTIONS = ("sequence", "visible", "hot_slots")
+"""Sections with one element per token: what it sees."""
+
+
+class DsaChunkStep:
+    """Steps of chunks of a sparse-attention decoder over one cache; see capture.GraphedStep. Over a HiSparse cache, all
+    sequences are fully resident.
+    """
+
+    kinds = 1
+
+    def __init__(
+        self,
+        decoder: DsaDecoder,
+        cache: KvCache,
+        *,
+        max_tokens: int,
+        max_slices: int,
+        max_context: int,
+        last_only: bool,
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._max_slices = max_slices
+        self._max_pages = pages_for(min(max_context, LONGEST_CONTEXT), cache.page_size)
+        self._last_only = last_only
+        self._inputs = InputBuffer(
+            {
+                "live_rows": 1,
+                **dict.fromkeys((*TOKEN_SECTIONS, *_SIGHT_SECTIONS), max_tokens),
+                **dict.fromkeys(SLICE_SECTIONS, max_slices),
+                "page_table": max_slices * self._max_pages,
+            },
+            cache.device,
+        )
+        self._table = self._inputs.host["page_table"].reshape(max_slices, self._max_pages)
+
+    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
+        longest = max((piece.end for piece in slices), default=0)
+        if longest > self._max_pages * self._cache.page_size or len(slices) > self._max_slices:
+            return None
+        if isinstance(self._cache, HiSparseCache) and not all_resident(self._cache, slices):
+            return None
+        return sum(len(piece.token_ids) for piece in slices)
+
+    def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
+        """Padded rows see no tokens."""
+        host, lengths = self._inputs.host, [len(piece.token_ids) for piece in slices]
+        used, total = pages_in_use(slices, self._cache.page_size), sum(lengths)
+        self._inputs.wait()
+        fill_chunks(host, slices, size, self._cache.page_size)
+        for name in _SIGHT_SECTIONS:
+            host[name][total:size] = 0
+        host["sequence"][:total] = np.repeat(np.arange(len(slices)), lengths)
+        host["visible"][:total] = host["positions"][:total] + 1
+        host["hot_slots"][:total] = np.repeat([piece.hot_slot or 0 for piece in slices], lengths)
+        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
+            self._table[row, :count] = piece.pages[:count]
+        self._inputs.upload(len(slices) * self._max_pages)
+        return 0
+
+    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
+        replace_single_tokens(self._inputs.device, slices, token_ids)
+
+    def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
+        parts = self._inputs.device
+        table = parts["page_table"].view(-1, self._max_pages)
+        plan = IndexPlan(self._cache.page_size, table, parts["sequence"][:size], parts["visible"][:size])
+        batch = ForwardBatch(
+            slices=(),
+            token_ids=parts["token_ids"][:size],
+            positions=parts["positions"][:size],
+            page_ids=parts["page_ids"][:size],
+            offsets=parts["offsets"][:size],
+            last_rows=parts["last_rows"][: min(size, self._max_slices)],
+            attention=None,
+            hot_slots=parts["hot_slots"][:size],
+            all_resident=True,
+        )
+        return self._decoder.hidden(
+            batch,
+            self._cache,
+            hidden=received,
+            live_rows=parts["live_rows"],
+            last_only=self._last_only,
+            plan=plan,
+        )

@@ -1,0 +1,91 @@
+"""`pdserve plan`: prints the sizes of a decode server on given GPUs."""
+
+import dataclasses
+import json
+
+from ...models.loading.catalog import ModelSource, locate_geometry
+from .options import GIB, PlanOptions
+from .sizes import Sizes, plan_sizes
+
+
+def run_plan(options: PlanOptions) -> int:
+    source = locate_geometry(options.config.model)
+    device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
+    found = plan_sizes(
+        options.config,
+        source,
+        context=options.context,
+        device_bytes=device_bytes,
+        fp8=options.gpus.fp8,
+        hisparse=options.hisparse,
+    )
+    print(_as_json(options, found) if options.as_json else _as_text(options, source, found))
+    return 0
+
+
+def _servers(options: PlanOptions) -> int:
+    return options.gpus.count // options.config.world_size
+
+
+def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
+    config, gpus = options.config, options.gpus
+    document = {
+        "model": config.model,
+        "gpus": dataclasses.asdict(gpus),
+        "tp": config.tp,
+        "pp": config.pp,
+        "page_size": config.page_size,
+        "context": options.context,
+        "reserve_gib": options.reserve_gib,
+        "servers": _servers(options),
+        "sizes": [dataclasses.asdict(sizes) for sizes in found],
+    }
+    return json.dumps(document, indent=2)
+
+
+def _as_text(options: PlanOptions, source: ModelSource, found: list[Sizes]) -> str:
+    config, gpus = options.config, options.gpus
+    ranks = config.world_size
+    lines = [
+        f"{source.name} ({source.config.architecture}), tp {config.tp}, pp {config.pp}, on {ranks} of {gpus.count} x "
+        f"{gpus.name} with {gpus.gib:.1f} GiB each, {options.reserve_gib:g} GiB of it for the CUDA context and steps; "
+        f"pages of {config.page_size}",
+        "",
+    ]
+    rows: list[tuple[str, list[str]]] = [
+        ("", ["HiSparse" if sizes.hisparse else "on the GPU" for sizes in found]),
+        ("weights per GPU", [_gib(sizes.weight_bytes) for sizes in found]),
+        ("KV per token and GPU", [f"{sizes.device_token_bytes:,} B" for sizes in found]),
+        ("KV per token in host memory, per rank", [f"{sizes.host_token_bytes:,} B" for sizes in found]),
+        (
+            f"GPU memory of a request of {options.context:,} tokens",
+            [_gib(sizes.device_request_bytes) for sizes in found],
+        ),
+        ("requests that fit", [f"{sizes.requests:,}" for sizes in found]),
+        ("limited by", [sizes.limit for sizes in found]),
+        ("their KV in host memory, per rank", [_gib(sizes.host_request_bytes) for sizes in found]),
+        ("the same, all ranks", [_gib(ranks * sizes.host_request_bytes) for sizes in found]),
+    ]
+    width, cells = max(len(name) for name, _ in rows), max(len(cell) for _, row in rows for cell in row)
+    lines += [f"{name:{width}}  " + "  ".join(f"{cell:>{cells}}" for cell in row) for name, row in rows]
+    if not any(sizes.requests for sizes in found):
+        lines += ["", "no such server fits: use more or larger GPUs, another --tp or --pp, or --kv-dtype fp8_e4m3"]
+    elif config.max_running_requests is None:
+        lines += ["", *(_advice(sizes) for sizes in found if sizes.requests)]
+    if _servers(options) > 1:
+        lines += ["", f"{_servers(options)} such servers fit on {gpus.count} GPUs"]
+    return "\n".join(lines)
+
+
+def _advice(sizes: Sizes) -> str:
+    if not sizes.hisparse:
+        return f"without HiSparse: --max-running-requests {sizes.max_running_requests}"
+    host_gib = -(-sizes.host_request_bytes // GIB)
+    return (
+        f"with it: --enable-hisparse --max-running-requests {sizes.max_running_requests} and at least "
+        f"--host-memory-gib {host_gib}, which is for each rank"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"

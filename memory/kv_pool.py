@@ -147,9 +147,14 @@ class KvPool:
             for plane in torch.split_with_sizes(layers, sizes, dim=-1)
         ]
 
-    def copy_page(self, source: int, destination: int) -> None:
-        """Copy one page to another."""
-        self.data[destination].copy_(self.data[source])
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
+        """Copy one page to another, or only its first `tokens` tokens."""
+        if tokens is None:
+            self.data[destination].copy_(self.data[source])
+            return
+        for layer in range(self.num_layers):
+            for plane in self.layer(layer):
+                plane[destination, :, :tokens].copy_(plane[source, :, :tokens])
 
     def save(self, pages: Sequence[int]) -> torch.Tensor:
         """A host copy of these pages; synchronous."""
@@ -219,10 +224,10 @@ class KvCache:
         for pool in self.pools:
             pool.close()
 
-    def copy_page(self, source: int, destination: int) -> None:
-        """Copy one page to another."""
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
+        """Copy one page to another, or only its first `tokens` tokens."""
         for pool in self.pools:
-            pool.copy_page(source, destination)
+            pool.copy_page(source, destination, tokens)
 
     def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
         """A host copy of these pages; synchronous."""

@@ -8,9 +8,22 @@ keep pages after their last release, and drops them, least recently used first, 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .index_spaces import KvPage
 from .pages import PageAllocator
+
+SIBLINGS_COMPARED = 64
+"""Cached continuations, the latest ones, that are searched for one that begins as the prompt continues."""
+LEAST_SHARE = 4
+"""A page is copied for its first tokens if these are at least this part of it: a quarter."""
+
+
+class PartialPage(NamedTuple):
+    """A cached page whose first `tokens` tokens continue a prefix."""
+
+    page: KvPage
+    tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +76,20 @@ class PrefixCache:
             found.append(node.page)
             children = node.children
         return found
+
+    def match_within(self, tokens: Sequence[int], prefix: Sequence[KvPage], most_tokens: int) -> PartialPage | None:
+        """A cached page that begins with the tokens behind `prefix`, the result of `match`; None if no page has enough
+        of them. It cannot be shared, because its other tokens differ, but its first rows can be copied.
+        """
+        start = len(prefix) * self._page_size
+        wanted = tuple(tokens[start : min(start + self._page_size, most_tokens)])
+        children = self._nodes[prefix[-1]].children if prefix else self._roots
+        best: PartialPage | None = None
+        for node in itertools.islice(reversed(children.values()), SIBLINGS_COMPARED):
+            same = _common(node.tokens, wanted)
+            if same * LEAST_SHARE >= self._page_size and (best is None or same > best.tokens):
+                best = PartialPage(node.page, same)
+        return best
 
     def insert(
         self,
@@ -120,3 +147,11 @@ class PrefixCache:
         assert not node.children, f"page {page} was evicted before its children"
         siblings = node.parent.children if node.parent is not None else self._roots
         del siblings[node.tokens]
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

@@ -16,9 +16,10 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.backends.streams import wait_for_stream
-from ...kernels.hisparse.slot_tables import SlotTables, buffer_pages, check_geometry
+from ...kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables, buffer_pages, check_geometry
 from ...kernels.hisparse.swap_plan import SwapPlan
-from ..index_spaces import HotPage, KvPage, RequestSlot
+from ...kernels.hisparse.write_back import write_back
+from ..index_spaces import HotPage, KvPage, LocalHotPage, RequestSlot
 from ..kv_pool import KvCache, KvPool
 from ..page_store import copy_runs
 from ..pages import pages_for
@@ -136,14 +137,39 @@ class HiSparseCache(KvCache):
         self._set_pages(slot, hot_pages, tokens + 1, capacity)
         self.tables.admit(slot, resident=tokens <= capacity)
 
-    def load_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int) -> None:
+    def load_rows(
+        self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], tokens: int, *, exact: bool = False
+    ) -> None:
         """Copy the first `tokens` rows of a request from `pages` of host memory to its hot buffer, page by page, on the
+        current stream, which may differ from that of the steps. With `exact`, other rows of the last page stay.
+        """
+        used = tokens // self.page_size if exact else pages_for(tokens, self.page_size)
+        local_pages = self.local_pages(hot_pages)
+        for target, source, count in copy_runs(local_pages[:used], pages[:used], self.host.pages_per_chunk):
+            self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
+        rest = tokens - used * self.page_size
+        if rest > 0:
+            rows = self.host.data[pages[used], :, :, :, :rest]
+            self.hot.data[local_pages[used], :, :, :, :rest].copy_(rows)
+
+    def write_back_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], start: int, end: int) -> None:
+        """Copy rows of a hot buffer, in which token p is in row p, to `pages` of host memory: from the page of token
+        `start` up to token `end`. Rows behind `end` are not touched: a step may write them meanwhile. Runs on the
         current stream, which may differ from that of the steps.
         """
-        used = pages_for(tokens, self.page_size)
-        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)[:used]
-        for target, source, count in copy_runs(local_pages, pages[:used], self.host.pages_per_chunk):
-            self.hot.data[target : target + count].copy_(self.host.data[source : source + count], non_blocking=True)
+        first, full, size = start // self.page_size, end // self.page_size, self.page_size
+        local_pages = self.local_pages(hot_pages)
+        for source, target, count in copy_runs(local_pages[first:full], pages[first:full], self.host.pages_per_chunk):
+            self.host.data[target : target + count].copy_(self.hot.data[source : source + count], non_blocking=True)
+        if end % size == 0:
+            return
+        rows = torch.arange(end - full * size, dtype=torch.int32, device=self.device)
+        from_rows = HotRows((rows + local_pages[full] * size).expand(self.hot.num_layers, -1))
+        write_back(self.hot_bytes, from_rows, self.host_bytes, KvRows(rows + pages[full] * size))
+
+    def local_pages(self, hot_pages: Sequence[HotPage]) -> Sequence[LocalHotPage]:
+        """Where this rank has these hot pages."""
+        return self._overlay_here.local_pages(hot_pages, self.overlay)
 
     def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:
         """Set the pages and the capacity of a buffer. Pages that remain keep their position at the front.
@@ -159,16 +185,16 @@ class HiSparseCache(KvCache):
 
     def _set_pages(self, slot: RequestSlot, hot_pages: Sequence[HotPage], tokens: int, capacity: int) -> None:
         """Assign pages, which must hold `tokens` tokens if these are within the capacity, else a buffer."""
-        local_pages = self._overlay_here.local_pages(hot_pages, self.overlay)
+        local_pages = self.local_pages(hot_pages)
         rows, needed = len(local_pages) * self.page_size, tokens if tokens <= capacity else self.tables.hot_rows + 1
         assert rows >= needed, f"{len(local_pages)} hot pages of {self.page_size} rows do not hold {needed}"
         assert all(0 <= page < self.hot.num_pages for page in local_pages), f"hot pages are {local_pages}"
         self._capacities[slot] = capacity
         self.tables.set_pages(slot, local_pages, capacity)
 
-    def copy_page(self, source: int, destination: int) -> None:
+    def copy_page(self, source: int, destination: int, tokens: int | None = None) -> None:
         self.wait()
-        super().copy_page(source, destination)
+        super().copy_page(source, destination, tokens)
 
     def counters(self) -> dict[str, float]:
         """Totals since start: hits and misses of evicting sequences, bytes fetched for misses, rows written back. On a

@@ -8,6 +8,7 @@ from ...memory.pages import PageGrant
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.protocol.messages import (
     InstanceId,
+    KvPath,
     PrefillDone,
     StageArrived,
     StageRequest,
@@ -26,7 +27,7 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .endings import WITH_KV, Endings
 from .memory.request_memory import RequestMemory
 from .requests.limits import MAX_ATTEMPTS
-from .requests.request import LocalPrompt, Prompt, Request
+from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .run_queue import RunQueue
 
 PAGES_INSERTED = 256
@@ -61,22 +62,44 @@ class Arrivals:
         self._uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
-    def prefill_done(self, done: PrefillDone, now: float) -> None:
-        """All KV and the first token of every sample have arrived."""
+    def prefill_done(self, done: PrefillDone, now: float) -> Request | None:
+        """All KV and the first token of every sample have arrived. Returns the ARRIVED request whose hot buffer prefill
+        has written (HiSparse). While the cached prefix is being copied into that buffer, nothing happens yet, and
+        `prefix_loaded` follows.
+        """
         dispatcher = self._dispatcher
         dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
         prompt = dispatcher.prefilling.get(done.key)
         if prompt is None:
             self._counters["stale_messages"] += 1
-            return
+            return None
+        attempt = prompt.attempt
+        assert attempt is not None, f"prompt {prompt.prompt_id} arrived without an attempt"
+        if self._memory.copies.of(attempt) is not None:
+            attempt.held = done
+            return None
         problem = dispatcher.check_complete(prompt, done)
         if problem is not None:
             self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
-            return
-        self._count_transfer(prompt, done, now)
+            return None
+        samples = prompt.waiting
+        path: KvPath = "gpu" if attempt.hot_pages or self._memory.hot is None else "host"
+        self._count_transfer(attempt, prompt, done, path, now)
         dispatcher.pace.served(now)
         dispatcher.leave(prompt)
-        self._arrived(prompt, done, now)
+        for request in samples:
+            request.kv_path = path
+        self._arrived(prompt, done, now, attempt if attempt.hot_pages else None)
+        return samples[0] if attempt.hot_pages and samples[0].state is State.ARRIVED else None
+
+    def prefix_loaded(self, attempt: Attempt, now: float) -> Request | None:
+        """The cached prefix of a prompt is in the hot buffer that prefill writes the rest to: finish `prefill_done`."""
+        done, attempt.held = attempt.held, None
+        return self.prefill_done(done, now) if done is not None and not attempt.given_up else None
+
+    def written_back(self, request: Request) -> None:
+        """The rows that prefill wrote to the hot buffer of a request are in host memory: its prompt can be shared."""
+        self._uncached.append(request)
 
     def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> Request | None:
         """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens. Returns the
@@ -106,6 +129,8 @@ class Arrivals:
             input_logprobs=tuple(local.input_logprobs),
         )
         samples = prompt.waiting
+        for request in samples:
+            request.kv_path = "local"
         self._arrived(prompt, done, now)
         if local.hot_slot is None:
             return None
@@ -157,18 +182,24 @@ class Arrivals:
             self._dispatcher.give_up(prompt, problem, abort=True)
             self._endings.end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
-    def _arrived(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
-        """The KV of a prompt is in its pages: its requests are ARRIVED, each with its first token."""
+    def _arrived(self, prompt: Prompt, done: PrefillDone, now: float, received: Attempt | None = None) -> None:
+        """The KV of a prompt is in its pages: its requests are ARRIVED, each with its first token. With `received`, the
+        rows are in the hot buffer of that attempt, for the only request.
+        """
         grant = prompt.grant
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
         prompt.grant = None
-        self._uncached.append(prompt.waiting[0])
-        for request in prompt.waiting:
+        samples = prompt.waiting
+        for request in samples:
             request.lifecycle.advance(State.ARRIVED, now)
+            if received is not None:
+                self._memory.receive_rows(prompt, received, request)
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
                 self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+            if not self._memory.unsaved(request) and request is samples[0]:
+                self._uncached.append(request)
             self._run_queue.arrived.push(request)
             self._endings.accept_token(request, done.first_tokens[request.sample], now)
         self._memory.release_grant(grant)
@@ -187,12 +218,13 @@ class Arrivals:
             if end >= len(tokens) or request.inserted.complete:
                 self._uncached.popleft()
 
-    def _count_transfer(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
+    def _count_transfer(self, attempt: Attempt, prompt: Prompt, done: PrefillDone, path: KvPath, now: float) -> None:
         self._counters["transfers"] += 1
         self._counters["transfer_bytes"] += done.bytes_written
+        self._counters[f"path_bytes_{path}"] += done.bytes_written
         self._counters["transfer_writes"] += done.writes
         self._counters["prompt_tokens"] += prompt.tokens
-        self._counters["prefix_tokens_reused"] += prompt.attempt.prefix_tokens if prompt.attempt is not None else 0
+        self._counters["prefix_tokens_reused"] += attempt.prefix_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
         sent_at = prompt.waiting[0].lifecycle.since
         self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)

@@ -79,7 +79,11 @@ class Endings:
                 pass
         if isinstance(outcome, FinishReason) and request.state in WITH_KV:
             tokens = (*request.prompt_ids, *request.output_ids[:-1])
-            self._cache.insert(tokens, request.pages, request.inserted)
+            copy = self._memory.copies.of(request)
+            if copy is not None and copy.kind == "write_back":
+                copy.tokens = tokens  # shared when all rows are in host memory
+            else:
+                self._cache.insert(tokens, request.pages, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
         self.draining.add(request)

@@ -70,6 +70,7 @@ def finished(request: Request, reason: FinishReason, now: float) -> Finished:
         completion_tokens=len(request.output_ids),
         cached_tokens=request.done.cached_tokens if request.done is not None else 0,
         timeline=request.timeline(now),
+        kv_path=request.kv_path,
     )
 
 

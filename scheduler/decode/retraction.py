@@ -8,7 +8,7 @@ out of hot buffers   (HiSparse) For a request of a higher priority, one request 
 """
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...memory.pages import pages_for
 from ..messages.lifecycle import State
@@ -48,16 +48,20 @@ class Retractions:
         """Allocate memory for the row that the next step writes, if necessary by retracting the least important
         request, which may be this one.
 
-        Returns False if there is none yet: pages are about to become free, or the request to retract is still in a
-        step. Other requests run meanwhile.
+        Returns False if there is none yet: pages are about to become free, the request to retract is still in a step,
+        or rows have to be copied to host memory first. Other requests run meanwhile.
         """
         while not self._memory.grow(request):
+            if self._memory.must_wait(request):
+                return False
             if self._memory.reclaim_lent(self._run_queue.running):
                 continue
             if self._memory.pages_pending:
                 return False
-            victim = _least_important((*self._run_queue.arrived, *self._run_queue.ready, *self._run_queue.running))
-            assert victim is not None, f"{request.rid} needs a page, but no request is running"
+            runs = self._run_queue
+            victim = _least_important(self._saved((*runs.arrived, *runs.ready, *runs.running)))
+            if victim is None:
+                return False  # the rows of all requests are on their way to host memory
             if victim.in_flight:
                 self._run_queue.paused = victim
                 return False
@@ -71,7 +75,7 @@ class Retractions:
 
         A request that is in a step gets no further step, and loses its buffer when the step has ended.
         """
-        victim = _least_important((*self._run_queue.ready, *self._run_queue.running))
+        victim = _least_important(self._saved((*self._run_queue.ready, *self._run_queue.running)))
         if victim is None or victim.priority >= request.priority:
             return False
         if victim.in_flight:
@@ -80,6 +84,10 @@ class Retractions:
         self._counters["retractions"] += 1
         self.take_hot_buffer(victim, now)
         return self._memory.may_admit()
+
+    def _saved(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Those that can give up memory: all their rows are in host memory (HiSparse)."""
+        return (request for request in requests if not self._memory.unsaved(request))
 
     def take_hot_buffer(self, request: Request, now: float) -> None:
         """Take the hot buffer of a request that is in no step. It waits for another one; its KV stays in its pages."""

@@ -53,7 +53,7 @@ from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .requests.limits import DecodeLimits
-from .requests.request import LocalPrompt, Prompt, Request
+from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
 from .submissions import Submissions
@@ -187,11 +187,13 @@ class DecodeScheduler:
         staged: Iterable[StagedRegion] = (),
         *,
         capacity: float = math.inf,
+        writes_both: bool = False,
     ) -> None:
         """A prefill server paired. `staged` are the regions that it sends through the staging rings; `capacity` is the
-        longest prompt that it can hold, in tokens.
+        longest prompt that it can hold, in tokens; `writes_both`: it writes KV to host memory or to the GPU, as its
+        KvDestination says.
         """
-        self.dispatcher.peer_up(instance, endpoint, capacity, staged)
+        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -235,7 +237,7 @@ class DecodeScheduler:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
-        self.arrivals.prefill_done(done, now)
+        self._admit_received(self.arrivals.prefill_done(done, now), now)
         self._admit_arrived(now)
 
     def transfer_failed(
@@ -278,6 +280,12 @@ class DecodeScheduler:
         request.lifecycle.advance(State.READY, now)
         self.run_queue.ready.push(request)
 
+    def _admit_received(self, request: Request | None, now: float) -> None:
+        """Admit an ARRIVED request that has its hot buffer, with all its rows, from its prompt."""
+        if request is not None:
+            self.run_queue.arrived.take(request)
+            self.admit(request, now)
+
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
@@ -288,7 +296,9 @@ class DecodeScheduler:
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.take_released(now):
-            self.pages.release(quarantined.grant)
+            self.memory.release_grant(quarantined.grant)  # a page of it may still be copied
+            if quarantined.hot_grant is not None and self.memory.hot is not None:
+                self.memory.hot.release_quarantined(quarantined.hot_grant)
             self.endings.free_drained(quarantined.prompt, now)
         self._admit_arrived(now)
         self._allocate_waiting(now)
@@ -349,10 +359,7 @@ class DecodeScheduler:
             if row.request.state is State.RUNNING:
                 self.endings.accept_token(row.request, result.drawn[0], now)
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            request = self.arrivals.computed(chunk, result, seconds, now)
-            if request is not None:
-                self.run_queue.arrived.take(request)
-                self.admit(request, now)
+            self._admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:
             self._admit_arrived(now)
 
@@ -372,13 +379,20 @@ class DecodeScheduler:
 
     def copy_done(self, number: int, seconds: float, now: float) -> None:
         """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
-        copy = self.memory.copy_done(number)
+        copy = self.memory.copies.numbered(number)
+        if copy.tokens and copy.grant is not None:
+            self.cache.insert(copy.tokens, copy.grant.pages)
+        self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:
                 self.dispatcher.local.loaded(request)
+            return
+        if isinstance(request, Attempt):
+            self._admit_received(self.arrivals.prefix_loaded(request, now), now)
+            self._admit_arrived(now)
             return
         if self.requests.get(request.rid) is not request:
             return
@@ -388,6 +402,8 @@ class DecodeScheduler:
                 self._admit_arrived(now)
             case "open":
                 self.admit(request, now)
+            case "write_back":
+                self.arrivals.written_back(request)
             case _:
                 pass  # a saved request waits for pages
 
@@ -416,6 +432,7 @@ class DecodeScheduler:
             **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
             "quarantined_pages": self.dispatcher.quarantine.pages,
+            "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
         }

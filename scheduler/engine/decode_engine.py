@@ -55,6 +55,7 @@ from ..messages.ranks import (
     SavePages,
     StepDone,
     VerifyKv,
+    WriteBackRows,
 )
 from ..ranks.group import RankGroup
 from .engine import Engine
@@ -136,7 +137,13 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 assert endpoint is not None, "a decode server connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
                 capacity = layout.num_pages * layout.page_size
-                scheduler.peer_up(instance, endpoint, staged_regions(self._hello, welcome), capacity=capacity)
+                scheduler.peer_up(
+                    instance,
+                    endpoint,
+                    staged_regions(self._hello, welcome),
+                    capacity=capacity,
+                    writes_both=welcome.enable_hisparse,
+                )
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):
@@ -191,7 +198,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
             return
         self._verifying[done.key] = _Verification(done)
         chunks = (ExpectedChunk(chunk.token_start, chunk.token_end, chunk.checksums) for chunk in prompt.attempt.chunks)
-        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks)))
+        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks), prompt.attempt.hot_pages))
 
     def _verified(self, report: KvVerified, now: float) -> None:
         verification = self._verifying[report.key]
@@ -214,7 +221,9 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 self.control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
                 self.control.connect(endpoint, client=client)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot() | PartScatter():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter():
+                self._ranks.tell(effect)
+            case OpenHot() | ResizeHot() | WriteBackRows():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")

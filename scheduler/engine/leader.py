@@ -258,6 +258,7 @@ class Leader:
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
             ranks=self._ranks_of(0),  # data-parallel ranks are equal, and one of them writes the KV of a prompt
+            enable_hisparse=True,
         )
         limits = PrefillLimits(
             page_size=config.page_size,

@@ -94,8 +94,11 @@ class PrefillEngine(Engine[PrefillScheduler]):
         match event:
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
-            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=(prompt, indices)):
-                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now)
+            case MessageReceived(
+                instance=instance, message=KvDestination() as message, arrays=(prompt, indices, *more)
+            ):
+                hot_indices = more[0].tolist() if more else []  # arrays of newer peers may follow
+                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now, hot_indices)
             case MessageReceived(instance=instance, message=Abort() as message):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
@@ -111,9 +114,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
-                layout = hello.ranks[0].pools[0].layout  # all pools and ranks of a server have the same pages
-                pages = PageSpace(layout.num_pages, layout.page_size)
-                scheduler.peer_up(instance, pages, staged_regions(hello, self._welcome))
+                scheduler.peer_up(instance, _page_space(hello), staged_regions(hello, self._welcome))
                 remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
                 if remark is not None and 0 in self._ranks.numbers:  # once per server
                     log.warning("decode %s: %s", instance, remark)
@@ -177,6 +178,18 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def writes(self) -> bool:
         return bool(self.scheduler.requests)
+
+
+def _page_space(hello: Hello) -> PageSpace:
+    """What a decode server has announced. Its pools and ranks have the same pages."""
+    layout = hello.ranks[0].pools[0].layout
+    hot = [rank.hot.layout.num_pages for rank in hello.ranks if rank.hot is not None]
+    return PageSpace(
+        layout.num_pages,
+        layout.page_size,
+        in_host_memory=any(pool.memory == "host" for rank in hello.ranks for pool in rank.pools),
+        hot_pages=min(hot) if len(hot) == len(hello.ranks) else 0,
+    )
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

@@ -137,7 +137,9 @@ class FinishReason(msgspec.Struct, frozen=True):
 
 
 class Finished(FrontendMessage, frozen=True):
-    """Terminal: the request is complete. `timeline` maps stage names to seconds, in order."""
+    """Terminal: the request is complete. `timeline` maps stage names to seconds, in order. `kv_path` is how the KV of
+    its prompt got here: computed here ("local"), or written by prefill to "gpu" or "host" memory.
+    """
 
     rid: str
     reason: FinishReason
@@ -145,6 +147,7 @@ class Finished(FrontendMessage, frozen=True):
     completion_tokens: int
     cached_tokens: int
     timeline: dict[str, float]
+    kv_path: str = ""
 
 
 class Failed(FrontendMessage, frozen=True):

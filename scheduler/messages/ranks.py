@@ -57,11 +57,14 @@ class SentStep(Command, frozen=True):
 
 
 class CopyPage(Command, frozen=True):
-    """Copy the last page of a prompt to that of a sample, in order with the steps. Reported as CommandDone."""
+    """Copy the last page of a prompt to that of a sample, or the first `tokens` tokens of a cached page to that of a
+    prompt, in order with the steps. Prefill may write later tokens of the page meanwhile. Reported as CommandDone.
+    """
 
     command_id: int
     source: KvPage
     destination: KvPage
+    tokens: int | None = None
 
 
 class SavePages(Command, frozen=True):
@@ -90,7 +93,8 @@ class OpenHot(Command, frozen=True):
     """Set up the hot buffer of a request that is admitted (HiSparse).
 
     The rows of its first `tokens` tokens are in host memory, in `pages`. If they fit into `capacity`, they are copied;
-    `copy` is the number of that copy. Reported as CopyDone, by every rank.
+    `copy` is the number of that copy. Reported as CopyDone, by every rank. With `exact`, rows behind them in the last
+    page are not touched: prefill writes them meanwhile.
     """
 
     copy: int | None
@@ -99,6 +103,7 @@ class OpenHot(Command, frozen=True):
     pages: tuple[KvPage, ...]
     tokens: int
     capacity: int
+    exact: bool = False
 
 
 class ResizeHot(Command, frozen=True):
@@ -107,6 +112,18 @@ class ResizeHot(Command, frozen=True):
     slot: RequestSlot
     hot_pages: tuple[HotPage, ...]
     capacity: int
+
+
+class WriteBackRows(Command, frozen=True):
+    """Copy rows that prefill has written to a hot buffer into host memory, from the page of token `start` up to token
+    `end` (HiSparse). Steps may write later rows meanwhile. Reported as CopyDone, by every rank.
+    """
+
+    copy: int
+    hot_pages: tuple[HotPage, ...]
+    pages: tuple[KvPage, ...]
+    start: int
+    end: int
 
 
 class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
@@ -118,11 +135,14 @@ class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class VerifyKv(Command, frozen=True):
-    """Compare the KV that arrived in `pages` with what was sent. Reported as KvVerified, by every rank."""
+    """Compare the KV that arrived in `pages` with what was sent. Latent rows are in `hot_pages`, if there are any, and
+    not in host memory. Reported as KvVerified, by every rank.
+    """
 
     key: TransferKey
     pages: list[KvPage]
     chunks: tuple[ExpectedChunk, ...]
+    hot_pages: tuple[HotPage, ...] = ()
 
 
 class CheckCache(Command, frozen=True):
@@ -158,7 +178,7 @@ class StopRank(Command, frozen=True):
 
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
-HotCommand = OpenHot | ResizeHot
+HotCommand = OpenHot | ResizeHot | WriteBackRows
 InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""

@@ -27,18 +27,23 @@ def chunk_write(
     if start >= end:
         return None
     pages, _ = pages_holding(grant.pages, page_size, start, end)
-    if destination.granularity == "token":
-        indices = request.indices[start - prefix : end - prefix]
-    else:  # the prefix ends on a page boundary of decode
-        indices, _ = pages_holding(request.indices, theirs.page_size, start - prefix, end - prefix)
+
+    def part(indices: list[int]) -> list[int]:
+        if destination.granularity == "token":
+            return indices[start - prefix : end - prefix]
+        # the prefix ends on a page boundary of decode
+        return pages_holding(indices, theirs.page_size, start - prefix, end - prefix)[0]
+
+    to_hot_pool = theirs.hot_pages > 0 and request.path == "gpu"
     return ChunkWrite(
         instance=request.instance,
         key=request.key,
         token_start=start,
         token_end=end,
         source_pages=pages,
-        indices=indices,
+        indices=part(request.indices),
         granularity=destination.granularity,
         verify=destination.verify,
         after=after,
+        hot_indices=part(request.hot_indices) if to_hot_pool else [],
     )

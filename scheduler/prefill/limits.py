@@ -49,7 +49,7 @@ class PrefillLimits:
 
 
 def _describe_destination(request: PrefillRequest, space: PageSpace) -> str | None:
-    destination, indices = request.destination, request.indices
+    destination = request.destination
     if not 0 <= destination.prefix_tokens <= request.prompt_tokens:
         return f"prefix_tokens {destination.prefix_tokens} is outside [0, {request.prompt_tokens}]"
     tokens = request.prompt_tokens - destination.prefix_tokens
@@ -59,10 +59,23 @@ def _describe_destination(request: PrefillRequest, space: PageSpace) -> str | No
         limit, needed = space.num_pages, pages_for(tokens, space.page_size)
     else:
         limit, needed = space.num_pages * space.page_size, tokens
+    if (
+        problem := _describe_indices("destination", destination.granularity, request.indices, needed, limit)
+    ) is not None:
+        return problem
+    if destination.enable_hisparse and not space.in_host_memory:
+        return "enable_hisparse is set, but the decode server announced no KV pool in host memory"
+    if not space.hot_pages or destination.enable_hisparse:
+        return None
+    limit = space.hot_pages * (1 if destination.granularity == "page" else space.page_size)
+    return _describe_indices("hot", destination.granularity, request.hot_indices, needed, limit)
+
+
+def _describe_indices(kind: str, granularity: str, indices: Collection[int], needed: int, limit: int) -> str | None:
     if len(indices) < needed:
-        return f"{len(indices)} destination indices for {needed} {destination.granularity}s"
+        return f"{len(indices)} {kind} indices for {needed} {granularity}s"
     if (index := _first_outside(indices, limit)) is not None:
-        return f"destination index {index} is outside [0, {limit})"
+        return f"{kind} index {index} is outside [0, {limit})"
     return None
 
 

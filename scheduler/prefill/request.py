@@ -8,7 +8,7 @@ from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
-from ...transfer.protocol.messages import InstanceId, KvDestination, TransferKey
+from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, TransferKey
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 
 DEADLINE_GRACE_S = 2.0
@@ -19,10 +19,19 @@ TransferRef = tuple[InstanceId, TransferKey]
 
 
 class PageSpace(NamedTuple):
-    """The page ids of a decode server."""
+    """The page ids of a decode server, and the memory that it has announced."""
 
     num_pages: int
     page_size: int
+    in_host_memory: bool = False
+    """KV rows can be written to host memory (HiSparse)."""
+    hot_pages: int = 0
+    """Pages of its hot pool, on the GPU, that rows can be written to instead; 0 if it announced none."""
+
+    def path(self, destination: KvDestination) -> KvPath:
+        """Where the KV rows of this request go. A server without a hot pool has one memory for them."""
+        to_host = destination.enable_hisparse or not self.hot_pages
+        return "host" if self.in_host_memory and to_host else "gpu"
 
 
 class PrefillRequest:
@@ -35,11 +44,15 @@ class PrefillRequest:
         prompt: Sequence[int],
         indices: list[int],
         now: float,
+        hot_indices: list[int] | None = None,
     ) -> None:
         self.instance = instance
         self.destination = destination
         self.prompt = prompt
         self.indices = indices
+        self.hot_indices = hot_indices or []
+        """Where its KV rows go, if that is the hot pool of a HiSparse server."""
+        self.path: KvPath = "gpu"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)
         self.grant: PageGrant[KvPage] | None = None

@@ -104,9 +104,10 @@ class PrefillScheduler:
         prompt: Sequence[int],
         indices: list[int],
         now: float,
+        hot_indices: list[int] | None = None,
     ) -> None:
-        """Queue a request, or refuse it at once."""
-        request = PrefillRequest(instance, destination, prompt, indices, now)
+        """Queue a request, or refuse it at once. `hot_indices` are in the hot pool of a HiSparse server."""
+        request = PrefillRequest(instance, destination, prompt, indices, now, hot_indices)
         if request.ref in self.requests:
             self.counters["stale_messages"] += 1
             return
@@ -126,6 +127,7 @@ class PrefillScheduler:
             self._reply(request, failed)
             return
         self.counters["requests"] += 1
+        request.path = self._spaces[instance].path(destination)
         self.requests[request.ref] = request
         self._expire_at = min(self._expire_at, request.deadline)
         self._waiting.push(request)
@@ -399,6 +401,7 @@ class PrefillScheduler:
         request.bytes_written += written.bytes_written
         self.counters["transfer_writes"] += written.writes
         self.counters["transfer_bytes"] += written.bytes_written
+        self.counters[f"path_bytes_{request.path}"] += written.bytes_written
         if request.state is PrefillState.CLOSING:
             self._conclude_if_drained(request, now)
         elif written.ok:

@@ -1,7 +1,7 @@
-"""The copies that a rank makes beside its steps: pages to host memory and back, rows into hot buffers.
+"""The copies that a rank makes beside its steps: pages to host memory and back, rows into hot buffers and out of them.
 
 They run on their own thread and, on a GPU, on their own stream. A copy begins when the steps enqueued before it are
-done: these may write what it reads, or read what it overwrites. Later steps do not access its memory before the end of
+done: these may write what it reads, or read what it overwrites. Later steps do not write its memory before the end of
 the copy is reported (scheduler/decode/memory/background_copies.py).
 """
 
@@ -17,11 +17,11 @@ from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ...memory.page_store import PageStore
-from ..messages.ranks import DropPages, LoadPages, OpenHot, SavePages
+from ..messages.ranks import DropPages, LoadPages, OpenHot, SavePages, WriteBackRows
 
 log = logging.getLogger(__name__)
 
-CopyCommand = SavePages | LoadPages | DropPages | OpenHot
+CopyCommand = SavePages | LoadPages | DropPages | OpenHot | WriteBackRows
 
 
 class PageMover:
@@ -84,9 +84,12 @@ class PageMover:
             case DropPages(rid=rid):
                 self._store.drop(rid)
                 return
-            case OpenHot(hot_pages=hot_pages, pages=pages, tokens=tokens):
+            case OpenHot(hot_pages=hot_pages, pages=pages, tokens=tokens, exact=exact):
                 assert isinstance(self._cache, HiSparseCache), "only a HiSparse cache has hot buffers"
-                self._cache.load_rows(hot_pages, pages, tokens)
+                self._cache.load_rows(hot_pages, pages, tokens, exact=exact)
+            case WriteBackRows(hot_pages=hot_pages, pages=pages, start=start, end=end):
+                assert isinstance(self._cache, HiSparseCache), "only a HiSparse cache has hot buffers"
+                self._cache.write_back_rows(hot_pages, pages, start, end)
         wait_for_stream(self._cache.device)
         if command.copy is not None:
             self._on_done(command.copy, time.monotonic() - started)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -68,6 +69,7 @@ from ..messages.ranks import (
     StopRank,
     TransferCommand,
     VerifyKv,
+    WriteBackRows,
 )
 from .builder import RankBuilder
 from .early_writes import EarlyWrites
@@ -250,6 +252,8 @@ class RankEngine:
                 self._mover.enqueue(command)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
+            case WriteBackRows():
+                self._mover.enqueue(command)
             case CheckCache():
                 self._report(CacheChecked(self._rank, self._check_cache()))
                 self._report_hot(settled=True)
@@ -314,7 +318,7 @@ class RankEngine:
     def _copy_page(self, command: CopyPage) -> None:
         """Copy a page in order with the steps. Its end is reported; after that, peers may write the page."""
         wait_for_arrivals(self._device)
-        self._executor.cache.copy_page(command.source, command.destination)
+        self._executor.cache.copy_page(command.source, command.destination, command.tokens)
         self._pending.append(PendingCommand(command.command_id, PendingStep(self._device), is_step=False))
 
     def _set_hot(self, command: OpenHot | ResizeHot) -> None:
@@ -360,12 +364,19 @@ class RankEngine:
             if len(chunk.checksums) <= self._peer_rank:
                 return count, f"prefill sent no checksum for {span}"
             found = add_sums(
-                block_sum(pool.memory.read_tokens(command.pages, chunk.token_start, chunk.token_end), pool.layout)
+                block_sum(self._read_tokens(pool, command, chunk.token_start, chunk.token_end), pool.layout)
                 for pool in self._pools
             )
             if found != chunk.checksums[self._peer_rank]:
                 return count, f"KV checksum differs for {span} on rank {self._rank}"
         return len(command.chunks), None
+
+    def _read_tokens(self, pool: LocalPool, command: VerifyKv, start: int, end: int) -> list[torch.Tensor]:
+        """These tokens of a transfer, from where prefill has written them."""
+        cache = self._executor.cache
+        if command.hot_pages and isinstance(cache, HiSparseCache) and pool.memory is cache.host:
+            return cache.hot.read_tokens(cache.local_pages(command.hot_pages), start, end)
+        return pool.memory.read_tokens(command.pages, start, end)
 
     def _make_ring(self, config: DecodeConfig) -> None:
         """Allocate the staging ring, if the KV has heads. It is registered before peers know this rank."""
@@ -407,6 +418,7 @@ class RankEngine:
                 rdma_session=sessions.get("rdma"),
                 ring=self._announced_ring(),
                 staging=self._config.staging,
+                hot=_announced_hot(hot) if hot is not None else None,
             ),
             num_pages=cache.num_pages,
             step_limit=self._step_limit,
@@ -430,6 +442,19 @@ class RankEngine:
             probe_address=self._ring.probe.data_ptr(),
             probe_bytes=len(self._ring.probe),
         )
+
+
+def _announced_hot(cache: HiSparseCache) -> Pool:
+    """The part of the hot pool that never holds keys. It is registered with the indexer pool, in whose memory it is."""
+    hot, own = cache.hot, len(cache.own_hot_pages)
+    first = hot.num_pages - own
+    return Pool(
+        msgspec.structs.replace(_layout(hot), num_pages=own),
+        hot.base_address + first * hot.page_bytes,
+        own * hot.page_bytes,
+        probe_address=hot.probe.data_ptr(),
+        probe_bytes=len(hot.probe),
+    )
 
 
 def _retract_bytes(config: AnyServerConfig) -> int:

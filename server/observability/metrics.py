@@ -20,6 +20,8 @@ from prometheus_client.utils import floatToGoString
 from ...scheduler.messages.frontend import DpRankStatus, Failed, Finished, Status
 
 PREFIX = "pdserve_"
+LABELLED = {"path_bytes": "path"}
+"""Counters of the leader that are one metric with this label: the rest of their name is its value."""
 METRIC_NAME = re.compile(r"^[a-zA-Z_][a-zA-Z0-9_]*$")
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -150,6 +152,14 @@ class _LeaderCollector(Collector):
         yield age
         seen = {*self._taken, age.name}
         families = ((GaugeMetricFamily, "", status.gauges), (CounterMetricFamily, "_total", status.counters))
+        for metric, label in LABELLED.items():
+            labelled = CounterMetricFamily(PREFIX + metric, f"Reported by the engine, by {label}.", labels=[label])
+            for name, value in status.counters.items():
+                if name.startswith(f"{metric}_"):
+                    labelled.add_metric([name.removeprefix(f"{metric}_")], value)
+                    seen.add(PREFIX + name)
+            if labelled.samples:
+                yield labelled
         for family, suffix, reported in families:
             for name, value in reported.items():
                 full_name = PREFIX + name.removeprefix(PREFIX).removesuffix(suffix)

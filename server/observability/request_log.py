@@ -24,9 +24,10 @@ def end_line(end: Finished | Failed, elapsed_s: float, request_id: str | None = 
     if isinstance(end, Failed):
         return f"{name}: {end.status} {end.code} after {elapsed_s:.3f} s: {end.message}"
     stages = [f"{stage} {seconds:.3f}" for stage, seconds in end.timeline.items() if seconds >= SHORTEST_SHOWN_S]
+    path = f", KV {end.kv_path}" if end.kv_path else ""
     return (
         f"{name}: {end.reason.type}, {counted(end.prompt_tokens, 'prompt token')} ({end.cached_tokens} cached), "
-        f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)})"
+        f"{end.completion_tokens} new in {elapsed_s:.3f} s ({', '.join(stages)}){path}"
     )
 
 

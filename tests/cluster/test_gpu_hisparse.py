@@ -158,13 +158,30 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(se
     assert graphs == name.endswith("graphs")
 
 
-def test_kv_goes_to_host_memory_over_tcp_and_index_keys_between_gpus(servers: Servers) -> None:
+def test_kv_goes_to_host_memory_over_tcp_and_to_the_gpu_between_gpus(servers: Servers) -> None:
     """The pools of one server use two transports."""
     for name in DECODES:
         servers.decode(name)
     routes = [peer["transports"] for peer in servers.prefill.info()["peers"]]
-    assert routes.count({"latent": "tcp", "indexer": "nvlink"}) == len(DECODES) - 1, routes
+    both = {"latent": "tcp", "latent (gpu)": "nvlink", "indexer": "nvlink"}
+    assert routes.count(both) == len(DECODES) - 1, routes
     assert routes.count({"latent": "nvlink", "indexer": "nvlink"}) == 1, routes
+
+
+def test_rows_go_to_the_gpu_and_then_to_host_memory(servers: Servers) -> None:
+    """Short prompts go to the hot pool. A continuation of one reads its rows from host memory again, from the middle of
+    a page on.
+    """
+    decode = servers.decode("2k-graphs")
+    before = decode.count("path_bytes_gpu")
+    for prompt, expected in zip(servers.prompts[1:4], servers.expected[1:4], strict=True):
+        result = decode.post(prompt, NEW_TOKENS).raise_for_status().json()
+        assert result["output_ids"] == expected
+        assert result["meta_info"]["kv_path"] == "gpu", len(prompt)
+        again = decode.post([*prompt, *expected[:5]], NEW_TOKENS - 5).raise_for_status().json()
+        assert again["output_ids"] == expected[5:]
+    assert decode.count("path_bytes_gpu") > before
+    check_pools(decode)
 
 
 def test_requests_are_fully_resident_while_memory_is_free(servers: Servers) -> None:

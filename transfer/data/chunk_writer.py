@@ -4,6 +4,9 @@ For every paired decode server the writer has the copy regions of this rank (`co
 of which pool it writes to which decode rank. A chunk becomes one job per region, on one sender thread per session of a
 decode rank, and ends in exactly one `ChunkWritten`, after its last job.
 
+Latent rows for a HiSparse rank have two destinations, each with its own routes: its pool in host memory and its hot
+pool on the GPU. A chunk is written to one of them.
+
 Staged regions (`staged_regions.py`) are written separately: one PartWrite command per part, when its region of the ring
 is granted, and each ends in one `PartWritten` (`part_writer.py`). A chunk only computes the checksum of these regions.
 """
@@ -26,7 +29,7 @@ from ..plan.copy_regions import CopyRegion
 from ..plan.copy_runs import CopyRuns, expand_runs, expand_token_runs
 from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
 from ..protocol.checksum import add_sums, block_sum
-from ..protocol.messages import Hello, InstanceId, TransferKey, Welcome
+from ..protocol.messages import Hello, InstanceId, KvPath, TransferKey, Welcome
 from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from .local_pool import LocalPool
 from .part_writer import PartJob, PartWriter, StageBuffers
@@ -46,14 +49,26 @@ STALL_S: Final = 30.0
 class _RegionPlan:
     """The source, destination and routes of one region.
 
-    A staged region has an empty plan: its KV goes through the decode rank's PartWriter.
+    A staged region has an empty plan: its KV goes through the decode rank's PartWriter. `path` is set if the rows have
+    two destinations; this is one of them.
     """
 
     region: CopyRegion
     source: LocalPool
     pools: PoolPair
     routes: tuple[KvRoute, ...]
-    staged: bool
+    staged: bool = False
+    path: KvPath | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the destination in logs and in /server_info."""
+        kind = "+".join(self.source.layout.kind)
+        return f"{kind} ({self.path})" if self.path == "gpu" else kind
+
+    def takes(self, chunk: ChunkWrite) -> bool:
+        """Whether this is a destination of the chunk."""
+        return self.path is None or self.path == ("gpu" if chunk.hot_indices else "host")
 
     def runs(self, chunk: ChunkWrite) -> CopyRuns:
         """The copies of a chunk. Raises PlanError."""
@@ -64,7 +79,7 @@ class _RegionPlan:
             self.source.layout,
             self.pools.destination.layout,
             chunk.source_pages,
-            chunk.indices,
+            chunk.hot_indices if self.path == "gpu" else chunk.indices,
             chunk.token_start,
             chunk.token_end,
             self.region,
@@ -283,7 +298,7 @@ class ChunkWriter:
     def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:
         """Submit the jobs of a chunk. Returns the result if there is nothing to send."""
         pending = _Chunk(chunk, [0] * route.decode_ranks if chunk.verify else [])
-        regions = [region for region in route.regions if chunk.verify or not region.staged]
+        regions = [region for region in route.regions if region.takes(chunk) and (chunk.verify or not region.staged)]
         pending.jobs = [_region_job(pending, region, route.senders[region.routes], ready) for region in regions]
         if not pending.jobs:
             return pending.written()
@@ -345,8 +360,12 @@ class ChunkWriter:
                     continue
                 rank = hello.ranks[region.destination]
                 pools = buffers[rank.rank].pair if region in staged else direct[rank.rank]
-                routes = possible_routes(self._transport, rank, pools.destination, on_gpu=source.memory.on_gpu)
-                yield _RegionPlan(region, source, pools, routes, region in staged)
+                routes = partial(possible_routes, self._transport, rank, on_gpu=source.memory.on_gpu)
+                hot = rank.hot if rank.hot is not None and rank.hot.layout.kind == kind else None
+                path: KvPath | None = None if hot is None else "host"
+                yield _RegionPlan(region, source, pools, routes(pools.destination), region in staged, path)
+                if hot is not None:
+                    yield _RegionPlan(region, source, PoolPair(ours, hot, source.memory.probe), routes(hot), path="gpu")
 
     def _make_buffers(self, staged: Iterable[StagedRegion]) -> dict[int, StageBuffers]:
         """Gather buffers for each decode rank with staged regions."""
@@ -367,7 +386,7 @@ class ChunkWriter:
         self, instance: InstanceId, routes: tuple[KvRoute, ...], plans: Sequence[_RegionPlan]
     ) -> PeerSender:
         """One sender for the regions with the same routes."""
-        kinds = {"+".join(plan.source.layout.kind) for plan in plans}
+        kinds = {plan.name for plan in plans}
 
         def routed(transport: Transport, dropped: Mapping[Transport, str]) -> None:
             log.info("KV of rank %d for decode %s (%s) goes over %s", self._rank, instance, ", ".join(kinds), transport)

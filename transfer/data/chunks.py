@@ -12,8 +12,9 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
     every page is sent to the ranks once. Both start with the page that holds token `token_start`; indices are pages of
-    the decode server or, with granularity "token", one row per token. `after` is the step that
-    computes the KV, if it has not yet; that command comes after this one.
+    the decode server or, with granularity "token", one row per token. `after` is the step that computes the KV, if it
+    has not yet; that command comes after this one. With `hot_indices`, latent rows go there, into the hot pool of a
+    HiSparse server, and not to `indices` of its host memory.
     """
 
     instance: InstanceId
@@ -25,6 +26,7 @@ class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
     granularity: Literal["page", "token"] = "page"
     verify: bool = False
     after: int | None = None
+    hot_indices: list[int] = []
 
 
 class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):

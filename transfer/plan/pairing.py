@@ -6,6 +6,8 @@ Protocol version, model and its KV (planes, dtype, layers, heads) must agree. Ho
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from ..protocol.layout import KvLayout
 from ..protocol.messages import Hello, Rank, Welcome
 from .copy_regions import find_hole
@@ -64,8 +66,24 @@ def _describe_ranks(side: str, ranks: Sequence[Rank]) -> str | None:
                     f"{side} rank {rank.rank} has {kv.num_pages} pages of {kv.page_size} tokens for {_planes(kv)}, "
                     f"rank 0 has {num_pages} of {page_size}: all pools of a server share their pages"
                 )
+        if (problem := _describe_hot(side, rank)) is not None:
+            return problem
         if _rows_of(rank) != _rows_of(ranks[0]):
             return f"KV pools differ inside {side}: rank 0 has {_pools(ranks[0])}, rank {rank.rank} has {_pools(rank)}"
+    return None
+
+
+def _describe_hot(side: str, rank: Rank) -> str | None:
+    """What is wrong with the hot pool of a rank: it must have the rows of a pool in host memory."""
+    if rank.hot is None:
+        return None
+    hot = rank.hot.layout
+    hosts = [pool.layout for pool in rank.pools if pool.memory == "host" and pool.layout.kind == hot.kind]
+    if hot.num_pages < 1 or not any(msgspec.structs.replace(hot, num_pages=kv.num_pages) == kv for kv in hosts):
+        return (
+            f"{side} rank {rank.rank} announces a hot pool of {hot.num_pages} pages of {hot.page_size} tokens, "
+            f"{_planes(hot)}, layers {_range(hot.layers)}: no pool in host memory has such rows"
+        )
     return None
 
 

@@ -11,7 +11,8 @@ History
      `staging` to Rank, and the messages of the staged path.
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
-     and StageRing.
+     and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
+     and KvDestination.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -53,6 +54,12 @@ def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
     """The server and the number of a data-parallel rank; other instances have number 0."""
     server, mark, number = instance.rpartition(_DP_MARK)
     return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
+
+
+KvPath = Literal["gpu", "host"]
+"""Where prefill writes the KV rows of a request: a pool on the GPU, or the pool in host memory of a HiSparse server.
+Indexer keys are always on the GPU.
+"""
 
 
 class TransferKey(msgspec.Struct, array_like=True, frozen=True):
@@ -112,6 +119,10 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     rdma_session: str | None = None
     ring: StageRing | None = None
     staging: StagingSetting = "off"
+    hot: Pool | None = None
+    """The hot pool of a HiSparse rank, on its GPU: latent rows of a request go there or to the pool in host memory, as
+    its KvDestination says. Pages are numbered on their own.
+    """
 
 
 class _Introduction(Message, frozen=True):
@@ -128,7 +139,9 @@ class Hello(_Introduction, frozen=True):
 
 
 class Welcome(_Introduction, frozen=True):
-    """Prefill accepts the pair."""
+    """Prefill accepts the pair. With `enable_hisparse` it writes latent rows to host memory or to the hot pool, as each
+    KvDestination says; an older server writes them to host memory only.
+    """
 
 
 class Refused(Message, frozen=True):
@@ -139,14 +152,15 @@ class Refused(Message, frozen=True):
 
 
 class KvDestination(Message, frozen=True):
-    """Compute this prompt and write its KV here. Frames, both int32: prompt ids, destination indices.
+    """Compute this prompt and write its KV here. Frames, all int32: prompt ids, destination indices, hot indices.
 
     Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
-    already on decode; the indices start at token `prefix_tokens`. With `enable_hisparse` the pool of latent rows is in
-    host memory, which only affects the transport. `timeout_s` is the time left until the request's deadline. `samples`
-    first tokens are sampled, the i-th with seed + i. The last `output_tokens` of the ids are already output: a request
-    that lost its KV on decode is computed again, and its "first" token is the next one. Waiting prompts with a higher
-    `priority` are served first.
+    already on decode; the indices start at token `prefix_tokens`. `enable_hisparse` decides where latent rows go if
+    decode has announced a hot pool: with it into host memory, to the same indices as the rest; without it into the hot
+    pool, to the hot indices. There are no hot indices otherwise. `timeout_s` is the time left until the request's
+    deadline. `samples` first tokens are sampled, the i-th with seed + i. The last `output_tokens` of the ids are
+    already output: a request that lost its KV on decode is computed again, and its "first" token is the next one.
+    Waiting prompts with a higher `priority` are served first.
     """
 
     key: TransferKey

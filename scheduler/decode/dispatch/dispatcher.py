@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator
+from ....memory.pages import PageAllocator, pages_for
 from ....memory.prefix_cache import PrefixCache
 from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
@@ -22,10 +22,11 @@ from ..requests.dispatch_window import PromptKind
 from ..requests.limits import DecodeLimits
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
+from .kv_path import PathInputs, choose_path
 from .local_prefill import LocalLimits, LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeers
+from .prefill_peers import PrefillPeer, PrefillPeers
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
@@ -132,9 +133,17 @@ class PrefillDispatcher:
         if old.endpoint is not None:
             self._outbox.append(ConnectPeer(old.endpoint))  # the connection may have been closed since
 
-    def peer_up(self, instance: InstanceId, endpoint: str, capacity: float, staged: Iterable[StagedRegion]) -> None:
-        """A prefill server paired."""
-        self.peers.up(instance, endpoint, capacity)
+    def peer_up(
+        self,
+        instance: InstanceId,
+        endpoint: str,
+        capacity: float,
+        staged: Iterable[StagedRegion],
+        *,
+        writes_both: bool = False,
+    ) -> None:
+        """A prefill server paired; `writes_both`: it writes KV to host memory or to the GPU, as it is told."""
+        self.peers.up(instance, endpoint, capacity, writes_both=writes_both)
         self.staging.peer_up(instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
@@ -147,7 +156,7 @@ class PrefillDispatcher:
     def take_released(self, now: float) -> list[QuarantinedPages]:
         """The pages whose quarantine is over; the caller releases their grants."""
         self.staging.due(now)
-        return self.quarantine.take_due(now, scattering=self.staging.scattering)
+        return self.quarantine.take_due(now, in_use=self.staging.scattering | self._memory.copies.keys)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
         """Prompts that this prefill server has and has not finished."""
@@ -230,6 +239,7 @@ class PrefillDispatcher:
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
                 most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
+                within_pages=placement.where != "local",
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -295,16 +305,33 @@ class PrefillDispatcher:
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
         kind, tokens = PromptKind.of(prompt.priority, prompt.tokens), max(1, prompt.tokens - reservation.prefix_tokens)
-        prompt.attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
-        self.prefilling[key] = prompt
-        peer.window.sent(kind, tokens)
         members = prompt.waiting
         first = members[0]
+        choice = choose_path(self._path_inputs(prompt, peer))
+        prompt.attempt = attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
+        first_new, within = divmod(reservation.prefix_tokens, self.limits.page_size)
+        new_pages = reservation.prompt.pages[first_new:]
+        if reservation.copied is not None:
+            (source,) = reservation.copied.pages
+            self._memory.copy_page(source, new_pages[0], tokens=within)
+            self._memory.release_grant(reservation.copied)
+        destinations: list[Sequence[int]] = [new_pages]
+        if self._memory.hot is not None:
+            self.counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
+            if choice.path == "gpu":
+                self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
+                destinations.append(self._memory.hot.announced(attempt.hot_pages[first_new:]))
+        if within:
+            count = prompt.tokens - reservation.prefix_tokens
+            destinations = [self._rows(pages, within, count) for pages in destinations]
+        self.prefilling[key] = prompt
+        peer.window.sent(kind, tokens)
         message = KvDestination(
             key=key,
             rid=first.rid,
             sampling=prompt.first_sampling,
             timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
+            granularity="token" if within else "page",
             prefix_tokens=reservation.prefix_tokens,
             room=prompt.room,
             verify=self.limits.verify_kv,
@@ -312,19 +339,41 @@ class PrefillDispatcher:
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
             priority=prompt.priority,
-            enable_hisparse=self.limits.hisparse,
+            enable_hisparse=choice.path == "host",
         )
-        new_pages = reservation.prompt.pages[reservation.prefix_tokens // self.limits.page_size :]
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
-        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, tuple(new_pages))))
+        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
+
+    def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
+        """Rows of a pool for `count` tokens, from offset `first` of the first page on."""
+        size = self.limits.page_size
+        return [pages[at // size] * size + at % size for at in range(first, first + count)]
+
+    def _path_inputs(self, prompt: Prompt, peer: PrefillPeer) -> PathInputs:
+        """What the path of a prompt to this server depends on."""
+        hot, members = self._memory.hot, prompt.waiting
+        return PathInputs(
+            hisparse=hot is not None,
+            peer_writes_both=peer.writes_both,
+            samples=len(members),
+            new_tokens=max(request.sampling.max_new_tokens - len(request.output_ids) for request in members),
+            pages=pages_for(prompt.tokens + 1, self.limits.page_size),
+            first_pages=hot.limits.buffer_pages if hot is not None else 0,
+            free_pages=hot.pages.available if hot is not None else 0,
+            free_slots=hot.free_slots if hot is not None else 0,
+            ahead=sum(len(other.waiting) for other in self.prefilling.values() if not _attempt(other).hot_pages),
+            settled=hot is None or hot.settled,
+        )
 
     def give_up(self, prompt: Prompt, reason: str, *, abort: bool) -> None:
         """Quarantine the pages of an attempt. With `abort`, tell its writer to stop."""
         attempt = _attempt(prompt)
         prompt.last_problem = reason
+        attempt.given_up = True
         if abort:
             self._outbox.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
-        self.quarantine.put(prompt)
+        hot = self._memory.hot if attempt.hot_pages else None
+        self.quarantine.put(prompt, hot.quarantine(prompt.prompt_id) if hot is not None else None)
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer of a transfer issues no more writes, neither into its pages nor into the staging rings."""

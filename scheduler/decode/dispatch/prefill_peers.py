@@ -22,6 +22,8 @@ class PrefillPeer:
     """It has refused a prompt, and gets none before this time."""
     leaving: bool = False
     """It is shutting down, and gets no more prompts."""
+    writes_both: bool = False
+    """It writes KV to host memory or to the GPU, as its KvDestination says (HiSparse)."""
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
     tokens_per_s: float = 0.0
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
@@ -41,9 +43,9 @@ class PrefillPeers:
         self.unreachable: Mapping[str, str] = {}
         """Why no server is paired, by endpoint, if known."""
 
-    def up(self, instance: InstanceId, endpoint: str, capacity: float) -> None:
+    def up(self, instance: InstanceId, endpoint: str, capacity: float, *, writes_both: bool = False) -> None:
         window = self.window(instance) or DispatchWindow()
-        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, window=window)
+        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, writes_both=writes_both, window=window)
         self._found(endpoint)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Container
 
-from ....memory.index_spaces import KvPage
+from ....memory.index_spaces import HotPage, KvPage
 from ....memory.pages import PageGrant
 from ....transfer.protocol.messages import InstanceId, TransferKey
 from ..requests.request import Prompt
@@ -19,6 +19,8 @@ class QuarantinedPages:
     instance: InstanceId
     grant: PageGrant[KvPage]
     release_at: float
+    hot_grant: PageGrant[HotPage] | None = None
+    """Of a hot buffer that the writer writes rows to (HiSparse)."""
 
 
 class Quarantine:
@@ -37,12 +39,17 @@ class Quarantine:
     def pages(self) -> int:
         return sum(len(quarantined.grant.pages) for quarantined in self._pages.values())
 
-    def put(self, prompt: Prompt) -> None:
-        """Quarantine the pages of the prompt's attempt, which its writer may still write."""
+    @property
+    def hot_pages(self) -> int:
+        grants = (quarantined.hot_grant for quarantined in self._pages.values())
+        return sum(len(grant.pages) for grant in grants if grant is not None)
+
+    def put(self, prompt: Prompt, hot_grant: PageGrant[HotPage] | None = None) -> None:
+        """Quarantine the pages of the prompt's attempt, and of its hot buffer, which its writer may still write."""
         attempt, grant = prompt.attempt, prompt.grant
         assert attempt is not None, f"prompt {prompt.prompt_id} has no attempt to quarantine"
         assert grant is not None, f"prompt {prompt.prompt_id} has no pages to quarantine"
-        self._pages[attempt.key] = QuarantinedPages(attempt.key, prompt, attempt.instance, grant, math.inf)
+        self._pages[attempt.key] = QuarantinedPages(attempt.key, prompt, attempt.instance, grant, math.inf, hot_grant)
         prompt.grant = None
         prompt.quarantined += 1
 
@@ -61,15 +68,15 @@ class Quarantine:
             if quarantined.instance == instance:
                 quarantined.release_at = min(quarantined.release_at, now + self._quarantine_s)
 
-    def take_due(self, now: float, *, scattering: Container[TransferKey] = ()) -> list[QuarantinedPages]:
+    def take_due(self, now: float, *, in_use: Container[TransferKey] = ()) -> list[QuarantinedPages]:
         """The pages whose quarantine is over; the caller releases their grants.
 
-        Our own ranks still write the pages of transfers in `scattering`.
+        Our own ranks still write the pages of transfers that are `in_use`.
         """
         due = [
             quarantined
             for quarantined in self._pages.values()
-            if quarantined.release_at <= now and quarantined.key not in scattering
+            if quarantined.release_at <= now and quarantined.key not in in_use
         ]
         for quarantined in due:
             del self._pages[quarantined.key]

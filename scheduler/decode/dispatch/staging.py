@@ -286,7 +286,8 @@ class StagedArrivals:
         return part.tokens * part.block.cells * self._rings[part.destination].cell_bytes
 
     def _scatter(self, transfer: _Transfer, part: StagePart, offset: int) -> None:
-        start, end = part.token_start - transfer.token_start, part.token_end - transfer.token_start
+        before = transfer.token_start // self._page_size * self._page_size  # of the tokens in its first page
+        start, end = part.token_start - before, part.token_end - before
         pages, first = pages_holding(transfer.pages, self._page_size, start, end)
         size_bytes = self._size(part)
         self._counters["staged_bytes"] += size_bytes

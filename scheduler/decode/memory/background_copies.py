@@ -10,14 +10,16 @@ from typing import Literal
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant
-from ..requests.request import LocalPrompt, Request
+from ....transfer.protocol.messages import TransferKey
+from ..requests.request import Attempt, LocalPrompt, Request
 from .hot_buffers import HotBuffer
 
-CopyKind = Literal["save", "load", "open", "prefix"]
+CopyKind = Literal["save", "load", "open", "prefix", "write_back"]
 """KV of a retracted request to host memory; back to pages; rows of an admitted request into its hot buffer; rows of the
-cached prefix of a prompt into the hot buffer that it is computed in.
+cached prefix of a prompt into the hot buffer that it is computed or received in; rows that prefill has written to a hot
+buffer into host memory.
 """
-CopyOwner = Request | LocalPrompt
+CopyOwner = Request | LocalPrompt | Attempt
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,10 +33,12 @@ class Copy:
     buffer: HotBuffer | None = None
     pages: int = 0
     """Pages that a "save" copies."""
+    tokens: tuple[int, ...] = ()
+    """Of a request that ended during its "write_back": its pages are cached when the copy has ended."""
 
 
 class BackgroundCopies:
-    """Copies in flight, by number. A request or prompt has at most one at a time."""
+    """Copies in flight, by number. A request, prompt or attempt has at most one at a time."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -43,6 +47,11 @@ class BackgroundCopies:
 
     def __len__(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def keys(self) -> set[TransferKey]:
+        """The transfers for which a cached prefix is copied."""
+        return {copy.owner.key for copy in self._in_flight.values() if isinstance(copy.owner, Attempt)}
 
     @property
     def hold_pages(self) -> bool:
@@ -55,8 +64,11 @@ class BackgroundCopies:
         self._in_flight[copy.number] = self._of_owner[owner] = copy
         return copy
 
+    def numbered(self, number: int) -> Copy:
+        return self._in_flight[number]
+
     def of(self, owner: CopyOwner) -> Copy | None:
-        """The copy of this request or prompt that is in flight."""
+        """The copy of this owner that is in flight."""
         return self._of_owner.get(owner)
 
     def is_in(self, request: Request, kind: CopyKind) -> bool:

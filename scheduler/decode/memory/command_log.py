@@ -25,6 +25,15 @@ class CommandLog:
         return self._issued - self._completed
 
     @property
+    def issued(self) -> int:
+        """The `command_id` of the last command that was sent."""
+        return self._issued
+
+    def is_done(self, command_id: int) -> bool:
+        """Whether all ranks have completed this command."""
+        return command_id <= self._completed
+
+    @property
     def pending_grants(self) -> int:
         """Grants that wait for commands to complete."""
         return len(self._pending)

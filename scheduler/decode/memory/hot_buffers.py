@@ -11,17 +11,21 @@ Further pages come from, in this order: pages of the hot pool beyond the first p
 (page_lending.py), which new prompts reclaim; the rest of the hot pool, which new hot buffers reclaim. First pages are
 never borrowed.
 
-A prompt that this server computes itself has a fully resident buffer, from before its first chunk on, in pages of the
-hot pool. It is not shrunk until the prompt is computed; then it becomes the buffer of a request.
+A prompt that this server computes itself, or whose rows prefill writes to the GPU (dispatch/kv_path.py), has a fully
+resident buffer from the start, in pages of the hot pool. It is not shrunk until the prompt is computed, or its rows
+have arrived and are in host memory too. When they are complete it becomes the buffer of a request.
 
-Hot pages are accessed only by commands of the ranks, in order, so a released hot page can be reused at once.
+Commands of the ranks access hot pages in order, so they can reuse a released hot page at once. A prefill server does
+not wait for that order: it gets hot pages only while no command in flight accesses a free one (`settled`).
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from ....memory.hisparse.shared_pool import PoolOverlay
 from ....memory.index_spaces import HotPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
+from .command_log import CommandLog
 from .page_lending import Loan, PageLending
 
 HotOwner = str | int
@@ -71,6 +75,7 @@ class HotBuffer:
         "slot",
         "spare",
         "tokens",
+        "unsaved",
     )
 
     def __init__(self, owner: HotOwner, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
@@ -91,7 +96,16 @@ class HotBuffer:
         self.loading = False
         """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
         self.computing = False
-        """Its prompt is being computed, in chunks that need all rows: it gives up no page until then."""
+        """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows: it gives up no page
+        until then.
+        """
+        self.unsaved = False
+        """Prefill has written its rows here, and they are not in host memory yet: it gives up no page until then."""
+
+    @property
+    def fixed(self) -> bool:
+        """It gives up no page now."""
+        return self.loading or self.computing or self.unsaved
 
     @property
     def evicting(self) -> bool:
@@ -106,8 +120,13 @@ class HotBuffer:
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(self, limits: HotLimits, lending: PageLending | None = None) -> None:
+    def __init__(
+        self, limits: HotLimits, lending: PageLending | None = None, commands: CommandLog | None = None
+    ) -> None:
         self.limits = limits
+        self._commands = commands
+        self._released_at = 0
+        """The last command that may access a page which is free now."""
         self.pages = PageAllocator[HotPage](
             limits.num_pages, limits.overlay.covered if limits.overlay is not None else 0
         )
@@ -115,7 +134,7 @@ class HotBuffers:
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
-        """Buffers of ended requests that are still being written."""
+        """Buffers of ended requests that a copy still writes or reads."""
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -136,6 +155,20 @@ class HotBuffers:
         """
         wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
         return max(0, self.pages.available - wanted) + self._lendable
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no command in flight accesses a free page of the hot pool."""
+        return self._commands is None or self._commands.is_done(self._released_at)
+
+    def announced(self, pages: Sequence[HotPage]) -> tuple[int, ...]:
+        """Pages of the hot pool as prefill servers get them: numbered from its first own page."""
+        covered = self.limits.overlay.covered if self.limits.overlay is not None else 0
+        return tuple(page - covered for page in pages)
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if necessary by shrinking fully resident ones."""
@@ -168,8 +201,8 @@ class HotBuffers:
         return buffer, shrunk
 
     def open_for_prompt(self, prompt_id: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
-        """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed. Returns it with the buffers
-        that were shrunk for it. Call after `can_compute`.
+        """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed, or whose rows are received.
+        Returns it with the buffers that were shrunk for it: none if enough pages are free. Call after `can_compute`.
         """
         wanted = pages_for(tokens, self.limits.page_size)
         reserve = max(0, self.limits.buffer_pages - wanted)
@@ -184,10 +217,20 @@ class HotBuffers:
         return buffer, shrunk
 
     def pass_on(self, prompt_id: int, rid: str) -> None:
-        """A prompt is computed: its buffer is that of a request from now on."""
+        """A prompt is computed or received: its buffer is that of a request from now on."""
         buffer = self._buffers[rid] = self._buffers.pop(prompt_id)
         buffer.owner = rid
         buffer.computing = False
+
+    def must_wait(self, rid: str, tokens: int) -> bool:
+        """Whether a buffer has no page for `tokens` tokens and cannot become evicting, because its rows are not in host
+        memory yet.
+        """
+        buffer = self._buffers[rid]
+        pages = len(buffer.pages)
+        if not buffer.unsaved or tokens <= pages * self.limits.page_size or pages < self.limits.buffer_pages:
+            return False
+        return not buffer.spare and not self.pages.available and not self._lendable
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
         """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
@@ -218,16 +261,18 @@ class HotBuffers:
 
     def largest_borrower(self) -> HotBuffer | None:
         """The buffer that would return most pages; None if no buffer can return any."""
-        borrowers = (buffer for buffer in self._buffers.values() if buffer.loans and not buffer.loading)
+        borrowers = (buffer for buffer in self._buffers.values() if buffer.loans and not buffer.fixed)
         return max(borrowers, key=lambda buffer: buffer.borrowed, default=None)
 
     @property
     def borrower_is_loading(self) -> bool:
         """Whether a buffer can return borrowed pages when the copy of its rows has ended."""
-        return any(buffer.loading and buffer.loans for buffer in self._buffers.values())
+        return any(buffer.fixed and buffer.loans for buffer in self._buffers.values())
 
     def shrink(self, buffer: HotBuffer) -> None:
         """Make a fully resident buffer evicting: keep its first pages and return what it has borrowed."""
+        assert not buffer.unsaved, f"rows of {buffer.owner} are not in host memory"
+        self._note_release()
         self.pages.give_back(buffer.grant, self._beyond_first(buffer))
         del buffer.pages[self.limits.buffer_pages :]
         self._give_back(buffer)
@@ -240,23 +285,44 @@ class HotBuffers:
         buffer = self._buffers.pop(owner, None)
         if buffer is not None:
             assert not buffer.loading, f"the hot buffer of {owner} is being written"
+            assert not buffer.unsaved, f"rows of {owner} are not in host memory"
             self._release(buffer)
 
     def detach(self, owner: HotOwner) -> HotBuffer:
-        """Take the buffer of an owner that ends while the buffer is `loading`: `free` it when the copy has ended."""
+        """Take the buffer of an owner that ends while its rows are copied: `free` it when the copy has ended."""
         buffer = self._buffers.pop(owner)
         self._detached.append(buffer)
         return buffer
 
+    def quarantine(self, prompt_id: int) -> PageGrant[HotPage]:
+        """Take the pages of a prompt whose transfer was given up, until `release_quarantined`, when its writer has
+        stopped. Its slot is free at once, because the writer accesses pages only.
+        """
+        buffer = self._buffers.pop(prompt_id)
+        assert not buffer.loans, f"prefill writes to borrowed pages of prompt {prompt_id}"
+        self._free_slots.append(buffer.slot)
+        return buffer.grant
+
+    def release_quarantined(self, grant: PageGrant[HotPage]) -> None:
+        """The writer of these pages has stopped."""
+        self._note_release()
+        self.pages.release(grant)
+
     def free(self, buffer: HotBuffer) -> None:
-        """Release a detached buffer, when the copy into it has ended."""
+        """Release a detached buffer, when nothing accesses its pages any more."""
         self._detached.remove(buffer)
         self._release(buffer)
 
     def _release(self, buffer: HotBuffer) -> None:
+        self._note_release()
         self.pages.release(buffer.grant)
         self._give_back(buffer)
         self._free_slots.append(buffer.slot)
+
+    def _note_release(self) -> None:
+        """Steps in flight may access the pages that are released now."""
+        if self._commands is not None:
+            self._released_at = self._commands.issued
 
     def of(self, owner: HotOwner) -> HotBuffer:
         return self._buffers[owner]
@@ -270,6 +336,7 @@ class HotBuffers:
             "hot_pages_borrowed": sum(len(loan.hot_pages) for loan in loans),
             "hot_buffers": len(self),
             "hot_buffers_resident": self.fully_resident,
+            "hot_buffers_unsaved": sum(buffer.unsaved for buffer in self._buffers.values()),
         }
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -347,4 +414,4 @@ class HotBuffers:
 
     def _beyond_first(self, buffer: HotBuffer) -> int:
         """Pages of the hot pool that it would give up when it shrinks."""
-        return 0 if buffer.loading or buffer.computing else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)
+        return 0 if buffer.fixed else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

@@ -7,8 +7,8 @@ from ....memory.index_spaces import KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
-from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages
-from ..requests.request import LocalPrompt, Prompt, Request
+from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
+from ..requests.request import Attempt, LocalPrompt, Prompt, Request
 from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
@@ -25,8 +25,11 @@ class RequestMemory:
     """Allocates, extends and releases the memory of requests. Sends the ranks the commands that go with it.
 
     Released pages are free when the commands sent so far are done (command_log.py): then a prefill server may write
-    them. Hot pages are accessed only by commands of the ranks, in order, so they are free at once. Memory that is being
-    copied is released when the copy has ended (background_copies.py).
+    them. Hot pages are free at once; a prefill server gets them only when they are settled (hot_buffers.py). Memory
+    that is being copied is released when the copy has ended (background_copies.py).
+
+    With HiSparse, a request gives up hot rows, or shares its pages, only if they are in host memory: rows that prefill
+    has written to the GPU are copied there from their arrival on, and until then the request is `unsaved`.
 
     Hot buffers borrow free pages (page_lending.py). `reclaim_lent` takes them back when requests need them.
     """
@@ -42,7 +45,7 @@ class RequestMemory:
         if hot_limits is not None:
             overlay = hot_limits.overlay
             self._lending = PageLending(pages, overlay, self._commands) if overlay is not None else None
-            self.hot = HotBuffers(hot_limits, self._lending)
+            self.hot = HotBuffers(hot_limits, self._lending, self._commands)
         self._page_size = page_size
         self._outbox = outbox
 
@@ -59,8 +62,9 @@ class RequestMemory:
         """All ranks have completed this command and all earlier ones."""
         self._commands.completed(command_id)
 
-    def copy_page(self, source: KvPage, destination: KvPage) -> None:
-        self._outbox.append(CopyPage(self._commands.next_id(), source, destination))
+    def copy_page(self, source: KvPage, destination: KvPage, *, tokens: int | None = None) -> None:
+        """Copy a page, or its first `tokens` tokens, in order with the steps."""
+        self._outbox.append(CopyPage(self._commands.next_id(), source, destination, tokens))
 
     def may_admit(self) -> bool:
         """Whether another request can get what it needs to run beside its pages."""
@@ -125,6 +129,44 @@ class RequestMemory:
         )
         return copy is None
 
+    def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> None:
+        """Allocate the hot buffer that prefill writes the rows of a prompt to. Enough hot pages are free and `settled`.
+        The rows of its cached prefix are copied from `pages` meanwhile.
+        """
+        assert self.hot is not None, "only HiSparse has hot buffers"
+        buffer, shrunk = self.hot.open_for_prompt(prompt.prompt_id, prompt.tokens + 1)
+        assert not shrunk, f"prompt {prompt.prompt_id} took hot pages of other requests"
+        attempt.hot_pages = tuple(buffer.pages)
+        cached = attempt.prefix_tokens
+        copy = self.copies.begin("prefix", attempt) if cached else None
+        buffer.loading = copy is not None
+        number = copy.number if copy is not None else None
+        self._outbox.append(
+            OpenHot(number, buffer.slot, attempt.hot_pages, tuple(pages), cached, buffer.capacity, exact=True)
+        )
+
+    def receive_rows(self, prompt: Prompt, attempt: Attempt, request: Request) -> None:
+        """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run, and copy
+        the rows to host memory.
+        """
+        assert self.hot is not None, "only HiSparse has hot buffers"
+        self.hot.pass_on(prompt.prompt_id, request.rid)
+        if attempt.prefix_tokens == prompt.tokens:
+            return  # all rows came from host memory
+        self.hot.of(request.rid).unsaved = True
+        copy = self.copies.begin("write_back", request)
+        pages = tuple(request.pages[: len(attempt.hot_pages)])
+        self._outbox.append(WriteBackRows(copy.number, attempt.hot_pages, pages, attempt.prefix_tokens, prompt.tokens))
+
+    def unsaved(self, request: Request) -> bool:
+        """Whether rows of a request are in its hot buffer only, on their way to host memory."""
+        return self.copies.is_in(request, "write_back")
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request cannot take a step before its rows are in host memory: no hot page is free."""
+        tokens = request.kv_tokens + request.in_flight + 1
+        return self.hot is not None and self.hot.must_wait(request.rid, tokens)
+
     def pass_on_hot(self, local: LocalPrompt, request: Request | None) -> None:
         """A prompt is computed: give its hot buffer, if it has one, to this request, or release it."""
         if self.hot is None:
@@ -167,7 +209,7 @@ class RequestMemory:
         return None
 
     def save(self, request: Request, pages: int) -> None:
-        """Copy the first `pages` pages of a request to host memory and take all its pages."""
+        """Copy the first `pages` pages of a request to host memory and take all its pages. It is not `unsaved`."""
         copy = self.copies.begin("save", request)
         copy.pages = pages
         self._outbox.append(SavePages(copy.number, request.rid, tuple(request.pages[:pages])))
@@ -190,9 +232,17 @@ class RequestMemory:
             self._commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
             self.hot.free(copy.buffer)
-        elif self.hot is not None and copy.kind in ("open", "prefix"):
+        elif self.hot is not None and copy.kind in ("open", "prefix", "write_back"):
             owner = copy.owner
-            self.hot.of(owner.rid if isinstance(owner, Request) else owner.prompt.prompt_id).loading = False
+            match owner:
+                case Request():
+                    buffer: HotBuffer | None = self.hot.of(owner.rid)
+                case LocalPrompt():
+                    buffer = self.hot.of(owner.prompt.prompt_id)
+                case Attempt():
+                    buffer = self.hot.of(owner.key.transfer_id) if not owner.given_up else None
+            if buffer is not None:
+                buffer.loading = buffer.unsaved = False
         return copy
 
     def close_hot(self, request: Request) -> None:
@@ -201,12 +251,14 @@ class RequestMemory:
             self.hot.close(request.rid)
 
     def grow(self, request: Request) -> bool:
-        """Allocate memory for the row that the next step writes; False if no page is free."""
+        """Allocate memory for the row that the next step writes; False if no page is free, or if it `must_wait`."""
         tokens = request.kv_tokens + request.in_flight + 1
         assert request.grant is not None, f"{request.rid} runs without pages"
         while len(request.grant.pages) * self._page_size < tokens:
             if not self.pages.grow(request.grant):
                 return False
+        if self.must_wait(request):
+            return False
         grown = self.hot.grow(request.rid, tokens) if self.hot is not None else None
         if grown is not None:
             self._outbox.append(_resized(grown))
@@ -256,7 +308,7 @@ class RequestMemory:
         copy = self.copies.of(request)
         if copy is not None and copy.kind != "save":
             copy.grant, request.grant = request.grant, None
-            if self.hot is not None and copy.kind == "open":
+            if self.hot is not None and copy.kind in ("open", "write_back"):
                 copy.buffer = self.hot.detach(request.rid)
             return
         self.close_hot(request)
@@ -270,8 +322,8 @@ class RequestMemory:
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
         """Raise PageLeakError or AssertionError unless all pages are accounted for, and exactly those of `requests`
-        that are admitted, or whose rows are being copied, and their prompts that are computed here have hot
-        buffers.
+        that are admitted, or whose rows are being copied, and their prompts that are computed here, or whose rows go to
+        the GPU, have hot buffers.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
@@ -282,10 +334,17 @@ class RequestMemory:
                 if request.state in _WITH_HOT_BUFFER
                 or (request.state is State.ARRIVED and self.copies.of(request) is not None)
             }
-            owners |= {request.prompt.prompt_id for request in requests.values() if request.state is State.COMPUTING}
+            owners |= {request.prompt.prompt_id for request in requests.values() if _prompt_has_buffer(request)}
             assert self.hot.owners == owners, f"hot buffers of {self.hot.owners ^ owners} do not match their states"
         if self._lending is not None and not self._commands.pending_grants:
             assert self._lending.returning == 0, f"{self._lending.returning} returned pages are not free"
+
+
+def _prompt_has_buffer(request: Request) -> bool:
+    """Whether the hot buffer of a request belongs to its prompt, until this is computed or received."""
+    attempt = request.prompt.attempt
+    receives = request.state is State.PREFILLING and attempt is not None and bool(attempt.hot_pages)
+    return request.state is State.COMPUTING or receives
 
 
 def _resized(buffer: HotBuffer) -> ResizeHot:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....configs.sampling import LogprobParams, SamplingParams, TokenLogprob
-from ....memory.index_spaces import KvPage, RequestSlot
+from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
@@ -21,7 +21,7 @@ from .dispatch_window import PromptKind
 _BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
     """One dispatch of a prompt to a prefill server. Tokens [0, prefix_tokens) were in the prefix cache."""
 
@@ -36,6 +36,11 @@ class Attempt:
     begun: bool = False
     """Prefill computes it, or has computed part of it."""
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
+    hot_pages: tuple[HotPage, ...] = ()
+    """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
+    given_up: bool = False
+    held: PrefillDone | None = None
+    """It has arrived, but its cached prefix is still being copied into its hot buffer."""
 
     def tokens_arrived(self) -> int:
         """Tokens that have arrived without a gap, from the start."""
@@ -193,6 +198,8 @@ class Request:
         self.lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now)
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
+        self.kv_path = ""
+        """How its KV got here: "local", or the path of its transfer ("gpu", "host"); empty before that."""
         self.output_ids: list[int] = []
         self.prefill_wait_s = 0.0
         """The part of its time in the queue during which prefill servers were busy."""

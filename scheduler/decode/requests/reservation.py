@@ -15,7 +15,9 @@ class Reservation:
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
     prefix_tokens: int
-    """Tokens at the start of the prompt whose KV is in cached pages."""
+    """Tokens at the start of the prompt whose KV is in cached pages, or is copied from one."""
+    copied: PageGrant[KvPage] | None = None
+    """Holds the cached page whose first tokens are copied to the first new page of the prompt."""
 
 
 def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int) -> int:
@@ -32,9 +34,11 @@ def reserve(
     page_size: int,
     growth_tokens: int,
     most_cached: int,
+    within_pages: bool = False,
 ) -> Reservation | None:
     """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
-    not enough. At most `most_cached` tokens are taken from the cache.
+    not enough. At most `most_cached` tokens are taken from the cache; with `within_pages`, the prefix may end inside a
+    page.
 
     The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
     the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
@@ -53,12 +57,17 @@ def reserve(
     if not pages.can_grant(wanted, prefix):
         prompt.refusal = Refusal(wanted + pages.idle_among(prefix), samples, pages.chances)
         return None
+    partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within_pages else None
+    copied: PageGrant[KvPage] | None = None
+    if partial is not None and wanted + pages.idle_among([*prefix, partial.page]) <= pages.available:
+        copied = _granted(pages.grant(f"copy for prompt {prompt.prompt_id}", 0, shared=[partial.page]))
     grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
     members: list[PageGrant[KvPage]] = []
     for request, more in zip(prompt.waiting, growth, strict=True):
         shared = grant.pages if not members else grant.pages[:full]
         members.append(_granted(pages.grant(request.rid, count - len(shared), more, shared)))
-    return Reservation(grant, members, len(prefix) * page_size)
+    partly = partial.tokens if partial is not None and copied is not None else 0
+    return Reservation(grant, members, len(prefix) * page_size + partly, copied)
 
 
 def _granted(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:

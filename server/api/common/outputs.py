@@ -83,6 +83,11 @@ class Output:
         return self.terminal.timeline if isinstance(self.terminal, Finished) else {}
 
     @property
+    def kv_path(self) -> str:
+        """How the KV of its prompt got to the decode server; empty if unknown."""
+        return self.terminal.kv_path if isinstance(self.terminal, Finished) else ""
+
+    @property
     def elapsed_s(self) -> float:
         return (self._ended_at or time.monotonic()) - self._started_at
 

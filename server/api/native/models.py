@@ -98,6 +98,12 @@ class MetaInfo(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens whose KV was in a prefix cache.")]
     e2e_latency: NotRequired[Annotated[float, Field(description="Seconds.")]]
     timeline: NotRequired[Annotated[dict[str, float], Field(description="Seconds spent in each stage.")]]
+    kv_path: NotRequired[
+        Annotated[
+            Literal["gpu", "host", "local"],
+            Field(description="Where prefill wrote the KV of the prompt, or that decode computed it."),
+        ]
+    ]
     input_token_logprobs: NotRequired[list[LogprobEntry]]
     output_token_logprobs: NotRequired[list[LogprobEntry]]
     input_top_logprobs: NotRequired[list[list[LogprobEntry] | None]]

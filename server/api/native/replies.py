@@ -115,6 +115,8 @@ def _meta_info(output: Output) -> dict[str, object]:
     if output.ended:
         meta["e2e_latency"] = output.elapsed_s
         meta["timeline"] = output.timeline
+        if output.kv_path:
+            meta["kv_path"] = output.kv_path
     return meta
 
 

@@ -117,6 +117,33 @@ def test_fully_resident_request_starts_with_its_rows(tokens: int, pages: list[in
     cache.check_integrity()
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 8), (4, 11), (6, 11), (8, 24)])
+@pytest.mark.parametrize("pages", [[3, 4, 5, 9, 8, 7], [29, 0, 1, 2, 20, 21]])
+def test_received_rows_are_copied_to_host_memory_up_to_their_end(start: int, end: int, pages: list[int]) -> None:
+    """From the start of a page; a step writes the rows behind the end meanwhile."""
+    cache, hot_pages = make_cache(), [10, 11, 12, 0, 1, 2]
+    cache.hot.data.copy_(torch.rand(cache.hot.data.shape))
+    cache.host.data.fill_(torch.nan)
+    cache.write_back_rows([HotPage(page) for page in hot_pages], [KvPage(page) for page in pages], start, end)
+    first = start // PAGE_SIZE * PAGE_SIZE
+    for position in range(first, end):
+        index, offset = divmod(position, PAGE_SIZE)
+        expected = cache.hot.data[hot_pages[index], :, :, :, offset]
+        assert cache.host.data[pages[index], :, :, :, offset].equal(expected)
+    assert int((~cache.host.data.isnan()).sum()) == (end - first) * LAYERS * ROW_SIZE, "no other row is written"
+
+
+def test_exact_copy_of_a_prefix_leaves_the_rest_of_its_last_page() -> None:
+    """Prefill writes these rows meanwhile."""
+    cache = make_cache()
+    cache.host.data.copy_(torch.rand(cache.host.data.shape))
+    cache.hot.data.fill_(torch.nan)
+    cache.load_rows([HotPage(7), HotPage(2)], [KvPage(3), KvPage(9)], 6, exact=True)
+    assert cache.hot.data[7].equal(cache.host.data[3])
+    assert cache.hot.data[2, :, :, :, :2].equal(cache.host.data[9, :, :, :, :2])
+    assert bool(cache.hot.data[2, :, :, :, 2:].isnan().all())
+
+
 def test_evicting_request_starts_with_an_empty_buffer() -> None:
     cache = make_cache()
     cache.hot.data.fill_(torch.nan)
@@ -245,5 +272,12 @@ def test_gpu_copies_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     open_buffer(cache, 0, range(600), range(600), tokens=2400, capacity=2400)
     torch.cuda.synchronize(cuda)
     assert hot.data.cpu().equal(host.data)
+    host.data.zero_()
+    numbers = range(600)
+    cache.write_back_rows([HotPage(page) for page in numbers], [KvPage(page) for page in numbers], 0, 2399)
+    torch.cuda.synchronize(cuda)
+    copied = hot.data.cpu()
+    copied[-1, :, :, :, -1] = 0
+    assert host.data.equal(copied)
     cache.close()
     assert not host.data.is_pinned()

@@ -61,9 +61,7 @@ def expected_logits(directory: Path, dtype: torch.dtype, all_passes: list[Pass])
 def test_steps_in_graphs_equal_one_rank(
     processes: RankProcesses, tmp_path: Path, family: str, tp: int, pp: int
 ) -> None:
-    """Dense models run chunks and decode steps in graphs, sparse ones decode steps. With tensor parallelism nothing
-    waits for the device; a stage waits for the previous one.
-    """
+    """With tensor parallelism nothing waits for the device; a stage waits for the previous one."""
     sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "vocab_size": 321}
     if family == "dense":
         dtype = torch.float16
@@ -77,7 +75,7 @@ def test_steps_in_graphs_equal_one_rank(
     results = processes.run_in_graphs(tp, pp, directory, dtype, all_passes)
     sampling = results[0 if pp == 1 else tp]
     for rank, result in enumerate(results):
-        chunks = 0 if family == "sparse" else 2 if rank >= tp * (pp - 1) else 1  # logits of chunks have their own graph
+        chunks = 2 if rank >= tp * (pp - 1) else 1  # logits of chunks have their own graph
         assert result.replays == [chunks] * 3 + [1] * 3
         assert (result is sampling) == any(rows is not None for rows in result.logits)
         if tp > 1:  # the embedding, two sums in each layer, and the logits

@@ -27,6 +27,7 @@ class Mode(NamedTuple):
     prefix_cache: bool = True
     verifies: bool = False
     local_prefill: LocalPrefillSetting = "never"
+    writes_both: bool = False
 
     def simulator(self) -> Simulator:
         return Simulator(**self._asdict())
@@ -47,8 +48,14 @@ MODES = (
     Mode(overlap=True, local_prefill="auto"),
     Mode(stages=2, local_prefill="always"),
     Mode(overlap=True, hot_pages=10, local_prefill="always"),
+    Mode(overlap=True, hot_pages=14, writes_both=True),
+    Mode(stages=2, hot_pages=9, verifies=True, writes_both=True),
+    Mode(overlap=True, hot_pages=12, lends=True, writes_both=True),
+    Mode(overlap=True, hot_pages=12, prefix_cache=False, local_prefill="auto", writes_both=True),
 )
-"""Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers."""
+"""Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers. With
+`writes_both`, prefill writes rows of short prompts to the GPU.
+"""
 RARELY = st.sampled_from([False, False, False, True])
 
 
@@ -142,7 +149,7 @@ TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def test_random_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(84):
+    for seed in range(7 * len(MODES)):
         simulator = MODES[seed % len(MODES)].simulator()
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)
@@ -169,5 +176,8 @@ def test_random_workloads_reach_every_state() -> None:
         "lost hot buffer",
         "lent",
         "reclaimed",
+        "kv_path_gpu_resident",
+        "written back",
+        "copied within a page",
     ):
         assert seen[event] >= 10, f"{event} happened {seen[event]} times"

@@ -96,3 +96,37 @@ def test_invalid_field_is_refused(fields: dict[str, Any], reason: str) -> None:
 def test_invalid_destination_is_refused(indices: list[int], granularity: str, reason: str) -> None:
     wanted = msgspec.structs.replace(SOUND, granularity=granularity)
     assert receive(wanted, indices=indices) == reason
+
+
+HISPARSE = PageSpace(num_pages=8, page_size=4, in_host_memory=True, hot_pages=5)
+
+
+@pytest.mark.parametrize(
+    ("space", "enable_hisparse", "hot_indices", "reason"),
+    [
+        (HISPARSE, True, [], None),
+        (HISPARSE, False, [4, 0], None),
+        (HISPARSE, False, [4], "1 hot indices for 2 pages"),
+        (HISPARSE, False, [4, 5], "hot index 5 is outside [0, 5)"),
+        (HISPARSE._replace(hot_pages=0), True, [], None),
+        (HISPARSE._replace(hot_pages=0), False, [], None),
+        (
+            PageSpace(8, 4),
+            True,
+            [],
+            "enable_hisparse is set, but the decode server announced no KV pool in host memory",
+        ),
+    ],
+)
+def test_trailing_field_is_checked_against_the_announced_pools(
+    space: PageSpace, enable_hisparse: bool, hot_indices: list[int], reason: str | None
+) -> None:
+    scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))
+    scheduler.peer_up(PEER, space)
+    wanted = msgspec.structs.replace(SOUND, enable_hisparse=enable_hisparse)
+    scheduler.receive(PEER, wanted, PROMPT, INDICES, 0.0, hot_indices)
+    refused = [effect.message for effect in scheduler.take_effects() if isinstance(effect, SendToPeer)]
+    assert [message.reason for message in refused if isinstance(message, TransferFailed)] == [reason] * bool(reason)
+    paths = [request.path for request in scheduler.requests.values()]
+    to_host = enable_hisparse or not space.hot_pages
+    assert paths == ([] if reason else ["host" if to_host else "gpu"])

@@ -2,10 +2,11 @@
 
 The network is a pair of queues per server, a write is an entry in a list, and the ranks are a queue of commands that
 run some time later. Memory is a dictionary from each row to the prefix whose KV it holds. With HiSparse this is host
-memory, and hot memory is a second dictionary. If free pages are lent, hot memory overlaps the keys: a write to one
-destroys the other. `check()` and `finish()` verify three invariants: every step finds the KV of all its tokens, pages
-under a write that may still land are never free, and at the end every page is free and every request has exactly one
-terminal message.
+memory and the keys, and hot memory is a second dictionary. A third one has the content of host memory where prefill has
+written to hot memory instead. If free pages are lent, hot memory overlaps the keys: a write to one destroys the other.
+`check()` and `finish()` verify four invariants: every step finds the KV of all its tokens, cached pages are complete in
+host memory, pages under a write that may still land are never free, and at the end every page is free and every request
+has exactly one terminal message.
 """
 
 import collections
@@ -37,6 +38,7 @@ from pdserve.scheduler.messages.ranks import (
     PageCommand,
     ResizeHot,
     SavePages,
+    WriteBackRows,
 )
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
@@ -115,6 +117,7 @@ class Simulator:
         retract_pages: int = 3,
         verifies: bool = False,
         local_prefill: LocalPrefillSetting = "never",
+        writes_both: bool = False,
         limits: DecodeLimits | None = None,
         pages: int | None = None,
         prefill: PrefillLimits = PREFILL,
@@ -123,9 +126,10 @@ class Simulator:
     ) -> None:
         """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
         verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
-        prompts. The last five replace the small servers of random
-        workloads.
+        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. The last five replace the small
+        servers of random workloads.
         """
+        self.writes_both = writes_both
         self.now = 0.0
         self.pages = pages or (LENDING_PAGES if lends else PAGES)
         self.endpoints = endpoints
@@ -159,13 +163,17 @@ class Simulator:
         self.hot: dict[int, ResizeHot] = {}
         """Pages and capacity of each request slot, as on the ranks."""
         self.hot_memory: dict[Row, Prefix] = {}
+        self.host: dict[Row, Prefix] = {}
+        """Content of rows in host memory where it is not that of `memory`, which has the keys of these rows."""
         self.hot_seen: collections.Counter[str] = collections.Counter()
         """Counts of events of hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.late_writes_in_flight: list[Write] = []
         self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone] = collections.deque()
         """Commands that the ranks of the decode server have not run yet."""
-        self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot] = collections.deque()
+        self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot | WriteBackRows] = (
+            collections.deque()
+        )
         """Copies in flight beside the steps: each is made as a whole, at any time."""
         self.seen_chunks = 0
         """Chunks of prompts that the decode server has computed."""
@@ -256,8 +264,9 @@ class Simulator:
                 self._resize_hot(resized)
             case PrefillDone() as done:
                 self.decode.prefill_done(done, self.now)
-            case CopyPage(command_id=command_id, source=source, destination=destination):
-                self._put_page(destination, self._page(source))
+            case CopyPage(command_id=command_id, source=source, destination=destination, tokens=tokens):
+                self._put_page(destination, self._page(source), tokens)
+                self.hot_seen["copied within a page"] += tokens is not None
                 self.decode.command_done(command_id)
             case copy:
                 self.copies.append(copy)
@@ -276,6 +285,8 @@ class Simulator:
             case OpenHot(copy=number) as opened:
                 self._load_hot(opened)
                 assert number is not None
+            case WriteBackRows(copy=number) as command:
+                self._write_back(command)
             case DropPages(rid=rid):
                 del self.saved[rid]
                 return
@@ -302,7 +313,20 @@ class Simulator:
         buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         for position in range(opened.tokens):
             source = opened.pages[position // PAGE_SIZE], position % PAGE_SIZE
-            self._write_hot(_hot_row(buffer, position), self.memory.get(source, ()))
+            self._write_hot(_hot_row(buffer, position), self._in_host(source))
+
+    def _write_back(self, command: WriteBackRows) -> None:
+        """Rows that prefill wrote to a hot buffer are copied to host memory."""
+        self.hot_seen["written back"] += 1
+        for position in range(command.start // PAGE_SIZE * PAGE_SIZE, command.end):
+            page, slot = position // PAGE_SIZE, position % PAGE_SIZE
+            target = command.pages[page], slot
+            self.host[target] = self.hot_memory[command.hot_pages[page], slot]
+            if self.host[target] == self.memory.get(target):
+                del self.host[target]
+
+    def _in_host(self, row: Row) -> Prefix:
+        return self.host.get(row, self.memory.get(row, ()))
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
         """Rows do not move, so the pages that stay must be the first ones, in their order."""
@@ -359,6 +383,7 @@ class Simulator:
     def _write(self, row: Row, prefix: Prefix) -> None:
         """Write a KV row. Hot rows in the same memory are lost."""
         self.memory[row] = prefix
+        self.host.pop(row, None)
         if self.lends:
             first, end = _pages_over(row[0], KEY_BYTES, HOT_BYTES)
             self.hot_memory.update({(page, slot): LOST for page in range(first, end) for slot in range(PAGE_SIZE)})
@@ -394,6 +419,7 @@ class Simulator:
                 kv_row = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
                     assert self.memory[kv_row] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
+                    assert kv_row not in self.host or self._is_resident(row), f"{rid} fetches a row that is not there"
             if self.decode.memory.hot is not None:
                 self._use_hot(row, tokens, alive=alive)
             if row.pages:
@@ -448,9 +474,17 @@ class Simulator:
             return
         instance = InstanceId(f"{endpoint}#{next(self.names)}")
         scheduler = PrefillScheduler(self.prefill, PageAllocator[KvPage](self.prefill_pages))
-        scheduler.peer_up(DECODE, PageSpace(self.pages, self.decode.limits.page_size))
+        scheduler.peer_up(DECODE, self._page_space)
         self.servers[instance] = Server(endpoint, instance, scheduler)
-        self.decode.peer_up(instance, endpoint, capacity=self.prefill_pages * self.prefill.page_size)
+        self.decode.peer_up(
+            instance, endpoint, capacity=self.prefill_pages * self.prefill.page_size, writes_both=self.writes_both
+        )
+
+    @property
+    def _page_space(self) -> PageSpace:
+        """What the decode server announces."""
+        hot, page_size = self.decode.memory.hot, self.decode.limits.page_size
+        return PageSpace(self.pages, page_size, hot is not None, hot.limits.num_pages if hot is not None else 0)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is None:
@@ -477,7 +511,7 @@ class Simulator:
             server.hung = False
             if lost_us:
                 self._lose_decode(server)
-            self.decode.peer_up(server.instance, server.endpoint)
+            self.decode.peer_up(server.instance, server.endpoint, writes_both=self.writes_both)
             self.act()
 
     def prefill_alone_loses_decode(self, which: int) -> None:
@@ -507,12 +541,6 @@ class Simulator:
 
     def check(self) -> None:
         """Assert that no page under a possible write is free, and that all pages are accounted for."""
-        in_flight = [
-            *self.late_writes_in_flight,
-            *(write for server in self.servers.values() for write in server.writes),
-        ]
-        for write in in_flight:
-            self._land(write, intact=False)  # bytes may land at any moment
         self.late_writes_in_flight = [
             write
             for write in self.late_writes_in_flight
@@ -522,12 +550,33 @@ class Simulator:
             *self.late_writes_in_flight,
             *(write for server in self.servers.values() for write in server.writes),
         ]:
+            self._land(write, intact=False)  # bytes may land at any moment
             assert write.grant in self.decode.pages._grants, f"{write.chunk.key} writes released pages"
+            assert not self._free_hot_pages(write), f"{write.chunk.key} writes free hot pages"
+        for page in self.decode.cache._nodes:
+            assert not any((page, slot) in self.host for slot in range(PAGE_SIZE)), f"page {page} is not in host memory"
         self.decode.check_integrity()
         self._check_lending()
         self._check_windows()
         for server in self.servers.values():
             server.scheduler.check_integrity()
+
+    def _free_hot_pages(self, write: Write) -> set[int]:
+        """Hot pages of a write that are free."""
+        hot = self.decode.memory.hot
+        return set(self._hot_pages(write.chunk)) & set(hot.pages._free) if hot is not None else set()
+
+    def _hot_pages(self, chunk: ChunkWrite) -> list[int]:
+        """The hot pages that a chunk is written to."""
+        positions = range(chunk.token_start, chunk.token_end) if chunk.hot_indices else ()
+        return [row_of(chunk, chunk.hot_indices, position)[0] + self._covered for position in positions]
+
+    @property
+    def _covered(self) -> int:
+        """The first page of the hot pool."""
+        hot = self.decode.memory.hot
+        overlay = hot.limits.overlay if hot is not None else None
+        return overlay.covered if overlay is not None else 0
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
@@ -540,7 +589,8 @@ class Simulator:
     def _check_lending(self) -> None:
         """All hot pages that the ranks may still access are in lent memory or in the hot pool."""
         buffers = dict(self.hot)
-        touched = {page for copy in self.copies if isinstance(copy, OpenHot) for page in copy.hot_pages}
+        copies = [copy for copy in self.copies if isinstance(copy, OpenHot | WriteBackRows)]
+        touched = {page for copy in copies for page in copy.hot_pages}
         for command in self.commands:
             match command:
                 case OpenHot(slot=slot, hot_pages=hot_pages, capacity=capacity):
@@ -632,7 +682,7 @@ class Simulator:
                     self.servers[instance].to_prefill.append(effect)
             case SendToFrontend():
                 self._answer(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot() | WriteBackRows():
                 self.commands.append(effect)
             case ConnectPeer():
                 pass
@@ -721,17 +771,24 @@ class Simulator:
 
     def _land(self, write: Write, *, intact: bool) -> None:
         """The bytes of a write land in decode's memory, or garbage does."""
-        chunk = write.chunk
+        chunk, covered = write.chunk, self._covered
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
-            self._write((page, position % PAGE_SIZE), write.prompt[: position + 1] if intact else ())
+            prefix = write.prompt[: position + 1] if intact else ()
+            row = row_of(chunk, chunk.indices, position)
+            self._write(row, prefix)
+            if chunk.hot_indices:
+                page, slot = row_of(chunk, chunk.hot_indices, position)
+                self._write_hot((page + covered, slot), prefix)
+                self.host[row] = LOST
 
     def _deliver_down(self, server: Server) -> None:
         effect = server.to_prefill.popleft()
         match effect.message:
             case KvDestination():
-                prompt, indices = effect.arrays
-                server.scheduler.receive(DECODE, effect.message, prompt, list(indices), self.now)
+                prompt, indices, *hot_indices = effect.arrays
+                more = list(hot_indices[0]) if hot_indices else []
+                assert bool(more) <= (not effect.message.enable_hisparse)
+                server.scheduler.receive(DECODE, effect.message, prompt, list(indices), self.now, more)
             case Abort():
                 server.scheduler.abort(DECODE, effect.message, self.now)
             case message:
@@ -772,7 +829,7 @@ class Simulator:
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)
-        server.scheduler.peer_up(DECODE, PageSpace(self.pages, PAGE_SIZE))
+        server.scheduler.peer_up(DECODE, self._page_space)
         self.act()
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
@@ -783,10 +840,10 @@ class Simulator:
         return grant
 
     def _page(self, page: int) -> dict[int, Prefix]:
-        return {slot: self.memory[page, slot] for slot in range(PAGE_SIZE) if (page, slot) in self.memory}
+        return {slot: self._in_host((page, slot)) for slot in range(PAGE_SIZE) if (page, slot) in self.memory}
 
-    def _put_page(self, page: int, rows: dict[int, Prefix]) -> None:
-        for slot in range(PAGE_SIZE):
+    def _put_page(self, page: int, rows: dict[int, Prefix], tokens: int | None = None) -> None:
+        for slot in range(PAGE_SIZE if tokens is None else tokens):
             self._write((page, slot), rows.get(slot, ()))
 
 
@@ -803,6 +860,13 @@ def lost_hot_buffer(request: Request) -> bool:
 def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:
     """The range of pages [first, end) of the other pool that this page shares bytes with."""
     return page * page_bytes // other_bytes, pages_for((page + 1) * page_bytes, other_bytes)
+
+
+def row_of(chunk: ChunkWrite, indices: Sequence[int], position: int) -> Row:
+    """Where a token of a chunk is written."""
+    if chunk.granularity == "token":
+        return divmod(indices[position - chunk.token_start], PAGE_SIZE)
+    return indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE], position % PAGE_SIZE
 
 
 def _hot_row(buffer: ResizeHot, slot: int) -> Row:

@@ -40,6 +40,7 @@ from tests.scheduler.simulation.simulator import (
     Server,
     Simulator,
     Write,
+    row_of,
 )
 
 TOKEN_BYTES = ALIGNMENT // 2  # a slot has two tokens of a writer
@@ -218,8 +219,8 @@ class StagedSimulator(Simulator):
     def _land(self, write: Write, *, intact: bool) -> None:
         chunk = write.chunk
         for position in range(chunk.token_start, chunk.token_end):
-            page = chunk.indices[position // PAGE_SIZE - chunk.token_start // PAGE_SIZE]
-            self._put_piece((page, position % PAGE_SIZE), None, write.prompt[: position + 1] if intact else ())
+            row = row_of(chunk, chunk.indices, position)
+            self._put_piece(row, None, write.prompt[: position + 1] if intact else ())
 
     def _put_piece(self, row: Row, piece: int | None, prefix: Prefix) -> None:
         pieces = self.pieces[row]

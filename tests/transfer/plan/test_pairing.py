@@ -1,5 +1,7 @@
 """Which properties two servers must share to pair; all others may differ."""
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -67,6 +69,23 @@ def test_host_pools_and_another_order_of_pools_pair() -> None:
         (Pool(indexer, 1, 1), Pool(latent, 1, 1, memory="host")),
     )
     assert check_pair(*sides((rank(0, latent, indexer), rank(1, latent, indexer)), (host,))) is None
+
+
+def test_hot_pool_has_the_rows_of_a_pool_in_host_memory() -> None:
+    latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
+    hot = msgspec.structs.replace(latent, num_pages=7)
+    cases: tuple[tuple[KvLayout, Literal["device", "host"], bool], ...] = (
+        (hot, "host", True),
+        (hot, "device", False),
+        (msgspec.structs.replace(hot, page_size=32), "host", False),
+        (msgspec.structs.replace(hot, layer_end=7), "host", False),
+        (msgspec.structs.replace(hot, num_pages=0), "host", False),
+    )
+    for layout, memory, fits in cases:
+        host = Rank(0, "10.0.0.1:1", (Pool(latent, 1, 1, memory=memory),), hot=Pool(layout, 1, 1))
+        reason = check_pair(*sides((rank(0, latent),), (host,)))
+        assert (reason is None) == fits
+        assert fits or "no pool in host memory has such rows" in str(reason)
 
 
 def test_all_pools_of_a_server_share_their_pages() -> None:

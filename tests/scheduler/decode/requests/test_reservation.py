@@ -92,3 +92,58 @@ def test_refused_prompt_is_matched_again_only_after_pages_became_free(monkeypatc
     assert tries() == (False, 1)
     pages.release(other)
     assert tries() == (True, 1)
+
+
+def cached(pages: PageAllocator[KvPage], tokens: tuple[int, ...]) -> PrefixCache:
+    """A cache with the full pages of one ended sequence."""
+    cache = PrefixCache(pages, PAGE)
+    grant = pages.grant("earlier", len(tokens) // PAGE)
+    assert grant is not None
+    cache.insert(tokens, grant.pages)
+    pages.release(grant)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("shared", "prefix"),
+    [(8, 8), (7, 7), (6, 6), (5, 5), (4, 4), (1, 1), (0, 0)],
+)
+def test_prefix_may_end_inside_a_page(shared: int, prefix: int) -> None:
+    """The page that holds its last tokens is copied: it is held until then, and the prompt has a page of its own."""
+    pages = PageAllocator[KvPage](8)
+    cache = cached(pages, CACHED)
+    prompt = Prompt(1, (*CACHED[:shared], *range(9, 0, -1)), now=0)
+    prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=2), deadline=9, now=0)]
+    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=2, most_cached=prompt.tokens, within_pages=True)
+    assert made is not None
+    assert made.prefix_tokens == prefix
+    assert (made.copied is not None) == bool(prefix % PAGE)
+    if made.copied is not None:
+        (source,) = made.copied.pages
+        assert source not in made.prompt.pages
+        assert source == cache.match(CACHED, 8)[shared // PAGE]
+    pages.check_integrity()
+
+
+def test_copied_page_is_left_out_if_it_would_have_to_be_evicted_for_the_prompt() -> None:
+    pages = PageAllocator[KvPage](4)
+    cache = cached(pages, CACHED)
+    prompt = Prompt(1, (*CACHED[:6], *range(9, 0, -1)), now=0)  # four pages, one of them shared
+    prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=9, now=0)]
+    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens, within_pages=True)
+    assert made is not None
+    assert (made.prefix_tokens, made.copied) == (PAGE, None)
+
+
+def test_longest_beginning_of_a_cached_page_is_taken_and_short_ones_are_not() -> None:
+    pages = PageAllocator[KvPage](8)
+    cache = PrefixCache(pages, 8)
+    grant = pages.grant("r", 3)
+    assert grant is not None
+    for page, tokens in zip(grant.pages, ((1, 2, 3, 0, 0, 0, 0, 0), (1, 2, 3, 4, 5, 0, 0, 0), (1, 9)), strict=True):
+        cache.insert((*tokens, *[0] * (8 - len(tokens))), [page])
+    found = cache.match_within(tuple(range(1, 20)), [], 19)
+    assert found == (grant.pages[1], 5)
+    assert cache.match_within(tuple(range(1, 20)), [], 4) == (grant.pages[1], 4)
+    assert cache.match_within((1, 5, 5), [], 3) is None, "one token of eight is not worth a copy"
+    assert cache.match_within((7, 7, 7), [], 3) is None

@@ -1,6 +1,19 @@
 """Sampling and log-probability parameters of a request. The frontend sets them; decode and prefill only read them."""
 
+from typing import Literal
+
 import msgspec
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What the output has to match (models/grammar/). Small text: every server compiles it itself.
+
+    `text` is a JSON schema, a regular expression, an EBNF grammar (GBNF or Lark), a JSON list of strings for `choice`,
+    or a JSON object for `structural_tag`.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -10,7 +23,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     `temperature == 0` is greedy. `top_k is None` keeps the whole vocabulary. The frontend always sets `seed`: the token
     at output position i is a function of (seed, i) and the logits, independent of the sampling server and of the rest
     of the batch. Penalties count as in SGLang and vLLM: repetition over prompt and output, presence and frequency over
-    the output. Before `min_new_tokens` output tokens, EOS and stop tokens cannot be chosen.
+    the output. Before `min_new_tokens` output tokens, EOS and stop tokens cannot be chosen. With a `grammar`, they
+    can be chosen exactly where the grammar may end, and EOS always ends the output.
     """
 
     max_new_tokens: int = 128
@@ -26,6 +40,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_new_tokens: int = 0
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:

@@ -17,7 +17,12 @@ GROUPS = {
     "timed": [
         f"cluster/test_{name}" for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
     ],
-    "smollm2": ["cluster/test_smollm2_pair", "models/decoders/test_smollm2", "models/formats/test_gguf_file"],
+    "smollm2": [
+        "cluster/test_smollm2_pair",
+        "cluster/test_structured_output",
+        "models/decoders/test_smollm2",
+        "models/formats/test_gguf_file",
+    ],
 }
 """Files that one worker runs, one after the other: those with tests that fail when servers respond late, and those that
 share a model which takes long to load."""

@@ -52,7 +52,7 @@ LAYERS = {
         "messages",
         "",
     ],
-    "models": ["", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
+    "models": ["", "grammar", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
     "memory": ["hisparse", ""],
     "transfer": ["control", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [

@@ -22,7 +22,8 @@ _REMEMBERED_PROMPTS = 512
 class Choice(msgspec.Struct, frozen=True):
     """One token to sample: its row of the logits, its parameters, and the tokens before it.
 
-    `output_index` is the token's index in its output; `prompt_ids` and `output_ids` are used by penalties only.
+    `output_index` is the token's index in its output; `prompt_ids` and `output_ids` are used by penalties only. With
+    `may_end`, EOS is not excluded before `min_new_tokens`: a grammar decides where the output ends.
     """
 
     row: int
@@ -30,6 +31,7 @@ class Choice(msgspec.Struct, frozen=True):
     output_index: int
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    may_end: bool = False
 
 
 class Penalties:
@@ -55,7 +57,7 @@ class Penalties:
             if params.logit_bias:
                 bias = dict(params.logit_bias)
                 added.add(row, bias, np.fromiter(bias.values(), np.float64))
-            if choice.output_index < params.min_new_tokens:
+            if choice.output_index < params.min_new_tokens and not choice.may_end:
                 masked.add(row, {*self._eos_token_ids, *params.stop_token_ids})
         if not (repeating or subtracted or added or masked):
             return logits

@@ -5,7 +5,8 @@ batch, of the sampling server and of the device. For this, the one random number
 generator on the host; candidates are ranked by logit, ties by id; and probabilities are integers, whose sums do not
 depend on the order of additions. On CUDA the host does not wait.
 
-The order is: penalties, bias and mask (penalties.py), temperature, top_k, top_p of the rest, min_p.
+The order is: the mask of the grammar, penalties, bias and no EOS (penalties.py), temperature, top_k, top_p of the rest,
+min_p.
 """
 
 import enum
@@ -17,6 +18,7 @@ import torch
 
 from ...configs.sampling import SamplingParams
 from ...kernels.sampling.keep_top_p import keep_top_p
+from ...kernels.sampling.mask_logits import mask_logits
 from ...kernels.sampling.top_tokens import top_tokens
 from ..layers.host_copies import upload
 from .penalties import Choice, Penalties
@@ -26,7 +28,7 @@ _SCALE = 1 << 40
 sum of 8 million of the largest does not overflow."""
 
 _BLOCK_ELEMENTS = 1 << 24
-"""Logits converted to 64-bit weights at once: limits the temporary memory of large batches."""
+"""Logits converted to 64-bit weights, or masked, at once: limits the temporary memory of large batches."""
 
 _MASK_32 = (1 << 32) - 1
 
@@ -51,6 +53,27 @@ class _Kind(enum.Enum):
         return _Kind.TOP_P if params.top_p < 1.0 else _Kind.VOCABULARY
 
 
+class TokenMasks:
+    """Which tokens the rows of the logits allow: `masks` has one mask (models/grammar/masks.py) for each of `rows`. The
+    other rows allow all tokens.
+    """
+
+    def __init__(self, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        self._slots = {row: slot for slot, row in enumerate(rows)}
+        self._masks: npt.NDArray[np.int32] | torch.Tensor = masks
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """The logits [B, V] of these rows, in which tokens that are not allowed are -inf: a copy, or `logits` itself if
+        all of them allow all tokens.
+        """
+        slots = [self._slots.get(row, -1) for row in rows]
+        if max(slots) < 0:
+            return logits
+        if not isinstance(self._masks, torch.Tensor):
+            self._masks = upload(self._masks, torch.int32, logits.device)
+        return mask_logits(logits, upload(slots, torch.int32, logits.device), self._masks)
+
+
 class Sampler:
     """Samples tokens. Before a request's `min_new_tokens`, none of `eos_token_ids` can be sampled."""
 
@@ -58,19 +81,25 @@ class Sampler:
         self._penalties = Penalties(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-        """One token per choice from logits [B, V] (float32)."""
+    def sample(
+        self, logits: torch.Tensor, choices: Sequence[Choice], allowed: TokenMasks | None = None
+    ) -> torch.Tensor:
+        """One token per choice from logits [B, V] (float32), of the tokens `allowed`."""
         groups: dict[_Kind, list[int]] = {}
         for index, choice in enumerate(choices):
             groups.setdefault(_Kind.of(choice.params), []).append(index)
         order: list[int] = []
         tokens: list[torch.Tensor] = []
         for kind, members in groups.items():
-            size = len(members) if kind is _Kind.GREEDY else max(1, _BLOCK_ELEMENTS // logits.shape[-1])
+            copies = kind is not _Kind.GREEDY or allowed is not None
+            size = max(1, _BLOCK_ELEMENTS // logits.shape[-1]) if copies else len(members)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 chosen = [choices[index] for index in part]
-                rows = self._penalties.apply(_rows(logits, chosen), chosen)
+                rows = _rows(logits, chosen)
+                if allowed is not None:
+                    rows = allowed.apply(rows, [choice.row for choice in chosen])
+                rows = self._penalties.apply(rows, chosen)
                 if kind is _Kind.GREEDY:
                     tokens.append(rows.argmax(dim=-1))
                 else:

@@ -18,7 +18,7 @@ class DecodeRow(msgspec.Struct, frozen=True):
     """One sequence of a decode step: feed `token` at `position`, with its KV in `pages`.
 
     `token` is None if it is not known yet: row `follows` of the previous step samples it. `output_index` is the index,
-    in the output, of the token that this step samples.
+    in the output, of the token that this step samples. `joined`: its first step since it joined the batch.
     """
 
     request: Request
@@ -28,6 +28,7 @@ class DecodeRow(msgspec.Struct, frozen=True):
     pages: list[KvPage]
     output_index: int
     hot_slot: RequestSlot | None = None
+    joined: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class RunQueue:
         """Move ready requests into free places of the batch; returns them. The caller changes their state."""
         count = min(len(self.ready), self._max_running - len(self.running))
         joined = [self.ready.pop() for _ in range(count)]
+        for request in joined:
+            request.joined = True
         self.running += joined
         return joined
 
@@ -108,6 +111,7 @@ class RunQueue:
         for request in batch:
             request.in_flight += 1
             request.last_step = command_id
+            request.joined = False
         self._steps.append(step)
         return step
 
@@ -130,4 +134,5 @@ def _row(request: Request, previous: dict[Request, int], hot_slot: RequestSlot |
         pages=request.pages,
         output_index=len(request.output_ids) + request.in_flight,
         hot_slot=hot_slot,
+        joined=request.joined,
     )

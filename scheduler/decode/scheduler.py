@@ -22,7 +22,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.errors import AbortedError, ServerError, UnavailableError
+from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
@@ -129,6 +129,10 @@ class DecodeScheduler:
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
         self._submissions.submit(submit, now)
+
+    def refuse(self, submit: Submit, error: RequestError) -> None:
+        """Refuse a prompt with all its samples."""
+        self._submissions.refuse(submit, error)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
@@ -356,9 +360,16 @@ class DecodeScheduler:
         step, seconds = self._finish_step(command_id, now)
         self.counters["decode_steps"] += bool(step.rows)
         for row, result in zip(step.rows, results, strict=False):
-            if row.request.state is State.RUNNING:
+            if row.request.state is not State.RUNNING:
+                continue
+            if result.problem is None:
                 self.endings.accept_token(row.request, result.drawn[0], now)
+            else:
+                self.endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
+                error = ServerError(f"the grammar cannot be followed: {result.problem}")
+                self.endings.end_all(chunk.prompt.prompt, error, now)
             self._admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:
             self._admit_arrived(now)

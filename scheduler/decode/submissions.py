@@ -49,8 +49,7 @@ class Submissions:
         rids = (submit.rid, *submit.more_rids)
         error = self._refusal(submit, now)
         if error is not None:
-            self._counters["requests_refused"] += len(rids)
-            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
+            self.refuse(submit, error)
             return
         deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
         prompt = self._dispatcher.new_prompt(
@@ -67,6 +66,12 @@ class Submissions:
         self._dispatcher.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+
+    def refuse(self, submit: Submit, error: RequestError) -> None:
+        """Refuse a prompt with all its samples."""
+        rids = (submit.rid, *submit.more_rids)
+        self._counters["requests_refused"] += len(rids)
+        self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
 
     def end_too_long(self, now: float) -> None:
         """End queued requests whose prompts none of the paired prefill servers can hold."""

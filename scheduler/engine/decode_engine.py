@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from ...configs.errors import ClientError
+from ...configs.sampling import Grammar, SamplingParams
 from ...configs.words import counted
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
@@ -45,6 +47,7 @@ from ..messages.ranks import (
     CopyPage,
     DropPages,
     ExpectedChunk,
+    GrammarReady,
     HotCounters,
     KvVerified,
     LoadPages,
@@ -59,6 +62,7 @@ from ..messages.ranks import (
 )
 from ..ranks.group import RankGroup
 from .engine import Engine
+from .grammar_gate import GrammarGate
 from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
@@ -94,13 +98,20 @@ class DecodeEngine(Engine[DecodeScheduler]):
         """Totals of the hot buffers, by the first rank of each stage."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
+        self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
+            case Submit(sampling=SamplingParams(grammar=Grammar() as grammar)):
+                self._gate.hold(event, grammar)
             case Submit():
                 scheduler.submit(event, now)
+            case GrammarReady(number=number, problem=problem):
+                self._grammar_ready(number, problem, now)
             case Cancel(rid=rid, stopped=stopped):
+                for held in self._gate.release(lambda held: rid in (held.rid, *held.more_rids)):
+                    scheduler.submit(held, now)
                 scheduler.cancel(rid, now, stopped=stopped)
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
@@ -158,6 +169,19 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 pass  # logged by the control plane, and part of its peer status
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
+
+    def _grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+        held = self._gate.ready(number)
+        if held is None:
+            return
+        if problem is None:
+            self.scheduler.submit(held, now)
+        else:
+            self.scheduler.refuse(held, ClientError(f"the grammar {problem}"))
+
+    def release_held(self, now: float) -> None:
+        for held in self._gate.release():
+            self.scheduler.submit(held, now)
 
     def _handle_message(self, message: object, now: float) -> None:
         scheduler = self.scheduler
@@ -249,7 +273,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.scheduler.step_failed(done.command_id, done.error, now)
 
     def answered(self) -> bool:
-        return not self.scheduler.requests
+        return not self.scheduler.requests and not self._gate
 
     def writes(self) -> bool:
         return False

@@ -37,6 +37,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Pass one event to the scheduler."""
 
     @abc.abstractmethod
+    def release_held(self, now: float) -> None:
+        """Pass requests that wait for their grammar to the scheduler, which refuses them now."""
+
+    @abc.abstractmethod
     def perform(self, effect: Effect) -> None:
         """Perform one effect that is not for the frontend."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...configs.sampling import Grammar, SamplingParams
 from ...configs.words import counted
 from ...transfer.control.events import (
     LoadReported,
@@ -41,6 +42,7 @@ from ..messages.ranks import (
     CancelChunks,
     ChunkReport,
     ClosePeer,
+    GrammarReady,
     OpenPeer,
     PartReport,
     PeerRoutes,
@@ -51,6 +53,7 @@ from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
 from .engine import Engine
+from .grammar_gate import GrammarGate
 from .step_rows import prefill_row
 
 log = logging.getLogger(__name__)
@@ -88,18 +91,23 @@ class PrefillEngine(Engine[PrefillScheduler]):
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Reports of the chunks that some ranks have written, but not all."""
+        self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
             case FlushCache():
                 log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
-            case MessageReceived(
-                instance=instance, message=KvDestination() as message, arrays=(prompt, indices, *more)
-            ):
-                hot_indices = more[0].tolist() if more else []  # arrays of newer peers may follow
-                scheduler.receive(instance, message, prompt.tolist(), indices.tolist(), now, hot_indices)
-            case MessageReceived(instance=instance, message=Abort() as message):
+            case MessageReceived(message=KvDestination(sampling=SamplingParams(grammar=Grammar() as grammar))):
+                self._gate.hold(event, grammar)
+            case MessageReceived(message=KvDestination()):
+                self._receive(event, now)
+            case GrammarReady(number=number, problem=problem):
+                if (held := self._gate.ready(number)) is not None:
+                    self._receive(held, now, problem)
+            case MessageReceived(instance=instance, message=Abort(key=key) as message):
+                for held in self._gate.release(lambda held: _is_about(held, instance, key)):
+                    self._receive(held, now)
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
@@ -119,6 +127,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 if remark is not None and 0 in self._ranks.numbers:  # once per server
                     log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
+                self._gate.release(lambda held: held.instance == instance)
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
                 self._open.discard(instance)
@@ -140,6 +149,21 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")
+
+    def _receive(self, event: MessageReceived, now: float, problem: str | None = None) -> None:
+        """Pass a KvDestination to the scheduler, or refuse it because its grammar cannot be compiled."""
+        message, (prompt, indices, *more) = event.message, event.arrays
+        assert isinstance(message, KvDestination)
+        if problem is None:
+            hot_indices = more[0].tolist() if more else []  # arrays of newer peers may follow
+            self.scheduler.receive(event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices)
+        else:
+            failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
+            self._control.send(event.instance, failed)
+
+    def release_held(self, now: float) -> None:
+        for held in self._gate.release():
+            self._receive(held, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
         """Send a message. A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
@@ -168,13 +192,19 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def _step_done(self, done: StepDone, now: float) -> None:
         if done.error is None:
-            drawn = [result.drawn for result in done.results]
-            self.scheduler.step_done(done.command_id, drawn, [result.prompt_logprobs for result in done.results], now)
+            results = done.results
+            self.scheduler.step_done(
+                done.command_id,
+                [result.drawn for result in results],
+                [result.prompt_logprobs for result in results],
+                now,
+                [result.problem for result in results],
+            )
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
     def answered(self) -> bool:
-        return self.scheduler.idle
+        return self.scheduler.idle and not self._gate
 
     def writes(self) -> bool:
         return bool(self.scheduler.requests)
@@ -190,6 +220,10 @@ def _page_space(hello: Hello) -> PageSpace:
         in_host_memory=any(pool.memory == "host" for rank in hello.ranks for pool in rank.pools),
         hot_pages=min(hot) if len(hot) == len(hello.ranks) else 0,
     )
+
+
+def _is_about(held: MessageReceived, instance: InstanceId, key: TransferKey) -> bool:
+    return held.instance == instance and isinstance(held.message, KvDestination) and held.message.key == key
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

@@ -49,7 +49,8 @@ class DecodeRouter:
             case Submit():
                 return (self._choose(event),)
             case Cancel(rid=rid):
-                return [number for number in self._all if rid in self._schedulers[number].requests]
+                # a request that waits for its grammar is in no scheduler yet
+                return [number for number in self._all if rid in self._schedulers[number].requests] or self._all
             case _:
                 return self._all
 
@@ -77,7 +78,9 @@ class PrefillRouter:
         self._all = range(len(schedulers))
 
     def route(self, event: object) -> Sequence[int]:
-        """Decode servers pair with all engines. An Abort of a transfer that has ended is answered by any of them."""
+        """Decode servers pair with all engines. An Abort of a transfer that no scheduler has goes to all: it has ended,
+        or waits for its grammar; repeated answers do no harm.
+        """
         if len(self._all) == 1:
             return self._all
         match event:
@@ -85,7 +88,8 @@ class PrefillRouter:
                 known = self._holder((instance, key))
                 return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):
-                return (self._holder((instance, key)) or 0,)
+                holder = self._holder((instance, key))
+                return self._all if holder is None else (holder,)
             case PeerUp() | PeerLost() | PeerClosed() | FlushCache():
                 return self._all
             case _:

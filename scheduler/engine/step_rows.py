@@ -10,20 +10,26 @@ from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt
 from ..decode.run_queue import DecodeRow
 from ..messages.step import Draw, StepRow
+from ..prefill.limits import MAX_SAMPLES
 from ..prefill.request import PrefillRow
 
 
 def decode_row(row: DecodeRow) -> StepRow:
-    """One token of a running request. It has prompt and output ids only for penalties: they would dominate the
-    message.
+    """One token of a running request. It has prompt and output ids only for penalties, and in its first step for a
+    grammar: they would dominate the message, like the text of the grammar.
     """
     request = row.request
     counts = request.sampling.counts_tokens
+    sampling, state = request.sampling, None
+    if sampling.grammar is not None:
+        state = request.prompt.prompt_id * MAX_SAMPLES + request.sample
+        sampling = sampling if row.joined else request.sampling_without_grammar
+    output = tuple(request.output_ids) if counts or sampling.grammar is not None else ()
     return StepRow(
         token_ids=() if row.token is None else (row.token,),
         start=row.position,
         pages=row.pages,
-        draws=(Draw(request.sampling, row.output_index, tuple(request.output_ids) if counts else ()),),
+        draws=(Draw(sampling, row.output_index, output, state),),
         prompt_ids=request.prompt_ids if counts else (),
         top_logprobs=request.logprobs.top if request.logprobs is not None else None,
         follows=row.follows,
@@ -77,11 +83,11 @@ def _prompt_row(
     """Tokens [start, end) of a prompt. The last chunk draws the first token of each sample, with seed + 0, + 1, ...
 
     It has the whole prompt only for penalties and prompt log-probabilities: it would be most of the message. The last
-    `outputs` of the ids are output: they count as such for penalties.
+    `outputs` of the ids are output: they count as such for penalties and grammars.
     """
     scored_from = logprobs.start if logprobs is not None and not outputs else None
     counts = draws > 0 and sampling.counts_tokens
-    output = ids[len(ids) - outputs :] if counts else ()
+    output = ids[len(ids) - outputs :] if counts or (draws > 0 and sampling.grammar is not None) else ()
     samplings = [msgspec.structs.replace(sampling, seed=sampling.seed + index) for index in range(draws)]
     return StepRow(
         token_ids=ids[start:end],

@@ -10,6 +10,7 @@ SentStep.
 
 import msgspec
 
+from ...configs.sampling import Grammar
 from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...models.config.sharding import RankTokens
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
@@ -169,6 +170,13 @@ class CancelChunks(Command, frozen=True):
     key: TransferKey
 
 
+class PrepareGrammar(Command, frozen=True):
+    """Compile a grammar before a step needs it. Reported as GrammarReady, by the rank that samples."""
+
+    number: int
+    grammar: Grammar
+
+
 class LeaderAlive(Command, frozen=True):
     """Heartbeat: a rank on another machine exits when it gets nothing for LEADER_SILENCE_S."""
 
@@ -184,9 +192,10 @@ ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
-TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand
-"""About KV that is complete, or will be after a certain step: run at once, in order among themselves, without waiting
-for other steps. A ChunkWrite is for all ranks, each of which writes its part and reports a ChunkReport.
+TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | PrepareGrammar
+"""About KV that is complete, or will be after a certain step, or about grammars: run at once, in order among
+themselves, without waiting for other steps. A ChunkWrite is for all ranks, each of which writes its part and reports a
+ChunkReport.
 """
 RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
 """What is sent to rank processes."""
@@ -276,6 +285,13 @@ class PartScattered(Report, frozen=True):
     part: StagePart
 
 
+class GrammarReady(Report, frozen=True):
+    """From the rank that samples: a grammar is compiled, or why it cannot be."""
+
+    number: int
+    problem: str | None = None
+
+
 class HotCounters(Report, frozen=True):
     """From the first rank of each stage, a few times a second: the totals of its hot buffers (HiSparse)."""
 
@@ -310,6 +326,7 @@ RankReport = (
     | ChunkReport
     | PartReport
     | PartScattered
+    | GrammarReady
     | HotCounters
     | PeerRoutes
     | RankAlive

@@ -12,12 +12,15 @@ from ...models.config.sharding import RankTokens
 class Draw(msgspec.Struct, array_like=True, frozen=True):
     """One token to sample after the last token of a row, with the seed `sampling.seed`.
 
-    `output_index` is the index of the token in its output. `output_ids` is the output so far; only penalties need it.
+    `output_index` is the index of the token in its output. `output_ids` is the output so far, for penalties and for a
+    grammar that `sampling` has. The rank that samples keeps the state of that grammar under the number `grammar_state`;
+    later draws have only this number.
     """
 
     sampling: SamplingParams
     output_index: int
     output_ids: Sequence[int] = ()
+    grammar_state: int | None = None
 
 
 class StepRow(msgspec.Struct, array_like=True, frozen=True):
@@ -50,6 +53,12 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True):
         return len(self.token_ids) if self.follows is None else 1
 
     @property
+    def has_grammar(self) -> bool:
+        return bool(self.draws) and (
+            self.draws[0].grammar_state is not None or self.draws[0].sampling.grammar is not None
+        )
+
+    @property
     def scored(self) -> range:
         """Positions of the prompt whose log-probabilities come from the logits of this row."""
         if self.prompt_logprobs_from is None:
@@ -68,8 +77,9 @@ def tokens_of(rows: Sequence[StepRow]) -> RankTokens:
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """The result of a row: a token per draw (with its log-probability if requested), and log-probabilities of the
-    prompt.
+    prompt. With a `problem`, its tokens do not follow its grammar, and the request fails.
     """
 
     drawn: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
+    problem: str | None = None

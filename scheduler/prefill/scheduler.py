@@ -193,18 +193,27 @@ class PrefillScheduler:
         first_tokens: Sequence[tuple[TokenLogprob, ...]],
         input_logprobs: Sequence[tuple[TokenLogprob, ...]],
         now: float,
+        problems: Sequence[str | None] = (),
     ) -> None:
         """The KV of the rows of a step is in our pages: send it.
 
         One entry per row: the first token of each sample if the row ends its prompt, and the log-probabilities of
-        prompt tokens that the row yields.
+        prompt tokens that the row yields. `problems`, if any, say why tokens of a row do not follow its grammar.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs in zip(
-            self._computing.take(command_id, now), first_tokens, input_logprobs, strict=True
+        for row, tokens, logprobs, problem in zip(
+            self._computing.take(command_id, now),
+            first_tokens,
+            input_logprobs,
+            problems or [None] * len(first_tokens),
+            strict=True,
         ):
             request = row.request
             if request.state is not PrefillState.COMPUTING:
+                continue
+            if problem is not None:
+                request.retryable = False
+                self._close(request, f"the grammar cannot be followed: {problem}", now)
                 continue
             self.counters["prompt_tokens"] += row.end - row.start
             request.computed = row.end

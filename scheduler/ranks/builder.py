@@ -1,11 +1,13 @@
 """Builds the executor of a rank: weights, memory for steps, a KV cache in the rest, CUDA graphs."""
 
 import logging
+import threading
 import time
 
+import numpy as np
 import torch
 
-from ...configs.arithmetic import round_up
+from ...configs.arithmetic import ceil_div, round_up
 from ...configs.errors import StartupError
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
@@ -18,14 +20,17 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ...memory.ring_memory import MAX_SHARE_BYTES, MIB, RING_TOKENS
 from ...memory.sizing import GIB, check_weights_fit, peak_bytes
+from ...models.grammar.compiler import GrammarCompiler
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
 from ...models.runner import ModelRunner, resolve_dtype
+from ...models.sampling.sampler import TokenMasks
 from ...transfer.data.part_writer import warm_up_gather
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
 from ..messages.step import Draw, StepRow, tokens_of
 from .cache_size import STAGED_RANKS, hisparse_pages, plain_pages, staging_bytes
 from .executor import Executor
+from .step_grammars import StepGrammars
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,10 @@ class RankBuilder:
 
     def build(self) -> Executor:
         config, source, parallel = self._config, self._source, self._parallel
+        compiler = GrammarCompiler.of(source)
+        reading = threading.Thread(target=compiler.read_vocabulary, name="vocabulary", daemon=True)
+        if parallel.shard.samples:
+            reading.start()  # here and not by the first grammar: llguidance holds the GIL for up to a second
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
         weight_bytes = ModelRunner.weight_bytes(
@@ -106,7 +115,15 @@ class RankBuilder:
                 self._staging_bytes(runner) / GIB,
                 free_memory_bytes(self._device) / GIB,
             )
-        return Executor(runner, cache, source.config.eos_token_ids, overlap=uses_overlap(config))
+        if parallel.shard.samples:
+            reading.join()
+        return Executor(
+            runner,
+            cache,
+            source.config.eos_token_ids,
+            overlap=uses_overlap(config),
+            grammars=StepGrammars(compiler, self.step_limit),
+        )
 
     def _choose_step_limit(self) -> int:
         config, model = self._config, self._source.config
@@ -271,6 +288,9 @@ class RankBuilder:
         for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
             same = (tokens_of(rows),) * self._config.dp_size if self._config.dp_size > 1 else None
             executor.start(rows, same).finish()
+        vocabulary = runner.config.vocab_size
+        all_tokens = TokenMasks([0], np.full((1, ceil_div(vocabulary, 32)), -1, np.int32))
+        all_tokens.apply(torch.zeros(1, vocabulary, device=self._device), [0])  # compiles the kernel
         runner.release_graphs()
 
 

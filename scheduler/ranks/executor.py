@@ -1,7 +1,7 @@
 """Runs steps on one rank: its part of the model and, on the rank that has the logits, sampling."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from ...models.sampling.logprobs import Logprobs, entries, score
 from ...models.sampling.penalties import Choice
 from ...models.sampling.sampler import Sampler
 from ..messages.step import StepResult, StepRow
+from .step_grammars import NO_MASKS, StepGrammars, StepMasks
 
 _SCORED_ELEMENTS = 1 << 24
 """Most logits of prompt tokens in memory at once: those of a chunk of 8192 tokens would take gigabytes."""
@@ -23,17 +24,46 @@ _UNKNOWN = (0,)
 """Placeholder in a slice for a token that is only on the device."""
 
 
+Collect = Callable[[], list[StepResult]]
+
+
 class PendingStep:
     """A step in flight. `finish()` waits until its KV is complete and returns one result per row; None on ranks that do
     not sample.
+
+    With `sample`, the model runs, but no token is sampled yet: grammars wait for the tokens of the previous step. It is
+    called after the end of that step, and before the next step starts.
     """
 
-    def __init__(self, device: torch.device, collect: Callable[[], list[StepResult]] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, collect: Collect | None = None, *, sample: Callable[[], Collect] | None = None
+    ) -> None:
+        self._device = device
         self._collect = collect
+        self._sample = sample
+        self._error: Exception | None = None
         self._done: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if sample is None:
+            self._record()
+
+    def _record(self) -> None:
+        if self._device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._done.record(torch.cuda.current_stream(device))
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def sampled(self) -> bool:
+        return self._sample is None
+
+    def sample(self) -> None:
+        """Sample the tokens, if that has not happened. `finish` raises its error."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            try:
+                self._collect = sample()
+            except Exception as error:
+                self._error = error
+            self._record()
 
     @property
     def done(self) -> bool:
@@ -49,7 +79,10 @@ class PendingStep:
             self._done.synchronize()
 
     def finish(self) -> list[StepResult] | None:
+        self.sample()
         self.wait()
+        if self._error is not None:
+            raise self._error
         return self._collect() if self._collect is not None else None
 
 
@@ -59,16 +92,29 @@ class Executor:
 
     Before `min_new_tokens`, neither `eos_token_ids` nor stop tokens of the request are sampled. With `overlap`, rows
     may follow rows of the previous step: its sampled tokens stay on the device, on every rank of the only stage.
+    Without `grammars`, no row may have one.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: KvCache, eos_token_ids: Iterable[int], *, overlap: bool = False
+        self,
+        runner: ModelRunner,
+        cache: KvCache,
+        eos_token_ids: Iterable[int],
+        *,
+        overlap: bool = False,
+        grammars: StepGrammars | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = Sampler([token for token in eos_token_ids if token < runner.config.vocab_size])
         self._overlap = overlap
         self._drawn = torch.empty(0, dtype=torch.long, device=cache.device)
+        self._sampled: Callable[[], list[int]] = list
+        """Returns the tokens in `_drawn`, after they have arrived on the host."""
+        self._last: PendingStep | None = None
         self.cache = cache
+        self.grammars = grammars
+        self.samples_later = cache.device.type == "cuda"
+        """Rows with a grammar that follow the previous step are sampled after its end, while the device computes."""
 
     @property
     def weight_bytes(self) -> int:
@@ -76,12 +122,17 @@ class Executor:
         return self._runner.held_weight_bytes
 
     def start(self, rows: Sequence[StepRow], ranks: Sequence[RankTokens] | None = None) -> PendingStep:
-        """One forward pass. On CUDA nothing waits for it. `ranks` has the tokens of all ranks of the stage, with
-        data-parallel attention.
+        """One forward pass. On CUDA nothing waits for it, and with a grammar on a row that follows the previous step,
+        its tokens are sampled later (PendingStep). `ranks` has the tokens of all ranks of the stage, with data-parallel
+        attention.
         """
+        if self._last is not None:
+            self._last.sample()
         rows, following = self._resolve(rows)
+        previous, self._sampled = self._sampled, list
         self._drawn = self._drawn[:0]  # until this step has sampled
-        return self._start(rows, following, ranks)
+        self._last = self._start(rows, following, previous, ranks)
+        return self._last
 
     def assist(self, ranks: Sequence[RankTokens]) -> None:
         """Take part in a step of other data-parallel ranks."""
@@ -89,7 +140,11 @@ class Executor:
 
     @torch.inference_mode()
     def _start(
-        self, rows: Sequence[StepRow], following: torch.Tensor | None, ranks: Sequence[RankTokens] | None
+        self,
+        rows: Sequence[StepRow],
+        following: torch.Tensor | None,
+        previous: Callable[[], list[int]],
+        ranks: Sequence[RankTokens] | None,
     ) -> PendingStep:
         slices = [
             SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages, row.hot_slot)
@@ -108,7 +163,7 @@ class Executor:
             draws = any(row.draws for row in rows)
             logits = self._runner.forward(self.cache, slices, following, logits=draws, ranks=ranks)
         choices = [
-            Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids)
+            Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids, row.has_grammar)
             for index, row in enumerate(rows)
             for draw in row.draws
         ]
@@ -116,7 +171,18 @@ class Executor:
             if self._overlap and choices:
                 self._share_drawn(torch.empty(len(choices), dtype=torch.long, device=self.cache.device))
             return PendingStep(self.cache.device)
-        return self._draw(rows, choices, logits, prompt_parts)
+        if not any(row.has_grammar for row in rows):
+            return PendingStep(logits.device, self._draw(rows, choices, logits, prompt_parts, NO_MASKS))
+
+        @torch.inference_mode()
+        def sample() -> Collect:
+            assert self.grammars is not None, "a grammar for an executor without grammars"
+            sampled = previous() if any(row.follows is not None for row in rows) else []
+            return self._draw(rows, choices, logits, prompt_parts, self.grammars.masks(rows, sampled))
+
+        if self.samples_later and any(row.has_grammar and row.follows is not None for row in rows):
+            return PendingStep(logits.device, sample=sample)
+        return PendingStep(logits.device, sample())
 
     def _resolve(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], torch.Tensor | None]:
         """The rows, and a token per row, on the device, if some were sampled by the last step; those of chunks are not
@@ -170,12 +236,13 @@ class Executor:
         choices: Sequence[Choice],
         logits: torch.Tensor,
         prompt_parts: Sequence[tuple[int, Logprobs]],
-    ) -> PendingStep:
+        masks: StepMasks,
+    ) -> Collect:
         """Sample all tokens and start to read them back, together with the log-probabilities of prompts."""
         tensors = [tensor for _, part in prompt_parts for tensor in part.tensors]
         tops = {at: top for at, choice in enumerate(choices) if (top := rows[choice.row].top_logprobs) is not None}
         if choices:
-            tokens = self._sampler.sample(logits, choices)
+            tokens = self._sampler.sample(logits, choices, masks.allowed)
             if self._overlap:
                 self._share_drawn(tokens)
             tensors.append(tokens)
@@ -185,11 +252,18 @@ class Executor:
                 tensors += score(*picked, max(tops.values())).tensors
         values = ReadBack(tensors)
         scored = [index for index, _ in prompt_parts]
-        return PendingStep(logits.device, lambda: _results(rows, len(choices), tops, scored, values()))
+        at = 4 * len(prompt_parts)  # after the four tensors of each part
+        self._sampled = lambda: [int(token) for token in values()[at]] if choices else []
+        return lambda: _results(rows, len(choices), tops, scored, masks.problems, values())
 
 
 def _results(
-    rows: Sequence[StepRow], drawn: int, tops: dict[int, int], scored: Sequence[int], values: list[list[float]]
+    rows: Sequence[StepRow],
+    drawn: int,
+    tops: dict[int, int],
+    scored: Sequence[int],
+    problems: Mapping[int, str],
+    values: list[list[float]],
 ) -> list[StepResult]:
     """The results of all rows. `values` was read back: four lists per block of prompt tokens, the sampled tokens, and
     their log-probabilities.
@@ -207,8 +281,8 @@ def _results(
                 sampled[at] = entry
     in_order = iter(sampled)
     return [
-        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt))
-        for row, prompt in zip(rows, prompts, strict=True)
+        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt), problems.get(index))
+        for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
 
 

@@ -13,6 +13,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +28,7 @@ from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
 from ...models.config.sharding import RankTokens, Shard
+from ...models.grammar.dialects import GrammarError
 from ...models.layers.parallel import Backend, Parallel, nccl_available
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
@@ -51,6 +53,7 @@ from ..messages.ranks import (
     CopyDone,
     CopyPage,
     DropPages,
+    GrammarReady,
     HotCounters,
     KvVerified,
     LoadPages,
@@ -59,6 +62,7 @@ from ..messages.ranks import (
     PartReport,
     PartScattered,
     PeerRoutes,
+    PrepareGrammar,
     RankFailed,
     RankReady,
     RankReport,
@@ -125,6 +129,7 @@ class RankEngine:
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
+        self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._parallel.check()
@@ -206,6 +211,9 @@ class RankEngine:
             self._report(RankFailed(self._rank, f"{name} failed: {type(error).__name__}: {error}"))
 
     def _transfer(self, command: TransferCommand) -> None:
+        if isinstance(command, PrepareGrammar):
+            self._prepare_grammar(command)
+            return
         if isinstance(command, PartScatter):
             assert self._scatterer is not None, "PartScatter for a rank without a staging ring"
             self._scatterer.scatter(command)
@@ -228,9 +236,33 @@ class RankEngine:
             case ClosePeer(instance=instance):
                 self._writer.close(instance)
 
+    def _prepare_grammar(self, command: PrepareGrammar) -> None:
+        """Compile a grammar on a thread of its own, if this rank samples. A cached one is reported at once."""
+        if not self._parallel.shard.samples:
+            return
+        assert self._executor.grammars is not None, "the builder sets it"
+        compiler = self._executor.grammars.compiler
+
+        def prepare() -> None:
+            problem = None
+            try:
+                compiler.compile(command.grammar)
+            except GrammarError as error:
+                problem = str(error)
+            except Exception as error:
+                log.exception("a grammar cannot be compiled")
+                problem = f"cannot be compiled: {type(error).__name__}: {error}"
+            self._report(GrammarReady(self._rank, command.number, problem))
+
+        if compiler.is_cached(command.grammar):
+            prepare()
+        else:
+            self._grammar_thread.submit(prepare)
+
     def close(self) -> None:
         """Leave the process group and release all memory that peers could write."""
         self._mover.close()
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             self._writer.close_all()
         if self._receivers is not None:
@@ -302,10 +334,19 @@ class RankEngine:
         if not is_step:
             self._report(CommandDone(self._rank, command_id))
             return
-        self._stepping_s += time.monotonic() - started
         if results is not None:
             self._report(StepDone(self._rank, command_id, tuple(results)))
+        self._sample_next()
+        self._stepping_s += time.monotonic() - started
         self._report_hot()
+
+    def _sample_next(self) -> None:
+        """Sample the tokens of the next step, if its grammars had to wait for those of the step that is done. The
+        device computes its logits meanwhile.
+        """
+        following = next((pending for pending in self._pending if pending.is_step), None)
+        if following is not None and not following.step.sampled:
+            following.step.sample()
 
     def _step_failed(self, command_id: int, error: Exception) -> None:
         while self._pending:  # reports are sent in order

@@ -23,6 +23,7 @@ from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig
 from ...configs.words import shown
 from ...scheduler.messages.frontend import Failed, Submit
+from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
 from ..observability.request_ids import KeepsRequestIds, client_request_id
@@ -97,6 +98,7 @@ class Routes:
         self._tokenizer = tokenizer
         self._roles = roles
         self._lanes = Lanes()
+        self._grammars = GrammarChecker(config.model, config.load_format)
         self.serve(config, leader, default_sampling)
 
     def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
@@ -265,17 +267,17 @@ class Routes:
         """Generate text for one prompt or a list of prompts."""
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
         token_text = self._tokenizer.token_text if call.text_in_logprobs else None
-        return self._respond(request, call, GenerateRendering(call.listed, token_text))
+        return await self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
         """The same in OpenAI's shape."""
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
-        return self._respond(request, call, CompletionRendering(call, self._info.model_name, self._tokenizer))
+        return await self._respond(request, call, CompletionRendering(call, self._info.model_name, self._tokenizer))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat, rendered with the model's own template."""
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
-        return self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
+        return await self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
@@ -286,8 +288,12 @@ class Routes:
         ready = self._leader.check_available()  # again: the role may have changed while the body arrived
         return Limits.of(self.config, ready, self._default_sampling)
 
-    def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
+    async def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
         check_addressed_role(request, call.submits, self.config, self._roles.former())
+        if self.config.role == "decode":  # the other half of a call for a prefill server
+            for name, grammar in call.grammars:
+                if (problem := await self._grammars.check(grammar)) is not None:
+                    raise FieldError(name, problem)
         outputs = [
             Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
             for submit, rules in zip(call.submits, call.text_rules, strict=True)

@@ -9,16 +9,16 @@ Two bounds are tried, the cheaper one first:
    are not counted.
 """
 
-import json
 import math
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 
-from .byte_level import BYTE_LEVEL
+from ...models.formats.byte_level import BYTE_LEVEL
+from ...models.formats.token_bytes import steps_of
 
 SMALL_BYTES_PER_TOKEN = 8
 """Shorter text, in bytes per token of the limit, is not checked here. Ordinary text has about four bytes per token."""
@@ -109,16 +109,3 @@ def _is_made_of_bytes(backend: tokenizers.Tokenizer) -> bool:
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     return any(step["type"] == "ByteLevel" for step in steps_of(backend.pre_tokenizer))
-
-
-def steps_of(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder. Only its pickled state, which is JSON, lists them."""
-    if component is not None:
-        yield from _flattened(json.loads(component.__getstate__()))
-
-
-def _flattened(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if state["type"] != "Sequence":
-        yield state
-    for step in (*state.get("normalizers", ()), *state.get("pretokenizers", ()), *state.get("decoders", ())):
-        yield from _flattened(step)

@@ -5,7 +5,6 @@ their metadata (models/formats/gguf_tokenizer.py).
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -23,9 +22,10 @@ from ...configs.errors import ClientError, StartupError
 from ...models.formats.gguf_file import GgufFile
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
+from ...models.formats.token_bytes import TokenBytes
 from ...models.loading.catalog import ModelSource
-from .byte_level import BYTE_LEVEL
-from .token_floor import TokenFloor, steps_of
+from ...models.loading.tokenizer_file import hf_tokenizer
+from .token_floor import TokenFloor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
@@ -46,11 +46,7 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
             special_tokens=gguf_special_tokens(file),
             chat_template=template if isinstance(template, str) else None,
         )
-    path = source.path / "tokenizer.json"
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for everything
-        raise StartupError(f"{path}: cannot be read: {error}") from error
+    backend = hf_tokenizer(source.path)
     settings = _read_settings(source.path)
     special_tokens = {role: text for role in _SPECIAL_ROLES if (text := _token_text(settings.get(role))) is not None}
     eos_ids = set(source.config.eos_token_ids)
@@ -85,12 +81,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._template = None if chat_template is None else _compile_template(chat_template)
-        added = backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
-        self.floor = TokenFloor(backend, self._find_bytes)
-        self.token_bytes = cache(self._find_bytes)
+        token_bytes = TokenBytes(backend)
+        self._special = token_bytes.special
+        self.floor = TokenFloor(backend, token_bytes.find)
+        self.token_bytes = cache(token_bytes.find)
         """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
         self.length_alone = cache(lambda token_id: len(self.decode((token_id,), skip_special_tokens=False)))
         """Characters of a token that is decoded alone."""
@@ -144,20 +138,6 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code on the client's values: it can raise anything
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
-
-    def _find_bytes(self, token_id: int) -> bytes:
-        if (added := self._added.get(token_id)) is not None:
-            return added.encode()
-        piece = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if "ByteLevel" in self._decoder_kinds:
-            return b"".join(BYTE_LEVEL.get(character) or character.encode() for character in piece)
-        if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
-            return bytes([int(piece[3:-1], 16)])
-        if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
-            return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-        return self.decode([token_id], skip_special_tokens=False).encode()
 
 
 class TextStream:
@@ -224,9 +204,6 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _compile_template(text: str) -> jinja2.Template:

@@ -171,7 +171,7 @@ class Server:
     def leader_pid(self) -> int:
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        leader, *waiting = (int(child) for child in children)
+        leader, *waiting = (int(child) for child in children if not _is_grammar_compiler(child))
         assert len(waiting) < self.leaders
         return leader
 
@@ -244,6 +244,11 @@ class Server:
 
     def post(self, input_ids: Sequence[int], new_tokens: int, timeout_s: float = 60, **extra: Any) -> httpx.Response:
         return HTTP.post(f"{self.url}/generate", json=body(input_ids, new_tokens, **extra), timeout=timeout_s)
+
+
+def _is_grammar_compiler(pid: str) -> bool:
+    """The other child of a frontend, if a request had a grammar."""
+    return b"grammar.check" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def is_idle(info: dict[str, Any]) -> bool:

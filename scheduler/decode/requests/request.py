@@ -193,6 +193,9 @@ class Request:
         self.priority = prompt.priority
         self.prompt_ids = prompt.token_ids
         self.sampling = sampling
+        self.sampling_without_grammar = (
+            sampling if sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
+        )
         self.logprobs = logprobs
         self.deadline = deadline
         self.lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now)
@@ -205,6 +208,8 @@ class Request:
         """The part of its time in the queue during which prefill servers were busy."""
         self.in_flight = 0
         """Steps in flight: output tokens that are not known here yet."""
+        self.joined = False
+        """It has joined the batch and was in no step since then."""
         self.last_step = 0
         """The `command_id` of its latest step."""
         self.saved_pages = 0
@@ -261,7 +266,8 @@ class Request:
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
         token = self.output_ids[-1]
-        if token in self.sampling.stop_token_ids or (token in eos_token_ids and not self.sampling.ignore_eos):
+        eos_ends = not self.sampling.ignore_eos or self.sampling.grammar is not None
+        if token in self.sampling.stop_token_ids or (token in eos_token_ids and eos_ends):
             return FinishReason("stop", matched=token)
         if len(self.output_ids) >= self.sampling.max_new_tokens:
             return FinishReason("length", length=self.sampling.max_new_tokens)

@@ -29,6 +29,7 @@ from .fields import (
     optional,
     problem,
 )
+from .grammar_fields import GrammarFields
 from .limits import ContextLengthError, Limits
 
 MAX_SAMPLES = 16
@@ -83,14 +84,10 @@ class DistributionFields(Body):
 DISTRIBUTION_FIELDS = tuple(DistributionFields.model_fields)
 
 
-class SamplingFields(DistributionFields):
+class SamplingFields(DistributionFields, GrammarFields):
     """What both dialects share; `max_new_tokens` and `min_new_tokens` have other names in OpenAI's."""
 
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
-        "structural_tag": (),
         "stop_regex": ([],),
         "custom_params": ({},),
         "spaces_between_special_tokens": (True, False),  # our tokenizers make no difference
@@ -130,6 +127,7 @@ class SamplingFields(DistributionFields):
         """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""
         most_name, most, fewest_name, fewest = self.new_tokens()
         max_new_tokens = self._max_new_tokens(path + most_name, most, limits, prompt_tokens)
+        grammar = self.grammar(path)
         return msgspec.structs.replace(
             self.distribution(limits.default_sampling, limits.vocab_size),
             max_new_tokens=max_new_tokens,
@@ -142,6 +140,7 @@ class SamplingFields(DistributionFields):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._biases(f"{path}logit_bias", limits.vocab_size),
             min_new_tokens=check_within(fewest or 0, path + fewest_name, 0, max_new_tokens),
+            grammar=None if grammar is None else grammar[1],
         )
 
     def text_rules(self, sampling: SamplingParams, limits: Limits) -> TextRules:
@@ -149,7 +148,8 @@ class SamplingFields(DistributionFields):
         keep_stop = bool(
             self.no_stop_trim if self.include_stop_str_in_output is None else self.include_stop_str_in_output
         )
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
+        eos_ends = not sampling.ignore_eos or sampling.grammar is not None
+        ends = set(sampling.stop_token_ids) | (limits.eos_token_ids if eos_ends else set())
         return TextRules(
             stop_strings=tuple(self.stop or ()),
             show_stop=keep_stop,

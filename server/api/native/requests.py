@@ -12,6 +12,7 @@ from ...text.output_text import TextRules
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, check_token_ids, check_within, parse_body
+from ..common.grammar_fields import NamedGrammar
 from ..common.limits import ContextLengthError, Limits
 from ..common.routing import CallShape, RoutingFields
 from ..common.sampling_fields import SamplingFields, check_samples
@@ -32,6 +33,8 @@ class Call:
     """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
     text_in_logprobs: bool = False
     include_usage: bool = False
+    grammars: tuple[NamedGrammar, ...] = ()
+    """The grammars of its prompts."""
     echoes: tuple[Echo, ...] = ()
     """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 
@@ -65,12 +68,21 @@ def make_call(
     """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body."""
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
     routed, group = fields.submits(shape, limits, prompt_ids)
-    submits, text_rules = [], []
+    submits, text_rules, grammars = [], [], {}
     for submit, (asked, path), wanted in zip(routed, params, logprobs, strict=True):
         sampling = asked.sampling(limits, len(submit.prompt_ids), path)
         submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
         text_rules.append(asked.text_rules(sampling, limits))
-    return Call(tuple(submits), tuple(text_rules), bool(stream), group, listed=batched or shape.samples > 1)
+        if (grammar := asked.grammar(path)) is not None:
+            grammars[grammar[1]] = grammar
+    return Call(
+        tuple(submits),
+        tuple(text_rules),
+        bool(stream),
+        group,
+        listed=batched or shape.samples > 1,
+        grammars=tuple(grammars.values()),
+    )
 
 
 def read_prompts(

@@ -26,6 +26,7 @@ from ..common.fields import (
     optional,
     problem,
 )
+from ..common.grammar_fields import OpenAiGrammarFields
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import SamplingFields
 from ..native.models import MAX_TOP_LOGPROBS
@@ -39,7 +40,7 @@ class StreamOptions(Body):
     include_usage: Boolean | None = optional("A last chunk with `usage`. Default false.")
 
 
-class OpenAiBody(SamplingFields, RoutingFields):
+class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     """What both routes share. Sampling fields stand at the top level."""
 
     unknown_fields = "refused if similar"
@@ -50,7 +51,6 @@ class OpenAiBody(SamplingFields, RoutingFields):
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -60,7 +60,6 @@ class OpenAiBody(SamplingFields, RoutingFields):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "structured_outputs": (),
         "prompt_logprobs": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, fp8_linear, one_rank, rank_of_eight, ttft
+from benchmarks import dsa_engine, engine, fp8_linear, grammar, one_rank, rank_of_eight, ttft
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
@@ -17,6 +17,7 @@ from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import dsa
 from pdserve.models.decoders.dense_parameters import Slot
 from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import StepGraphs
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
@@ -202,6 +203,22 @@ def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         pools.hot.add_(1)
         with pytest.raises(AssertionError):
             trace.check()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_grammar_benchmark_follows_the_grammar() -> None:
+    config = replace(
+        engine.QWEN3_8B, vocab_size=640, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
+    )
+    bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
+    compiler = GrammarCompiler(lambda: grammar.made_up_vocabulary(640))
+    grammars = grammar.TimedGrammars(compiler, 2)  # asserts that no row has a problem
+    executor = Executor(bench.runner, bench.cache, (grammar.EOS,), overlap=True, grammars=grammars)
+    executor.samples_later = True
+    timing = grammar.time_steps(bench, executor, 2, 40, 30, True)
+    assert timing.mean_ms > 0
+    assert len(grammars.seconds) == 30
+    assert grammar.time_first_tokens(bench, executor, 20, True) > 0
 
 
 @pytest.mark.parametrize("rows", [3, 70])

@@ -5,7 +5,9 @@ rest of the batch.
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from pdserve.kernels.sampling.top_tokens import top_tokens
 from pdserve.models.layers.host_copies import ReadBack
 from pdserve.models.sampling import sampler as sampling_module
 from pdserve.models.sampling.penalties import Choice
-from pdserve.models.sampling.sampler import Sampler, philox, uniform, uniforms
+from pdserve.models.sampling.sampler import Sampler, TokenMasks, philox, uniform, uniforms
 
 LOGITS = [2.0, 1.0, 0.0, -1.0, 1.5, 0.5, -3.0, 1.0]
 RANKED = [0, 4, 1, 7, 5, 2, 3, 6]  # tokens 1 and 7 are equally likely: the lower id comes first
@@ -239,3 +241,31 @@ def test_cuda_samples_equal_the_cpu_and_wait_only_for_the_read_back() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ReadBack([tokens])() == [expected]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {}], ids=["greedy", "top_k", "top_p", "vocabulary"]
+)
+def test_masked_rows_sample_allowed_tokens_only_and_others_are_unchanged(fields: dict[str, Any]) -> None:
+    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
+    allowed = [{3, 40, 69}, {0}]
+    masks = np.zeros((2, 3), dtype=np.int32)
+    for row, those in enumerate(allowed):
+        for token in those:
+            masks[row, token // 32] |= np.int32(1 << token % 32)
+    params = [SamplingParams(**{"temperature": 1.0, **fields}, seed=seed) for seed in range(30)]
+    choices = [Choice(row, each, 0) for each in params for row in (0, 1, 2)]
+    before = logits.clone()
+    tokens = Sampler().sample(logits, choices, TokenMasks([2, 0], masks)).view(-1, 3)
+    assert set(tokens[:, 2].tolist()) <= allowed[0]
+    assert set(tokens[:, 0].tolist()) == allowed[1]
+    assert tokens[:, 1].tolist() == Sampler().sample(logits, choices).view(-1, 3)[:, 1].tolist()
+    assert torch.equal(logits, before), "the raw logits are needed for log-probabilities"
+
+
+def test_penalties_apply_to_masked_logits() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    mask = np.array([[0b1100]], dtype=np.int32)
+    for bias, expected in (((), 2), (((2, -3.0), (0, 100.0)), 3)):
+        choice = Choice(0, SamplingParams(temperature=0.0, logit_bias=bias), 0)
+        assert Sampler().sample(logits, [choice], TokenMasks([0], mask)).tolist() == [expected]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.loop import EngineLoop
@@ -18,7 +18,15 @@ from pdserve.scheduler.engine.prefill_engine import PrefillEngine
 from pdserve.scheduler.engine.routing import PrefillRouter
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Stop
-from pdserve.scheduler.messages.ranks import CancelChunks, ChunkReport, OpenPeer, PeerRoutes, StepDone
+from pdserve.scheduler.messages.ranks import (
+    CancelChunks,
+    ChunkReport,
+    GrammarReady,
+    OpenPeer,
+    PeerRoutes,
+    PrepareGrammar,
+    StepDone,
+)
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -30,6 +38,8 @@ from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,
+    Abort,
+    AbortAck,
     Hello,
     InstanceId,
     KvDestination,
@@ -204,3 +214,55 @@ def test_routes_of_a_closed_peer_are_ignored(engine: Engine) -> None:
     engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
     assert engine.engine.routes == {}
+
+
+def with_grammar(engine: Engine) -> PrepareGrammar:
+    """Send a request with a grammar; returns the command that the ranks get."""
+    sampling = SamplingParams(grammar=Grammar("regex", "a+"))
+    prompt, indices = np.zeros(20, dtype=np.int32), np.zeros(2, dtype=np.int32)
+    engine.inbox.put(MessageReceived(DECODE, KvDestination(KEY, "r", sampling, timeout_s=60.0), (prompt, indices)))
+    engine.turn()
+    assert not engine.scheduler.requests
+    (command,) = (call.args[0] for call in engine.ranks.tell.call_args_list if isinstance(call.args[0], PrepareGrammar))
+    assert command.grammar == sampling.grammar
+    return command
+
+
+def test_request_waits_until_its_grammar_is_compiled(engine: Engine) -> None:
+    command = with_grammar(engine)
+    engine.inbox.put(GrammarReady(0, command.number))
+    engine.turn()
+    assert [key for _, key in engine.scheduler.requests] == [KEY]
+
+
+def test_request_whose_grammar_cannot_be_compiled_is_refused(engine: Engine) -> None:
+    command = with_grammar(engine)
+    engine.inbox.put(GrammarReady(0, command.number, "is not valid"))
+    engine.turn()
+    assert engine.answer() == TransferFailed(KEY, "the grammar is not valid", retryable=False, refused=True)
+
+
+def test_request_can_be_aborted_while_its_grammar_is_compiled(engine: Engine) -> None:
+    command = with_grammar(engine)
+    engine.inbox.put(MessageReceived(DECODE, Abort(KEY, "client gone"), ()))
+    engine.turn()
+    assert engine.answer() == AbortAck(KEY)
+    engine.inbox.put(GrammarReady(0, command.number))
+    engine.turn()
+    assert not engine.scheduler.requests
+
+
+def test_held_requests_of_a_lost_decode_server_are_dropped(engine: Engine) -> None:
+    with_grammar(engine)
+    engine.inbox.put(PeerLost(DECODE, "gone"))
+    engine.turn()
+    assert not engine.engine._gate
+
+
+def test_shutdown_refuses_held_requests(engine: Engine) -> None:
+    with_grammar(engine)
+    engine.inbox.put(Stop(drain_s=5))
+    engine.turn()
+    answer = engine.answer()
+    assert isinstance(answer, TransferFailed)
+    assert answer.leaving

@@ -65,7 +65,8 @@ def test_messages_find_the_rank_of_their_transfer_and_peers_are_known_to_all() -
     assert list(router.route(MessageReceived(DECODE, destination(5), (prompt, prompt)))) == [2], "sent again"
     assert list(router.route(MessageReceived(DECODE, destination(6), (prompt, prompt)))) == [0]
     assert list(router.route(MessageReceived(DECODE, Abort(TransferKey(5, 1), "gone"), ()))) == [2]
-    assert list(router.route(MessageReceived(DECODE, Abort(TransferKey(6, 1), "gone"), ()))) == [0]
+    unknown = router.route(MessageReceived(DECODE, Abort(TransferKey(6, 1), "gone"), ()))
+    assert list(unknown) == [0, 1, 2], "it may wait for its grammar on any of them"
     for event in (PeerLost(DECODE, "silent"), FlushCache()):
         assert list(router.route(event)) == [0, 1, 2]
     failed = TransferFailed(TransferKey(5, 1), "too large", retryable=False)

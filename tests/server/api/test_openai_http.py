@@ -21,6 +21,7 @@ from tests.server.http_harness import (
 )
 from tests.server.scripted_leader import EOS, make_finished
 
+WHITESPACE = "structured_outputs.whitespace_pattern"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -232,7 +233,16 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat/completions", {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
-        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
+        ("chat/completions", {"messages": HELLO, "response_format": "json_object"}, "response_format"),
+        (
+            "chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ("completions", {"prompt": "a", "structured_outputs": {"whitespace_pattern": " "}}, WHITESPACE),
+        ("completions", {"prompt": "a", "regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 500}]}, "messages"),
     ],
 )
@@ -245,7 +255,7 @@ async def test_refused(decode: RunningServer, path: str, body: dict[str, object]
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, 'got an object of 1 field); only {"type":"text"} is accepted'),
+        ({"response_format": {"type": "xml"}}, 'must be text, json_object, json_schema or structural_tag, got "xml"'),
         ({"tool_choice": "required"}, 'got "required"); only "none" or "auto" is accepted'),
         ({"max_new_tokens": 5}, "max_new_tokens is for /generate; here it is max_tokens"),
         ({"stop_tokens_ids": [1]}, "stop_tokens_ids is not a field of this request: did you mean stop_token_ids?"),

@@ -1,0 +1,51 @@
+"""The bytes of each token of a Hugging Face tokenizer. No torch."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+from .byte_level import BYTE_LEVEL
+
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class TokenBytes:
+    """`find` returns the bytes that a token adds to a text. `special` are the tokens that are not text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def find(self, token_id: int) -> bytes:
+        """May be a part of a character; none for an unknown id."""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoder_kinds:
+            return b"".join(BYTE_LEVEL.get(character) or character.encode() for character in piece)
+        if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
+            return bytes([int(piece[3:-1], 16)])
+        if self._decoder_kinds & {"ByteFallback", "Metaspace"}:
+            return str(piece).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+
+
+def steps_of(component: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder. Only its pickled state, which is JSON, lists them."""
+    if component is not None:
+        yield from _flattened(json.loads(component.__getstate__()))
+
+
+def _flattened(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if state["type"] != "Sequence":
+        yield state
+    for step in (*state.get("normalizers", ()), *state.get("pretokenizers", ()), *state.get("decoders", ())):
+        yield from _flattened(step)

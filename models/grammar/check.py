@@ -1,0 +1,54 @@
+"""Compiles grammars in a process of its own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT`.
+
+A hostile grammar may take minutes. A compiler cannot be interrupted, but a process can be killed. The process writes
+one line of JSON when it is ready, and then one for each line that it reads, a grammar: null, or why it is refused.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import NoReturn, cast
+
+import msgspec
+
+from ...configs.sampling import Grammar
+from ...configs.schema import LoadFormat
+from ..loading.catalog import locate_model
+from .compiler import GrammarCompiler
+from .dialects import GrammarError
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
+    compiler = GrammarCompiler.of(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
+    _ = compiler.vocabulary
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    _answer(None)
+    while True:
+        line, problem = lines.get(), None
+        try:
+            compiler.compile(msgspec.json.decode(line, type=Grammar))
+        except GrammarError as error:
+            problem = str(error)
+        except Exception as error:  # the compiler must not die of one grammar
+            problem = f"cannot be compiled: {type(error).__name__}: {error}"
+        _answer(problem)
+
+
+def _read(lines: "queue.SimpleQueue[bytes]") -> NoReturn:
+    """Exit at the end of the frontend, also while a grammar is compiled."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    os._exit(0)
+
+
+def _answer(problem: str | None) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(problem and problem[:2000]) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Compiled grammars of one model: the vocabulary as bytes, and the most recently used grammars. No torch.
+
+Thread-safe. llguidance releases the GIL while it compiles and while it computes masks.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import llguidance
+
+from ...configs.sampling import Grammar
+from ..formats.token_bytes import TokenBytes
+from ..loading.catalog import ModelSource
+from ..loading.tokenizer_file import read_tokenizer
+from .dialects import GrammarError, to_llguidance
+
+log = logging.getLogger(__name__)
+
+MAX_CACHED = 256
+
+LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+
+class Vocabulary:
+    """The tokens of a model, by id, as llguidance needs them. `special` tokens, by their text, are not text."""
+
+    def __init__(
+        self,
+        tokens: list[bytes],
+        *,
+        special: Mapping[str, int],
+        eos_token_ids: tuple[int, ...],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.size = len(tokens)
+        self.special = special
+        self.eos_token_ids = eos_token_ids
+        self._encode = encode
+        # read by llguidance's TokenizerWrapper
+        self.tokens = tokens
+        self.special_token_ids = sorted({*special.values(), *eos_token_ids})
+        self.bos_token_id = None
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
+        wrapper = llguidance.TokenizerWrapper(self)
+        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(eos_token_ids) or 0)
+
+    @classmethod
+    def read(cls, source: ModelSource) -> "Vocabulary":
+        """Takes a second or more for a large vocabulary."""
+        started = time.monotonic()
+        backend, size = read_tokenizer(source), source.config.vocab_size
+        token_bytes = TokenBytes(backend)
+        vocabulary = cls(
+            [token_bytes.find(token) for token in range(size)],
+            special={token_bytes.find(token).decode(): token for token in token_bytes.special if token < size},
+            eos_token_ids=tuple(token for token in source.config.eos_token_ids if token < size),
+            encode=lambda text: list(backend.encode(text, add_special_tokens=False).ids),
+        )
+        log.info("vocabulary of %d tokens read for grammars in %.1f s", size, time.monotonic() - started)
+        return vocabulary
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of `text`, which llguidance requires where a grammar leaves no choice. Where the tokenizer changes
+        the text, such as one that begins every text with a space, greedy matching replaces it.
+        """
+        tokens = self._encode(text.decode(errors="replace"))
+        return tokens if b"".join(self.tokens[token] for token in tokens) == text else self._match_greedily(text)
+
+    def _match_greedily(self, text: bytes) -> list[int]:
+        found, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            token = next((self._ids[text[at:end]] for end in ends if text[at:end] in self._ids), None)
+            if token is None:
+                break  # llguidance checks what it gets
+            found.append(token)
+            at += len(self.tokens[token])
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {text: token for token, text in enumerate(self.tokens) if text and token not in special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
+
+
+class GrammarCompiler:
+    """Compiles grammars and caches them. The vocabulary is read once, at the latest for the first grammar."""
+
+    def __init__(self, read: Callable[[], Vocabulary], max_cached: int = MAX_CACHED) -> None:
+        self._read = read
+        self._max_cached = max_cached
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher | GrammarError] = OrderedDict()
+
+    @classmethod
+    def of(cls, source: ModelSource, max_cached: int = MAX_CACHED) -> "GrammarCompiler":
+        """The compiler of a located model."""
+        return cls(lambda: Vocabulary.read(source), max_cached)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read()
+            return self._vocabulary
+
+    def read_vocabulary(self) -> None:
+        """Read it now. Without it the server works, but every grammar is refused with the reason."""
+        try:
+            _ = self.vocabulary
+        except Exception:
+            log.exception("the tokenizer cannot be used for grammars")
+
+    def is_cached(self, grammar: Grammar) -> bool:
+        with self._lock:
+            return grammar in self._compiled
+
+    def compile(self, grammar: Grammar) -> None:
+        """Compile a grammar, or find it in the cache; raises GrammarError. Errors are cached too."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            try:
+                found = self._build(grammar)
+            except GrammarError as error:
+                found = error
+            with self._lock:
+                self._compiled[grammar] = found
+                if len(self._compiled) > self._max_cached:
+                    self._compiled.popitem(last=False)
+        if isinstance(found, GrammarError):
+            raise GrammarError(str(found))  # a new one: several threads may raise it
+
+    def new_matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
+        """The state before the first token; raises GrammarError. Compiles the grammar if it is not in the cache."""
+        while True:
+            self.compile(grammar)
+            with self._lock:
+                found = self._compiled.get(grammar)
+            if isinstance(found, llguidance.LLMatcher):
+                return found.deep_copy()
+
+    def _build(self, grammar: Grammar) -> llguidance.LLMatcher:
+        vocabulary = self.vocabulary
+        if not vocabulary.eos_token_ids:
+            raise GrammarError("cannot be enforced: this model has no end token")
+        matcher = llguidance.LLMatcher(
+            vocabulary.tokenizer, to_llguidance(grammar, vocabulary.special), log_level=0, limits=LIMITS
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the first states, which all copies share
+        if matcher.is_error():
+            raise GrammarError(f"cannot be enforced: {matcher.get_error().strip()}")
+        return matcher

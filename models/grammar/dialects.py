@@ -1,0 +1,125 @@
+"""Translates grammars of requests to the language of llguidance, and refuses those that would be too expensive.
+
+A JSON schema is enforced completely or refused: the output never violates a keyword of an accepted schema.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from ...configs.errors import ClientError
+from ...configs.sampling import Grammar
+from .regex_size import regex_size
+from .structural_tags import structural_tag_to_lark
+
+MAX_CHARACTERS = 1 << 17
+MAX_REGEX_SIZE = 10_000
+"""Characters of a regular expression with all repetitions written out. llguidance limits the work of a mask, but very
+large repetitions exceed its limits by seconds."""
+MAX_MULTIPLE_OF = 10_000
+"""Of integers: the automaton that divides has as many states."""
+
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+"""Without a bound, a model that prefers white space could repeat it until `max_new_tokens`."""
+
+
+class GrammarError(ClientError):
+    """The grammar is invalid, not supported or too expensive. The message does not name the field of the request."""
+
+
+def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+    """The grammar as llguidance takes it; raises GrammarError. `special_tokens` maps texts to ids."""
+    text = grammar.text
+    if len(text) > MAX_CHARACTERS:
+        raise GrammarError(f"has {len(text)} characters; at most {MAX_CHARACTERS} are allowed")
+    try:
+        match grammar.kind:
+            case "json_schema":
+                overrides = cast("llguidance._lib.JsonCompileOptions", JSON_OPTIONS)
+                return llguidance.LLMatcher.grammar_from_json_schema(
+                    json.dumps(check_schema(_parsed(text))), overrides=overrides
+                )
+            case "regex":
+                return llguidance.LLMatcher.grammar_from_regex(check_regex(text))
+            case "ebnf":
+                return _from_ebnf(text)
+            case "choice":
+                return _from_choices(_parsed(text))
+            case "structural_tag":
+                return structural_tag_to_lark(_parsed(text), special_tokens, _inline_schema, check_regex)
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise GrammarError(f"is not a valid {grammar.kind}: {error}") from None
+
+
+def check_schema(schema: object) -> object:
+    """The schema, if its regular expressions and divisors are small enough; raises GrammarError."""
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"must be a JSON schema: an object or a boolean, not {json.dumps(schema)[:80]}")
+    for node in _objects(schema):
+        patterns = [node.get("pattern"), *(_mapping(node.get("patternProperties")))]
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                check_regex(pattern)
+        divisor = node.get("multipleOf")
+        if isinstance(divisor, int) and not isinstance(divisor, bool) and divisor > MAX_MULTIPLE_OF:
+            raise GrammarError(f"has multipleOf {divisor}; at most {MAX_MULTIPLE_OF} is allowed")
+    return schema
+
+
+def check_regex(pattern: str) -> str:
+    """The pattern, if it is small enough with all repetitions written out; raises GrammarError."""
+    size = regex_size(pattern)
+    if size > MAX_REGEX_SIZE:
+        raise GrammarError(
+            f"has a regular expression of {size} characters with its repetitions written out; at most {MAX_REGEX_SIZE} "
+            "are allowed"
+        )
+    return pattern
+
+
+def _from_choices(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise GrammarError("must be a list of at least one string")
+    return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def _from_ebnf(text: str) -> str:
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the converter raises whatever it meets in a malformed grammar
+        raise GrammarError(f"is not a valid EBNF grammar: {error}") from None
+
+
+def _inline_schema(schema: object) -> str:
+    """A JSON schema as a part of a Lark grammar. It carries its options itself."""
+    checked = check_schema(schema)
+    options = {"x-guidance": JSON_OPTIONS}
+    return "%json " + json.dumps({**checked, **options} if isinstance(checked, dict) else checked)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"is not valid JSON: {error}") from None
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: object) -> Iterator[dict[str, Any]]:
+    """All JSON objects in a value, the value included."""
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            yield current
+            pending += current.values()
+        elif isinstance(current, list):
+            pending += current

@@ -1,0 +1,133 @@
+"""Structural tags: free text in which some begin strings are followed by structured content and an end string.
+
+Two spellings, both of SGLang: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, and the newer
+`{"type": "structural_tag", "format": {...}}`, whose formats are const_string, json_schema, regex, any_text, sequence,
+or, tag and triggered_tags.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_ANY = r"/(.|\n)*/"
+
+
+def structural_tag_to_lark(
+    tag: Any,
+    special_tokens: Mapping[str, int],
+    inline_schema: Callable[[object], str],
+    check_regex: Callable[[str], str],
+) -> str:
+    """A Lark grammar; raises ValueError, KeyError or TypeError for anything else than the two spellings."""
+    builder = _Builder(special_tokens, inline_schema, check_regex)
+    if not isinstance(tag, dict):
+        raise TypeError("not an object")
+    if "structures" in tag:
+        tags = [
+            {
+                "begin": each["begin"],
+                "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+                "end": each["end"],
+            }
+            for each in tag["structures"]
+        ]
+        start = builder.triggered({"triggers": tag["triggers"], "tags": tags})
+    else:
+        start = builder.format(tag["format"])
+    return "\n".join(["%llguidance {}", f"start: {start}", *builder.rules]) + "\n"
+
+
+class _Builder:
+    """Collects rules. Every method returns an expression that may stand in a rule."""
+
+    def __init__(
+        self,
+        special_tokens: Mapping[str, int],
+        inline_schema: Callable[[object], str],
+        check_regex: Callable[[str], str],
+    ) -> None:
+        self.rules: list[str] = []
+        self._special = special_tokens
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._inline_schema = inline_schema
+        self._check_regex = check_regex
+
+    def format(self, given: Mapping[str, Any], *, last: bool = True) -> str:
+        """`last`: nothing follows it, so that any text may run to the end."""
+        match given["type"]:
+            case "const_string":
+                return self._literal(given["value"])
+            case "json_schema":
+                return self._rule(self._inline_schema(given["json_schema"]))
+            case "regex":
+                return self._rule(f"/{_escaped(self._check_regex(given['pattern']))}/")
+            case "any_text" if last:
+                return self._rule(_ANY)
+            case "sequence":
+                elements = given["elements"]
+                return " ".join(
+                    self.format(each, last=last and index == len(elements) - 1) for index, each in enumerate(elements)
+                )
+            case "or":
+                return self._rule(" | ".join(self.format(each, last=last) for each in given["elements"]))
+            case "tag":
+                return self._tag(given["begin"], given)
+            case "triggered_tags" if last:
+                return self.triggered(given)
+            case kind:
+                raise ValueError(f"format {kind!r} is not supported here")
+
+    def triggered(self, given: Mapping[str, Any]) -> str:
+        """Any text; a trigger in it begins one of the tags."""
+        if not given["tags"]:
+            raise ValueError("no tags")
+        options = []
+        for tag in given["tags"]:
+            trigger = next((text for text in given["triggers"] if text and tag["begin"].startswith(text)), None)
+            if trigger is None:
+                raise ValueError(f"no trigger begins {tag['begin']!r}")
+            body = self._tag(tag["begin"][len(trigger) :], tag)
+            if trigger in self._special:
+                options.append(f"{self._text()} <[{self._special[trigger]}]> {body}")
+            else:
+                name = self._rule(f"{_ANY} {json.dumps(trigger)}", lazy=True)
+                options.append(f"{name} {body}")
+        tags = self._rule(" | ".join(options))
+        repeat = tags if given.get("stop_after_first") else f"{tags}*"
+        if given.get("at_least_one"):
+            repeat = tags if given.get("stop_after_first") else f"{tags}+"
+        elif given.get("stop_after_first"):
+            repeat = f"{tags}?"
+        return repeat if given.get("stop_after_first") else f"{repeat} {self._text()}"
+
+    def _tag(self, begin: str, tag: Mapping[str, Any]) -> str:
+        """The begin string, the content and the end string."""
+        content, end = tag["content"], tag["end"]
+        if content["type"] == "any_text" and end:
+            if self._split is not None and self._split.search(end):
+                return f"{self._literal(begin)} {self._text()} {self._literal(end)}"
+            name = self._rule(f"{_ANY} {json.dumps(end)}", lazy=True)
+            return f"{self._literal(begin)} {name}"
+        return f"{self._literal(begin)} {self.format(content, last=False)} {self._literal(end)}"
+
+    def _text(self) -> str:
+        return self._rule(_ANY)
+
+    def _literal(self, text: str) -> str:
+        """Text in which special tokens, which are no text to the tokenizer, are written as tokens."""
+        parts = self._split.split(text) if self._split is not None else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part) for part in parts if part
+        )
+
+    def _rule(self, body: str, *, lazy: bool = False) -> str:
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+
+def _escaped(pattern: str) -> str:
+    r"""A pattern between slashes: a slash is written as \/."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")

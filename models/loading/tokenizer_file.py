@@ -1,0 +1,24 @@
+"""Reads the tokenizer of a model. No torch: the frontend uses it too."""
+
+from pathlib import Path
+
+import tokenizers
+
+from ...configs.errors import StartupError
+from ..formats.gguf_file import GgufFile
+from ..formats.gguf_tokenizer import gguf_tokenizer
+from .catalog import ModelSource
+
+
+def read_tokenizer(source: ModelSource) -> tokenizers.Tokenizer:
+    """The tokenizer of a located model; raises StartupError when it cannot be built."""
+    return gguf_tokenizer(GgufFile(source.path)) if source.format == "gguf" else hf_tokenizer(source.path)
+
+
+def hf_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """The tokenizer.json of a Hugging Face directory."""
+    path = directory / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for everything
+        raise StartupError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,64 @@
+"""The grammars of a step: which tokens each of its rows may sample. Only the rank that samples uses them."""
+
+from collections.abc import Sequence
+
+from ...models.grammar.compiler import GrammarCompiler
+from ...models.grammar.dialects import GrammarError
+from ...models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from ...models.sampling.sampler import TokenMasks
+from ..messages.step import StepRow
+
+
+class StepMasks:
+    """The masks of a step. `problems` has the rows, by index, whose grammar cannot be followed: they allow all
+    tokens.
+    """
+
+    def __init__(self, allowed: TokenMasks | None, problems: dict[int, str]) -> None:
+        self.allowed = allowed
+        self.problems = problems
+
+
+NO_MASKS = StepMasks(None, {})
+
+
+class StepGrammars:
+    """Follows the grammars of running requests. `max_rows` is the largest number of requests in a step."""
+
+    def __init__(self, compiler: GrammarCompiler, max_rows: int) -> None:
+        self.compiler = compiler
+        # requests of other pipeline stages are between two of their steps, and ended ones leave last
+        self._masks = GrammarMasks(compiler, capacity=4 * max_rows + 64)
+
+    def masks(self, rows: Sequence[StepRow], sampled: Sequence[int]) -> StepMasks:
+        """The masks of all rows that have a grammar. `sampled` are the tokens of the previous step, for rows that
+        follow it. All draws of a row have the same grammar and output.
+        """
+        masked: list[int] = []
+        wanted: list[MaskRow] = []
+        problems: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            if not row.has_grammar:
+                continue
+            draw = row.draws[0]
+            try:
+                state = self._state(row, sampled)
+            except (GrammarError, GrammarStateError) as error:
+                problems[index] = str(error)
+                continue
+            masked.append(index)
+            wanted.append(MaskRow(state, may_end=draw.output_index >= draw.sampling.min_new_tokens))
+        if not masked:
+            return StepMasks(None, problems)
+        bits = self._masks.compute(wanted)
+        problems |= {index: row.problem for index, row in zip(masked, wanted, strict=True) if row.problem is not None}
+        return StepMasks(TokenMasks(masked, bits), problems)
+
+    def _state(self, row: StepRow, sampled: Sequence[int]) -> GrammarState:
+        draw = row.draws[0]
+        grammar = draw.sampling.grammar
+        if grammar is not None:
+            return self._masks.begin(grammar, draw.sampling.stop_token_ids, draw.output_ids, draw.grammar_state)
+        assert draw.grammar_state is not None
+        token = row.token_ids[0] if row.follows is None else sampled[row.follows]
+        return self._masks.advance(draw.grammar_state, token, draw.output_index)

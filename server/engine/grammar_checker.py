@@ -1,0 +1,93 @@
+"""Checks grammars before they are submitted: invalid ones, and those that take too long to compile, are refused."""
+
+import asyncio
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from ...configs.errors import ServerError
+from ...configs.sampling import Grammar
+from ...configs.schema import LoadFormat
+
+log = logging.getLogger(__name__)
+
+MAX_COMPILE_S = 3.0
+START_S = 120.0
+"""Longest start of the process: it reads the vocabulary."""
+MAX_REMEMBERED = 1024
+
+
+class GrammarChecker:
+    """Compiles grammars in a child process (models/grammar/check.py). The first grammar starts it. It is killed if one
+    takes longer than `max_compile_s`, and exits with this process.
+    """
+
+    def __init__(self, model: str, load_format: LoadFormat, max_compile_s: float = MAX_COMPILE_S) -> None:
+        self._command = [sys.executable, "-m", "pdserve.models.grammar.check", model, load_format]
+        self._max_compile_s = max_compile_s
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: OrderedDict[Grammar, str | None] = OrderedDict()
+
+    async def check(self, grammar: Grammar) -> str | None:
+        """Why this grammar is refused; None if it is accepted. Answers are cached. Raises ServerError."""
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            return self._known[grammar]
+        problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+        self._known[grammar] = problem
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+        return problem
+
+    def _compile(self, grammar: Grammar) -> str | None:
+        try:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+            process.stdin.flush()
+            return self._answer(process, self._max_compile_s)
+        except TimeoutError:
+            self._kill()
+            return f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
+        except OSError as error:
+            self._kill()
+            raise ServerError(f"the grammar compiler has failed: {error}") from error
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        started = time.monotonic()
+        self._process = process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._answer(process, START_S)
+        log.info("grammar compiler started in %.1f s", time.monotonic() - started)
+        return process
+
+    def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> str | None:
+        """The next line of the process; raises TimeoutError, or OSError if it has exited."""
+        assert process.stdout is not None
+        descriptor, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, ends_at - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            part = os.read(descriptor, 1 << 16)
+            if not part:
+                raise OSError(f"the compiler has exited with status {process.wait()}")
+            line += part
+        return msgspec.json.decode(line, type=str | None)
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()

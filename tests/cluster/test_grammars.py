@@ -1,0 +1,153 @@
+"""Grammars on real pairs of a tiny model of random weights: whatever it samples has to match.
+
+Parallel ranks, local prefill, forced retraction and a killed prefill server.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
+from tests.random_schemas import random_schema
+
+SCHEMAS = [random_schema(seed) for seed in range(20)]
+NEW_TOKENS = 400
+
+
+def ask(server: Server, schema: dict[str, Any], timeout_s: float = 120, **sampling: Any) -> list[dict[str, Any]]:
+    """The outputs for one schema, as SGLang's clients ask."""
+    params = {"json_schema": json.dumps(schema), "max_new_tokens": NEW_TOKENS, "temperature": 1.0, **sampling}
+    response = HTTP.post(
+        f"{server.url}/generate", json={"text": "Answer in JSON:", "sampling_params": params}, timeout=timeout_s
+    )
+    assert response.is_success, (response.text, schema)
+    found = response.json()
+    return found if isinstance(found, list) else [found]
+
+
+def check(output: dict[str, Any], schema: dict[str, Any]) -> bool:
+    """Validate a finished output; False if it reached `max_new_tokens`."""
+    if output["meta_info"]["finish_reason"]["type"] == "length":
+        return False
+    assert output["meta_info"]["finish_reason"]["type"] == "stop"
+    jsonschema.validate(json.loads(output["text"]), schema, format_checker=jsonschema.FormatChecker())
+    return True
+
+
+def check_all(server: Server, schemas: list[dict[str, Any]], **sampling: Any) -> None:
+    """Every output that has finished validates, and most have finished."""
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda schema: ask(server, schema, **sampling), schemas))
+    finished = [check(output, schema) for schema, group in zip(schemas, outputs, strict=True) for output in group]
+    assert sum(finished) > 0.9 * len(finished)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Iterator[tuple[Server, Server]]:
+    with cluster(tmp_path_factory.mktemp("grammars")) as started:
+        prefill, decode = started.pair(llama)
+        yield prefill, decode
+        prefill.check_clean()
+        decode.check_clean()
+        assert (decode.stop(), prefill.stop()) == (0, 0)
+
+
+def test_answers_of_a_pair_validate(pair: tuple[Server, Server]) -> None:
+    check_all(pair[1], SCHEMAS, seed=1)
+
+
+def test_four_samples_of_a_prompt_validate(pair: tuple[Server, Server]) -> None:
+    check_all(pair[1], SCHEMAS[:6], n=4, seed=2)
+
+
+def test_penalties_and_stops_are_combined_with_a_grammar(pair: tuple[Server, Server]) -> None:
+    check_all(pair[1], SCHEMAS[:6], frequency_penalty=0.5, repetition_penalty=1.2, top_k=30, top_p=0.9, seed=3)
+    number = {"type": "integer", "minimum": 10, "maximum": 99}
+    (output,) = ask(pair[1], number, ignore_eos=True, min_new_tokens=20)
+    assert check(output, number), "the grammar ends the output, whatever ignore_eos and min_new_tokens say"
+    schema = {"type": "string", "minLength": 20, "maxLength": 60}
+    newline = 10  # a stop token that no JSON string has
+    (output,) = ask(pair[1], schema, stop_token_ids=[newline], seed=4)
+    assert check(output, schema)
+
+
+def test_the_same_seed_gives_the_same_answer_in_any_batch(pair: tuple[Server, Server]) -> None:
+    alone = [ask(pair[1], schema, seed=7)[0]["output_ids"] for schema in SCHEMAS[:4]]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda schema: ask(pair[1], schema, seed=7)[0]["output_ids"], SCHEMAS[:4]))
+    assert together == alone
+
+
+@pytest.mark.parametrize("flags", [("--tp", "2"), ("--pp", "2")], ids=["tp2", "pp2"])
+def test_answers_of_parallel_ranks_equal_those_of_a_single_rank(
+    pair: tuple[Server, Server], servers: Cluster, llama: Path, flags: tuple[str, ...]
+) -> None:
+    prefill, decode = servers.pair(llama, flags, flags)
+    check_all(decode, SCHEMAS[:8], seed=8)
+    (found,), (expected,) = (ask(server, SCHEMAS[0], seed=9) for server in (decode, pair[1]))
+    assert found["output_ids"] == expected["output_ids"]
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_answers_of_a_server_with_local_prefill_validate(
+    pair: tuple[Server, Server], servers: Cluster, llama: Path
+) -> None:
+    decode = servers.add("decode", llama, "--local-prefill", "always").wait_ready()
+    check_all(decode, SCHEMAS[:8], n=2, seed=10)
+    (found,), (expected,) = (ask(server, SCHEMAS[0], seed=11) for server in (decode, pair[1]))
+    assert found["output_ids"] == expected["output_ids"]
+    decode.check_clean()
+
+
+@pytest.mark.parametrize("host_gib", ["0", "0.01"], ids=["computed-again", "saved"])
+def test_answers_of_retracted_requests_validate(servers: Cluster, llama: Path, host_gib: str) -> None:
+    pool = ("--kv-tokens", "640", "--page-size", "16", "--growth-tokens", "16", "--retract-memory-gib", host_gib)
+    _, decode = servers.pair(llama, decode_flags=pool)
+    schema = {"type": "string", "minLength": 150, "maxLength": 170}
+    with ThreadPoolExecutor(6) as threads:
+        outputs = list(threads.map(lambda seed: ask(decode, schema, seed=seed)[0], range(6)))
+    assert decode.count("retractions") > 0
+    assert all(check(output, schema) for output in outputs)
+    decode.check_clean()
+
+
+def test_request_moves_to_another_prefill_server_with_its_grammar(servers: Cluster, llama: Path) -> None:
+    first = servers.add("prefill", llama, "--chunk-size", "16", env={"PDSERVE_TEST": "1"})
+    decode = servers.add("decode", llama, "--prefill", first.endpoint)
+    first.wait_ready(peers=1)
+    decode.wait_ready(peers=1)
+    schema = SCHEMAS[0]
+    ask(decode, schema)  # both have compiled it
+    second = servers.add("prefill", llama).wait_ready()
+    first.freeze()
+    outputs: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: outputs.extend(ask(decode, schema, seed=12)))
+    asking.start()
+    wait_until(lambda: decode.info()["states"]["prefilling"] == 1, 20, "the prompt is sent")
+    first.kill()
+    HTTP.post(
+        f"{decode.url}/generate",
+        json={"text": "a", "sampling_params": {"max_new_tokens": 1}, **second.bootstrap},
+        timeout=60,
+    ).raise_for_status()
+    asking.join(60)
+    assert check(outputs[0], schema)
+
+
+def test_cancelled_request_with_a_new_grammar_leaves_nothing(pair: tuple[Server, Server]) -> None:
+    """Some of the clients disconnect while the grammar is compiled, some while the output is generated."""
+    for milliseconds in (1, 20, 80, 300):
+        schema = {"type": "string", "minLength": 2000 + milliseconds}
+        params = {"json_schema": schema, "max_new_tokens": 2000}
+        with pytest.raises(Exception, match="timed out"):
+            HTTP.post(
+                f"{pair[1].url}/generate", json={"text": "a", "sampling_params": params}, timeout=milliseconds / 1000
+            )
+    wait_until(pair[1].idle, 20, "all requests have ended")

@@ -1,0 +1,237 @@
+"""Structured output of the embedded model through a real pair: the openai client, SGLang's and vLLM's fields."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import numpy as np
+import openai
+import pydantic
+import pytest
+import torch
+
+from pdserve.configs.sampling import Grammar
+from pdserve.models.grammar.compiler import GrammarCompiler
+from pdserve.models.loading.catalog import locate_model
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
+from tests.checkpoints import load_smollm2_reference
+from tests.cluster.servers import HTTP, Server, cluster
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+CITIES = 'root ::= city | city " is in " country\ncity ::= "Paris" | "Berlin"\ncountry ::= "France" | "Germany"'
+QUESTION: list[Any] = [{"role": "user", "content": "Describe a person as JSON with name, age and likes."}]
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=120)
+    mood: Literal["happy", "sad"]
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with cluster(tmp_path_factory.mktemp("smollm2")) as started:
+        pool = ("--kv-tokens", "4096")
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "64", *pool), pool)
+        yield decode
+        prefill.check_clean()
+        decode.check_clean()
+
+
+@pytest.fixture
+def client(decode: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{decode.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(locate_model("smollm2"))
+
+
+def generate(decode: Server, text: str = "Q: Which city? A:", **sampling: Any) -> Any:
+    params = {"max_new_tokens": 80, "temperature": 0, **sampling}
+    response = HTTP.post(f"{decode.url}/generate", json={"text": text, "sampling_params": params}, timeout=120)
+    assert response.is_success, response.text
+    return response.json()
+
+
+def test_parse_of_the_openai_client(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="any", messages=QUESTION, response_format=Person, temperature=0.8, seed=1, max_tokens=80, n=2
+    )
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Person)
+
+
+def test_streamed_parse_of_the_openai_client(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="any", messages=QUESTION, response_format=Person, temperature=0.8, seed=2, max_tokens=80
+    ) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "content.delta")
+        final = stream.get_final_completion().choices[0].message
+    assert final.content == deltas
+    assert Person.model_validate_json(deltas) == final.parsed
+
+
+def test_json_object_is_an_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any", messages=QUESTION, response_format={"type": "json_object"}, temperature=0, max_tokens=60
+    )
+    content = answer.choices[0].message.content
+    assert content is not None
+    assert content.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(content), dict)
+
+
+def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI) -> None:
+    """They do not depend on the grammar: forced tokens may be unlikely."""
+    answer = client.chat.completions.create(
+        model="any",
+        messages=QUESTION,
+        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}},
+        temperature=0,
+        max_tokens=80,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    choice = answer.choices[0]
+    jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+    entries = choice.logprobs.content if choice.logprobs is not None else None
+    assert entries is not None
+    assert "".join(entry.token for entry in entries).startswith(choice.message.content or "")
+    assert any(entry.token not in [top.token for top in entry.top_logprobs] for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "pattern"),
+    [
+        ({"regex": r"(Paris|Rome), \d{4}"}, r"(Paris|Rome), \d{4}"),
+        ({"ebnf": CITIES}, r"(Paris|Berlin)( is in (France|Germany))?"),
+    ],
+    ids=["regex", "ebnf"],
+)
+def test_sglang_fields(decode: Server, sampling: dict[str, str], pattern: str) -> None:
+    outputs = [generate(decode, **sampling), *generate(decode, **sampling, temperature=1.5, n=4, seed=3)]
+    for output in outputs:
+        assert re.fullmatch(pattern, output["text"]), output
+        assert output["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_structural_tag_constrains_only_what_follows_a_trigger(decode: Server) -> None:
+    tag = {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<call=city>", "schema": {"enum": ["Paris", "Berlin"]}, "end": "</call>"},
+        ],
+        "triggers": ["<call="],
+    }
+    text = 'Repeat exactly: <call=city>"Rome"</call>\n<call=city>"Rome"</call>\n<call=city>'
+    output = generate(decode, text, structural_tag=json.dumps(tag), max_new_tokens=40)
+    for name in re.findall(r"<call=city>(.*?)</call>", output["text"]):
+        assert name in ('"Paris"', '"Berlin"')
+    assert "<call=city>" in output["text"], "the model repeats the pattern, so that the test means something"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"choice": ["positive", "negative"]}, "positive|negative"),
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"grammar": CITIES}, r"(Paris|Berlin)( is in (France|Germany))?"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+    ],
+    ids=["choice", "regex", "grammar", "json"],
+)
+def test_vllm_fields(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
+    answer = client.completions.create(
+        model="any", prompt="Great film! Sentiment:", max_tokens=40, extra_body={"structured_outputs": fields}
+    )
+    assert re.fullmatch(pattern, answer.choices[0].text), answer
+
+
+def test_greedy_output_equals_transformers_with_masked_logits(decode: Server, tokenizer: Tokenizer) -> None:
+    """The reference masks the logits of transformers with llguidance directly."""
+    prompt = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False)
+    matcher = GrammarCompiler.of(locate_model("smollm2")).new_matcher(Grammar("json_schema", json.dumps(PERSON)))
+
+    def mask(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > len(prompt):
+            assert matcher.consume_token(int(ids[0, -1]))
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return scores.masked_fill(~torch.from_numpy(bits[: scores.shape[1]].astype(bool)), -torch.inf)
+
+    ids = torch.tensor([prompt])
+    made = load_smollm2_reference().generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=80,
+        do_sample=False,
+        eos_token_id=list(tokenizer.eos_token_ids),
+        pad_token_id=0,
+        logits_processor=[mask],
+    )
+    expected = made[0, len(prompt) :].tolist()
+    params = {"max_new_tokens": 80, "temperature": 0, "json_schema": json.dumps(PERSON)}
+    response = HTTP.post(f"{decode.url}/generate", json={"input_ids": prompt, "sampling_params": params}, timeout=120)
+    assert response.json()["output_ids"] == expected
+    jsonschema.validate(json.loads(response.json()["text"]), PERSON)
+
+
+def test_stop_strings_end_a_constrained_output(decode: Server) -> None:
+    output = generate(decode, "a", regex="[a-z]{3}END[a-z]+", stop=["END"])
+    assert re.fullmatch("[a-z]{3}", output["text"])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param", "message"),
+    [
+        ({"json_schema": '{"type": 3}'}, "sampling_params.json_schema", "cannot be enforced"),
+        ({"json_schema": '{"not": {}}'}, "sampling_params.json_schema", "not"),
+        ({"regex": "("}, "sampling_params.regex", "unclosed group"),
+        ({"regex": "((a{99}){99}){99}"}, "sampling_params.regex", "970299 characters with its repetitions"),
+        ({"ebnf": 'root ::= "a'}, "sampling_params.ebnf", "is not a valid EBNF grammar"),
+        ({"regex": "a", "ebnf": "b"}, "sampling_params.ebnf", "cannot be combined"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag", "is not a valid structural_tag"),
+    ],
+)
+def test_refused_grammars(decode: Server, sampling: dict[str, Any], param: str, message: str) -> None:
+    response = HTTP.post(f"{decode.url}/generate", json={"text": "a", "sampling_params": sampling}, timeout=60)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert message in response.json()["error"]["message"]
+
+
+def test_hostile_schema_is_refused_in_time(decode: Server) -> None:
+    properties = {f"k{index}": {"type": "string"} for index in range(4800)}
+    response = HTTP.post(
+        f"{decode.url}/generate",
+        json={"text": "a", "sampling_params": {"json_schema": {"type": "object", "properties": properties}}},
+        timeout=60,
+    )
+    assert response.status_code == 400, response.text
+    assert "takes longer than 3 s to compile" in response.json()["error"]["message"]
+    assert generate(decode, regex="ab")["text"] == "ab", "the compiler is started again"
+
+
+def test_output_without_a_grammar_is_unchanged(decode: Server) -> None:
+    free = generate(decode, "The capital of France is", max_new_tokens=8)
+    both = [{"max_new_tokens": 8, "temperature": 0}, {"max_new_tokens": 8, "temperature": 0, "regex": "[0-9]+"}]
+    texts = ["The capital of France is"] * 2
+    mixed = HTTP.post(f"{decode.url}/generate", json={"text": texts, "sampling_params": both}, timeout=60).json()
+    assert mixed[0]["output_ids"] == free["output_ids"]
+    assert re.fullmatch("[0-9]{8,}", mixed[1]["text"])

@@ -1,0 +1,193 @@
+"""Grammars against the byte-level tokenizer of the tiny checkpoint, in which token t is a byte."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.configs.sampling import Grammar
+from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
+from pdserve.models.grammar.dialects import MAX_CHARACTERS, GrammarError
+from pdserve.models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from pdserve.models.grammar.regex_size import regex_size
+from pdserve.models.loading.catalog import locate_model
+from tests.checkpoints import EOS_ID, make_checkpoint
+
+STRUCTURES = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+SLASH = {"type": "regex", "pattern": "a/b"}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    return GrammarCompiler.of(locate_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny")))), max_cached=4)
+
+
+def state_after(compiler: GrammarCompiler, grammar: Grammar, text: str, stop: tuple[int, ...] = ()) -> GrammarState:
+    return GrammarMasks(compiler, 8).begin(grammar, stop, encode(compiler, text), None)
+
+
+def encode(compiler: GrammarCompiler, text: str) -> list[int]:
+    return compiler.vocabulary(text.encode())
+
+
+def allowed(compiler: GrammarCompiler, *states: GrammarState, may_end: bool = True) -> list[set[int]]:
+    masks = GrammarMasks(compiler, 8).compute([MaskRow(state, may_end=may_end) for state in states])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    """Whether the grammar may end after this text."""
+    try:
+        return EOS_ID in allowed(compiler, state_after(compiler, grammar, text))[0]
+    except GrammarStateError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "matching", "others"),
+    [
+        (
+            "json_schema",
+            '{"type": "object"}',
+            ['{"a": [1, null]}', "{}", "{ \n}"],
+            ["[]", '{"a"', "{" + 41 * " " + "}"],
+        ),
+        ("json_schema", '{"type": "integer", "maximum": 5}', ["5", "-17"], ["6", "1.5", '"5"']),
+        ("regex", r"[a-c]{2}\d?", ["ab", "cc3"], ["a", "abd", "ab33"]),
+        ("ebnf", 'root ::= "x" tail*\ntail ::= [0-9] | "-"', ["x", "x1-2"], ["1", "y"]),
+        ("choice", '["yes", "no, \\"never\\""]', ["yes", 'no, "never"'], ["no", "ye"]),
+        ("structural_tag", json.dumps(STRUCTURES), ["free", "a<f=a>12</f> b"], ["<f=b>", "<f=a>x"]),
+        (
+            "structural_tag",
+            json.dumps({"format": {"type": "tag", "begin": "<|im_start|>", "content": SLASH, "end": ""}}),
+            ["<|im_start|>a/b"],
+            ["a/b"],
+        ),
+    ],
+)
+def test_what_a_grammar_accepts(
+    compiler: GrammarCompiler, kind: Any, text: str, matching: list[str], others: list[str]
+) -> None:
+    grammar = Grammar(kind, text)
+    assert [accepts(compiler, grammar, each) for each in matching] == [True] * len(matching)
+    assert [accepts(compiler, grammar, each) for each in others] == [False] * len(others)
+
+
+def test_masks_have_exactly_the_allowed_tokens(compiler: GrammarCompiler) -> None:
+    digits, letter = set(encode(compiler, "0123456789")), encode(compiler, "a")[0]
+    grammar = Grammar("regex", "a[0-9]{2}")
+    states = [state_after(compiler, grammar, text) for text in ("", "a", "a1", "a12")]
+    assert allowed(compiler, *states) == [{letter}, digits, digits, {EOS_ID}]
+    assert allowed(compiler, states[1]) == [digits], "a single row takes another path"
+
+
+def test_end_tokens_are_allowed_exactly_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
+    stop = encode(compiler, "b")[0]
+    grammar = Grammar("regex", "a+b?c")
+    assert stop not in allowed(compiler, state_after(compiler, grammar, "a", (stop,)))[0]
+    assert allowed(compiler, state_after(compiler, grammar, "ac", (stop,))) == [{EOS_ID, stop}]
+    needed = Grammar("regex", "ab")
+    assert allowed(compiler, state_after(compiler, needed, "a", (stop,))) == [{stop}], "nothing else can follow"
+
+
+def test_min_new_tokens_excludes_end_tokens_while_others_are_left(compiler: GrammarCompiler) -> None:
+    letter = encode(compiler, "a")[0]
+    grammar = Grammar("regex", "a{1,2}")
+    assert allowed(compiler, state_after(compiler, grammar, "a"), may_end=False) == [{letter}]
+    assert allowed(compiler, state_after(compiler, grammar, "aa"), may_end=False) == [{EOS_ID}]
+
+
+def test_kept_states_advance_by_single_tokens(compiler: GrammarCompiler) -> None:
+    masks = GrammarMasks(compiler, capacity=2)
+    grammar, tokens = Grammar("regex", "abc"), encode(compiler, "abc")
+    masks.begin(grammar, (), tokens[:1], key=5)
+    assert masks.advance(5, tokens[1], length=2).length == 2
+    assert masks.advance(5, tokens[2], length=3).matcher.is_accepting()
+    ended = masks.advance(5, EOS_ID, length=4)
+    assert ended.ended
+    assert masks.advance(5, tokens[0], length=5) is ended, "rows in flight after the end are ignored"
+    with pytest.raises(GrammarStateError, match="a state after 5 tokens of sequence 5"):
+        masks.advance(5, tokens[0], length=9)
+    for key in (6, 7):
+        masks.begin(grammar, (), (), key)
+    with pytest.raises(GrammarStateError, match="no state of sequence 5"):
+        masks.advance(5, tokens[0], length=6)
+
+
+def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarStateError, match="output token 1"):
+        state_after(compiler, Grammar("regex", "ab"), "ax")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", "{", "is not valid JSON"),
+        ("json_schema", "[]", "must be a JSON schema"),
+        ("json_schema", '{"uniqueItems": true, "type": "array"}', "uniqueItems"),
+        ("json_schema", '{"type": "string", "pattern": "(a{900}){900}"}', "810000 characters with its repetitions"),
+        ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf 999983; at most 10000"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", "a" * (MAX_CHARACTERS + 1), f"has {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"),
+        ("ebnf", "root := a", "is not a valid EBNF grammar"),
+        ("choice", "[]", "at least one string"),
+        ("structural_tag", '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}', "no trigger begins 'a'"),
+        ("structural_tag", '{"format": {"type": "image"}}', "'image' is not supported"),
+    ],
+)
+def test_refused_grammars(compiler: GrammarCompiler, kind: Any, text: str, message: str) -> None:
+    for _ in range(2):  # errors are cached
+        with pytest.raises(GrammarError, match=message):
+            compiler.compile(Grammar(kind, text))
+
+
+def test_cache_keeps_the_grammars_used_last(compiler: GrammarCompiler) -> None:
+    grammars = [Grammar("regex", f"a{index}") for index in range(6)]
+    for grammar in grammars:
+        compiler.compile(grammar)
+    assert [compiler.is_cached(grammar) for grammar in grammars] == [False, False, True, True, True, True]
+    assert compiler.new_matcher(grammars[0]).is_accepting() is False, "compiled again"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [("abc", 3), ("a{5}", 5), ("(ab){2,3}c", 7), ("((a{10}){10}){10}", 1000), (r"\{a\}{2}", 4), ("[^]{}]{3}x*", 4)],
+)
+def test_regex_size_writes_repetitions_out(pattern: str, size: int) -> None:
+    assert regex_size(pattern) == size
+
+
+@pytest.mark.parametrize("changed", [" {}", "", "{}{}"], ids=["space", "nothing", "twice"])
+def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> None:
+    """As SentencePiece does, which begins every text with a space."""
+    tokens = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"abc", b" abc", b"bc"]
+    ids = {text: token for token, text in enumerate(tokens)}
+
+    def encode(text: str) -> list[int]:
+        return [ids[bytes([byte])] for byte in changed.format(text, text).encode()]
+
+    compiler = GrammarCompiler(lambda: Vocabulary(tokens, special={}, eos_token_ids=(0,), encode=encode))
+    states = [
+        GrammarMasks(compiler, 8).begin(Grammar("regex", "abcd"), (), [ids[each] for each in given], None)
+        for given in ([], [b"a"], [b"a", b"bc"])
+    ]
+    (first, second, third) = allowed(compiler, *states)
+    assert first <= {ids[b"a"], ids[b"abc"]}
+    assert second <= {ids[b"b"], ids[b"bc"]}
+    assert third == {ids[b"d"]}
+    assert first
+    assert second
+
+
+def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, eos_token_id=None)
+    with pytest.raises(GrammarError, match="no end token"):
+        GrammarCompiler.of(locate_model(str(directory))).compile(Grammar("regex", "a"))

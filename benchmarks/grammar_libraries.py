@@ -172,9 +172,9 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = load_tokenizer(locate_model("smollm2"))
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    rng = random.Random(0)
+    rng, words = random.Random(0), tokens[100:]
     while len(tokens) < options.vocabulary:
-        tokens.append(rng.choice(tokens[100:49152]) + rng.choice(tokens[100:49152]))
+        tokens.append(rng.choice(words) + rng.choice(words))
     begun = time.perf_counter()
     library: Library = (Llguidance if options.library == "llguidance" else Xgrammar)(tokens, tokenizer)
     print(f"{options.library}, {len(tokens)} tokens: ready in {time.perf_counter() - begun:.2f} s")

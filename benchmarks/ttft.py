@@ -75,7 +75,7 @@ def measure_loop(
     results: dict[str, Any] = {"copy_rate": rate, "chunk_size": chunk, "prompts": [], "cached": []}
     runners = {"loop_ms": bench.runner}
     begun = time.perf_counter()
-    if bench.runner.capture_chunk_graphs(
+    if bench.runner.device.type == "cuda" and bench.runner.capture_chunk_graphs(
         bench.cache, max_tokens=GRAPH_TOKENS, max_slices=GRAPH_PROMPTS, max_context=131072
     ):
         results["capture_s"] = time.perf_counter() - begun

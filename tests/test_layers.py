@@ -179,6 +179,12 @@ def test_no_two_files_import_each_other() -> None:
         pytest.fail(" <- ".join(str(path.relative_to(ROOT)) for path in error.args[1]))
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports test files by their bare names: it refuses the second file of a name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_no_folder_is_crowded(folder: str) -> None:
     files = Counter(path.parent for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")

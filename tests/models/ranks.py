@@ -142,7 +142,7 @@ def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
         pool.data.fill_(50.0)
     logits = [_run_pass(runner, cache, each) for each in passes]
     return RankResult(
-        logits=[None if rows is None else rows.numpy() for rows in logits],
+        logits=[None if rows is None else rows.cpu().numpy() for rows in logits],
         kv_token_bytes=runner.kv_token_bytes,
         cache_bytes=cache.size_bytes,
     )

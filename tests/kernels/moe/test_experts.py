@@ -183,7 +183,10 @@ def test_geometry_of_deepseek_on_a_gpu(tokens: int, own: range) -> None:
     found = grouped_experts(x, factors, chosen, *weights, first=own.start, num_experts=256)
     few = has_few_rows(chosen.numel(), 256)
     expected = block_scaled_experts_reference(x, factors, chosen, *weights, first=own.start, exact=few)
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
+    errors = (found.float() - expected.float()).abs()
+    assert errors.mean() < 2**-9
+    # sums in another order may round to the next fp8 number before the second product
+    assert errors.max() < (2**-6 if few else 2**-4) * expected.abs().max()
 
 
 def test_tiles_grow_with_the_tokens_of_an_expert() -> None:

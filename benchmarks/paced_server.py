@@ -19,6 +19,7 @@ from types import FrameType
 import msgspec
 
 from pdserve.configs.load import parse_config
+from pdserve.models.config.sharding import RankTokens
 from pdserve.scheduler.engine import leader
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.ranks import builder as rank_builder
@@ -46,8 +47,8 @@ class PacedExecutor(Executor):
     rows = 0
     last_rows = 0
 
-    def start(self, rows: Sequence[StepRow]) -> PendingStep:
-        step = super().start(rows)
+    def start(self, rows: Sequence[StepRow], ranks: Sequence[RankTokens] | None = None) -> PendingStep:
+        step = super().start(rows, ranks)
         cls = type(self)
         cls.steps, cls.rows, cls.last_rows = cls.steps + 1, cls.rows + len(rows), len(rows)
         time.sleep(cls.step_s)

@@ -82,6 +82,11 @@ class ServerConfig(BaseModel):
     expert_parallel: bool = Field(
         False, description="mixture-of-experts models: tensor-parallel ranks hold whole experts, not a part of each"
     )
+    dp_attention: bool = Field(
+        False,
+        description="mixture-of-experts models: each of the tp ranks computes attention of its own requests and holds "
+        "only their KV; experts are divided as with expert_parallel; sizes of pools and batches are per rank",
+    )
     nnodes: int = Field(1, ge=1, le=64, description="number of machines for the tp x pp ranks")
     node_rank: int = Field(
         0, ge=0, le=63, description="number of this machine; machine 0 runs the HTTP frontend and the leader"
@@ -177,6 +182,16 @@ class ServerConfig(BaseModel):
     @property
     def world_size(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of attention: each has requests of its own."""
+        return self.tp if self.dp_attention else 1
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether ranks hold whole experts."""
+        return self.expert_parallel or self.dp_size > 1
 
     @property
     def local_ranks(self) -> range:

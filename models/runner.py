@@ -11,7 +11,7 @@ from ..kernels.backends.dispatch import prepare_kernels
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
-from .config.sharding import WHOLE, Shard
+from .config.sharding import WHOLE, RankTokens, Shard
 from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
@@ -90,6 +90,7 @@ def allocate_parameters(
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
     are the tensors to keep in block-scaled fp8.
     """
+    config.check_shares(shard)
     if config.dsa is None:
         return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
     return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
@@ -111,7 +112,9 @@ class ModelRunner:
     """Owns the weights. The caller owns the KV cache and passes the pages of each sequence per call.
 
     All ranks of a server make the same calls in the same order, each with its own cache. Pipeline stages send hidden
-    states to the next one: all but the last return no result, and do not wait for the next.
+    states to the next one: all but the last return no result, and do not wait for the next. With data-parallel
+    attention, ranks of a stage run different slices in a step, and each call has the tokens of all of them, `ranks`. A
+    rank without slices calls `assist`.
     """
 
     def __init__(
@@ -265,9 +268,10 @@ class ModelRunner:
         token_ids: torch.Tensor | None = None,
         *,
         logits: bool = True,
+        ranks: Sequence[RankTokens] | None = None,
     ) -> torch.Tensor | None:
         """Run the slices in one pass, which writes their KV to `cache`. Returns float32 logits [len(slices), vocab] of
-        the last token of each slice on the sampling rank, None on all others. Slices of one call do not see each
+        the last token of each slice on a sampling rank, None on all others. Slices of one call do not see each
         other's KV unless they share pages.
 
         `token_ids` (on the device, one per slice) replace those of slices of a single token: the step can start before
@@ -276,24 +280,32 @@ class ModelRunner:
         for graphs in self._graphs:
             if (size := graphs.size_for(slices)) is not None:
                 return graphs.run(slices, token_ids, logits=logits, size=size)
-        batch = self._batch(cache, slices, token_ids)
+        batch = self._batch(cache, slices, token_ids, ranks)
         hidden = self._run(cache, batch, last_only=batch.last_rows is not None)
         if hidden is None or logits:
             return None if hidden is None else self._decoder.logits(hidden)
-        sampling_rank = self.parallel.shard.tp_rank == 0
+        sampling_rank = self.parallel.shard.samples
         return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32) if sampling_rank else None
 
     @torch.inference_mode()
-    def forward_hidden(self, cache: KvCache, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+    def forward_hidden(
+        self, cache: KvCache, slices: Sequence[SequenceSlice], *, ranks: Sequence[RankTokens] | None = None
+    ) -> torch.Tensor | None:
         """Like `forward`, but returns the input of `logits` for every token, [tokens of all slices, hidden], on all
         ranks of the last stage, None on all others: logits of a whole prompt would be larger than its KV.
         """
-        return self._run(cache, self._batch(cache, slices))
+        return self._run(cache, self._batch(cache, slices, ranks=ranks))
+
+    @torch.inference_mode()
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step in which this rank has no slices (data-parallel attention)."""
+        assert isinstance(self._decoder, DsaDecoder), "check_shares() refuses dp_attention for other models"
+        self._decoder.assist(ranks)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of rows of `forward_hidden`. All ranks of the last stage call it with the same
-        rows; returns None on all but the sampling rank.
+        rows, or with data-parallel attention on its own; returns None on all but the sampling ranks.
         """
         return self._decoder.logits(hidden)
 
@@ -311,7 +323,11 @@ class ModelRunner:
         return None
 
     def _batch(
-        self, cache: KvCache, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+        self,
+        cache: KvCache,
+        slices: Sequence[SequenceSlice],
+        token_ids: torch.Tensor | None = None,
+        ranks: Sequence[RankTokens] | None = None,
     ) -> ForwardBatch:
         config, kv_heads = self.config, cache.pools[0].num_heads
         return ForwardBatch.build(
@@ -321,4 +337,5 @@ class ModelRunner:
             num_heads=kv_heads * config.num_heads // config.num_kv_heads,
             device=self.device,
             token_ids=token_ids,
+            ranks=ranks,
         )

@@ -23,8 +23,8 @@ POINTS = {
     },
     "pdserve.server.api.generation": {"_encode_events": "frontend: write"},
     "pdserve.scheduler.engine.frontend_link": {"FrontendLink.send": "link: % queued"},
-    "pdserve.scheduler.engine.decode_loop": {"DecodeLoop._handle": "decode loop: %"},
-    "pdserve.scheduler.engine.prefill_loop": {"PrefillLoop._handle": "prefill loop: %"},
+    "pdserve.scheduler.engine.decode_engine": {"DecodeEngine.handle": "decode loop: %"},
+    "pdserve.scheduler.engine.prefill_engine": {"PrefillEngine.handle": "prefill loop: %"},
     "pdserve.scheduler.engine.loop": {"EngineLoop._take_step": "loop: %"},
     "pdserve.scheduler.ranks.rank": {
         "RankEngine._start_step": "rank: start+",

@@ -111,8 +111,10 @@ class ModelConfig:
 
     def check_shares(self, shard: Shard) -> None:
         """Raise StartupError unless tensor-parallel ranks can divide this model like this."""
-        shard.part("num_attention_heads", self.num_heads)
         dsa = self.dsa
+        if shard.dp_attention and (dsa is None or not any(dsa.mixed)):
+            raise StartupError(f"dp_attention needs a model with experts, and {self.architecture} has none")
+        shard.attention.part("num_attention_heads", self.num_heads)
         if dsa is None:
             shard.kv_heads(self.num_kv_heads)
         elif any(dsa.mixed):

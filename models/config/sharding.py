@@ -1,13 +1,22 @@
 """Which part of a model a rank holds. Integer arithmetic, no torch.
 
 Ranks of a server are numbered stage by stage: rank = stage * tp_size + tp_rank. Stages hold consecutive layers; within
-a stage, tensor-parallel ranks share heads, the feed-forward width and the vocabulary.
+a stage, tensor-parallel ranks share heads, the feed-forward width and the vocabulary. With data-parallel attention, the
+ranks of a stage share only MLPs and experts: each has attention and the vocabulary whole, and requests of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
+
+
+class RankTokens(NamedTuple):
+    """The tokens of one rank in a step of data-parallel ranks. In the last layer, only `outputs` of its rows remain."""
+
+    tokens: int
+    outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +28,16 @@ class Shard:
     stage: int = 0
     stages: int = 1
     whole_experts: bool = False  # it holds some experts whole, instead of a part of each one's width
+    dp_attention: bool = False  # it computes attention of its own requests, with all heads
 
     @staticmethod
-    def of(rank: int, *, tp_size: int, stages: int, whole_experts: bool = False) -> "Shard":
-        return Shard(rank % tp_size, tp_size, rank // tp_size, stages, whole_experts)
+    def of(rank: int, *, tp_size: int, stages: int, whole_experts: bool = False, dp_attention: bool = False) -> "Shard":
+        return Shard(rank % tp_size, tp_size, rank // tp_size, stages, whole_experts, dp_attention)
+
+    @property
+    def attention(self) -> "Shard":
+        """Its part of attention and of the vocabulary: whole layers with data-parallel attention."""
+        return replace(self, tp_rank=0, tp_size=1) if self.dp_attention else self
 
     @property
     def rank(self) -> int:
@@ -44,8 +59,8 @@ class Shard:
 
     @property
     def samples(self) -> bool:
-        """Whether it is the rank that has the logits and samples."""
-        return self.last and self.tp_rank == 0
+        """Whether it has logits and samples: one rank, or with data-parallel attention all of the last stage."""
+        return self.last and self.attention.tp_rank == 0
 
     def layers(self, num_layers: int) -> range:
         """Global layers of its stage. The last stage, which also computes logits, gets no more than the others."""

@@ -5,6 +5,7 @@ selected rows. Prompts, chunks and single tokens are treated alike: every token 
 up to itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,7 +24,7 @@ from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed
-from ..config.sharding import Shard
+from ..config.sharding import RankTokens, Shard
 from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
@@ -32,6 +33,7 @@ from ..layers.mla import compress, expand_head_queries, expand_index_queries, ex
 from ..layers.moe import MlpParameters, MoeParameters, mixture, mlp
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
+from ..layers.token_exchange import over_all_ranks
 from ..layers.vocabulary import Vocabulary
 from .dsa_parameters import DsaParameters
 
@@ -41,8 +43,9 @@ SCALE_PLANE = "indexer_scale"
 class DsaDecoder:
     """Weights and the arithmetic on them; has no state of sequences.
 
-    A cache has two pools, the same on every tensor-parallel rank: the "latent" rows of the stage's layers, and the keys
-    of its indexers. A layer and the following ones that share its selection are an index group, with one set of keys.
+    A cache has two pools: the "latent" rows of the stage's layers, and the keys of its indexers. Tensor-parallel ranks
+    have the same content; with data-parallel attention, each has the rows of its own requests. A layer and the
+    following ones that share its selection are an index group, with one set of keys.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class DsaDecoder:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture a step: torch's grouped product, for experts that are not block-scaled,
-        does not wait for the device in bfloat16 only (moe.py).
+        does not wait for the device in bfloat16 only (moe.py). With data-parallel attention, the tokens of other ranks
+        differ between steps.
         """
         mlps = [layer.mlp for layer in self.parameters.layers]
         by_torch = any(isinstance(mlp, MoeParameters) and isinstance(mlp.gate_up, torch.Tensor) for mlp in mlps)
-        return self.parameters.dtype == torch.bfloat16 or not by_torch
+        on_device = self.parameters.dtype == torch.bfloat16 or not by_torch
+        return on_device and not self.parameters.shard.dp_attention
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""
@@ -205,7 +210,6 @@ class DsaDecoder:
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
         layers, eps = self.parameters.layers, self.config.norm_eps
         attend = sparse_mla_packed if self._packed else sparse_mla
-        sum_over_ranks = self._parallel.all_reduce
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             key_planes = index_pool.layer(self._groups[index])
@@ -227,16 +231,32 @@ class DsaDecoder:
             if last_only and index + 1 == len(layers):
                 assert batch.last_rows is not None
                 attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
-            attended = sum_over_ranks(project_output(attended, layer.attention, dsa))
+            attended = self._parallel.all_reduce(project_output(attended, layer.attention, dsa))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            if isinstance(layer.mlp, MlpParameters):
-                update = sum_over_ranks(mlp(normed, layer.mlp))
-            else:
-                update = sum_over_ranks(mixture(normed, layer.mlp, dsa.moe))
+            update = self._feed_forward(index, normed, batch.ranks)
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         rows.finish()
         return hidden + update
+
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
+        for index in range(len(self.parameters.layers)):
+            self._feed_forward(index, nothing, ranks)
+
+    def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
+        """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
+        parameters, moe = self.parameters.layers[index].mlp, self._dsa.moe
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            return mlp(rows, parameters) if isinstance(parameters, MlpParameters) else mixture(rows, parameters, moe)
+
+        if ranks is None:
+            return self._parallel.all_reduce(compute(normed))
+        outputs_only = self.parameters.shard.last and index + 1 == len(self.parameters.layers)
+        counts = [rank.outputs if outputs_only else rank.tokens for rank in ranks]
+        return over_all_ranks(compute, normed, counts, self._parallel)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""

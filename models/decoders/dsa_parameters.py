@@ -2,7 +2,7 @@
 
 Tensor parallelism divides attention heads, the width of MLPs and of every expert (or, with expert parallelism,
 distributes whole experts), and the vocabulary. Every rank has the parts before the heads (compressions, indexer,
-router) whole.
+router) whole. With data-parallel attention, every rank has all heads and the whole vocabulary.
 
 Matrices that a checkpoint stores in fp8 stay fp8 with their scales (kernels/linear/block_format.py), except MLA's
 absorbed ones and those of which a rank's columns begin or end inside a block: they are expanded.
@@ -59,7 +59,7 @@ class DsaParameters:
         are the checkpoint tensors to keep in block-scaled fp8 where possible.
         """
         memory = _Memory(config, shard, device, dtype, fp8)
-        rows = shard.vocabulary_rows(config.vocab_size)
+        rows = shard.attention.vocabulary_rows(config.vocab_size)
         return DsaParameters(
             config,
             shard,
@@ -87,7 +87,7 @@ class DsaParameters:
     def slots(self) -> dict[str, Slot]:
         """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
         slots = {}
-        ids = self.shard.vocabulary(self.config.vocab_size)
+        ids = self.shard.attention.vocabulary(self.config.vocab_size)
         for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
             if matrix is not None:
                 slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
@@ -111,7 +111,7 @@ class DsaParameters:
     def _attention_slots(self, layer: DsaLayerParameters) -> dict[str, Slot]:
         """Slots of attention and its indexer, which share the matrices that compress and expand."""
         dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
-        heads = self.shard.part("num_attention_heads", num_heads)
+        heads = self.shard.attention.part("num_attention_heads", num_heads)
         q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
         q_a, kv_a, key = _split(attention.compress, dsa.q_rank, dsa.latent_dim)
         q_b, index_query = _split(attention.expand, len(heads) * q_dim)
@@ -218,7 +218,7 @@ class _Memory:
 
     def _attention(self, index: int, prefix: str) -> MlaParameters:
         dsa, hidden = self._dsa, self._config.hidden_size
-        heads = self._shard.part("num_attention_heads", self._config.num_heads)
+        heads = self._shard.attention.part("num_attention_heads", self._config.num_heads)
         q_dim, indexed = dsa.nope_dim + dsa.rope_dim, dsa.indexed[index]
         q_size, compressed = len(heads) * q_dim, dsa.q_rank + dsa.latent_dim
         to_compress, to_expand = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]

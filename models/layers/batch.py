@@ -12,6 +12,7 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ...kernels.attention.paged_attention import AttentionPlan, plan_attention
 from ...kernels.backends.uploads import upload_array
+from ..config.sharding import RankTokens
 from .host_copies import upload
 
 
@@ -45,6 +46,7 @@ class ForwardBatch:
     attention: AttentionPlan | None  # of dense attention
     hot_slots: torch.Tensor | None = None  # [T] int32, the hot slot of each token's sequence (HiSparse)
     all_resident: bool = False  # in a CUDA graph: all its sequences are fully resident
+    ranks: Sequence[RankTokens] | None = None  # tokens of all ranks of the stage (data-parallel attention)
 
     @staticmethod
     def build(
@@ -55,6 +57,7 @@ class ForwardBatch:
         device: torch.device,
         num_heads: int | None = None,
         token_ids: torch.Tensor | None = None,
+        ranks: Sequence[RankTokens] | None = None,
     ) -> "ForwardBatch":
         """Make the tensors; raises ValueError for an empty slice, or for pages that end before the slice does.
 
@@ -98,6 +101,7 @@ class ForwardBatch:
                 device=device,
             ),
             hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,
+            ranks=ranks,
         )
 
 

@@ -1,8 +1,9 @@
 """Communication between the ranks of a server during computation.
 
 Within a stage, tensor-parallel ranks sum their parts of a result and gather their parts of the logits
-(stage_collectives.py). Between stages, each rank sends hidden states to the rank of the same `tp_rank` in the next
-stage. All ranks make the same calls in the same order.
+(stage_collectives.py); with data-parallel attention, they exchange rows instead (token_exchange.py). Between stages,
+each rank sends hidden states to the rank of the same `tp_rank` in the next stage. All ranks make the same calls in the
+same order.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
@@ -50,7 +52,8 @@ class Parallel:
         """gloo does not send tensors of a GPU."""
         self._control_device = self._device if backend == "nccl" else torch.device("cpu")
         self._stage: StageCollectives | None = None
-        """None for a stage of a single rank."""
+        """None for a stage of a single rank, and with data-parallel attention."""
+        self._stage_group: dist.ProcessGroup | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.waited_s = 0.0
         """Time spent waiting for the previous stage (gloo; NCCL waits on the device)."""
@@ -111,11 +114,12 @@ class Parallel:
     @property
     def on_device(self) -> bool:
         """Whether all communication is enqueued on the device; otherwise some of it blocks."""
-        return self.capturable and (self.shard.stages == 1 or self._nccl)
+        within_stage = self._nccl if self.shard.dp_attention else self.capturable
+        return within_stage and (self.shard.stages == 1 or self._nccl)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of the stage, in place."""
-        if self.shard.tp_size > 1:
+        if self.shard.attention.tp_size > 1:
             assert self._stage is not None, "several ranks are made by `connect`"
             self._stage.all_reduce(tensor)
         return tensor
@@ -144,6 +148,16 @@ class Parallel:
         """From now on, a rank that is late in a collective is lost. Called by all ranks when they are ready."""
         if self._stage is not None:
             self._stage.start_serving()
+
+    def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """All-to-all of the stage's ranks: the first `sent[0]` of the rows go to tp_rank 0, the next `sent[1]` to
+        tp_rank 1, ...; returns the rows of all ranks for this one, `received[0]` of tp_rank 0 first.
+        """
+        device = torch.device("cpu") if self._through_host else self._device
+        result = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=device)
+        rows = rows.to(device).contiguous()
+        dist.all_to_all_single(result, rows, list(received), list(sent), group=self._stage_group)
+        return result.to(self._device)
 
     def send_hidden(self, tensor: torch.Tensor) -> None:
         """Send `tensor` to the next stage without waiting. The caller must not change `tensor` any more."""
@@ -192,8 +206,9 @@ class Parallel:
                 ranks = list(range(stage * shard.tp_size, (stage + 1) * shard.tp_size))
                 group = dist.new_group(ranks)
                 if stage == shard.stage:
-                    own_group = group
-            self._stage = choose_collectives(own_group, shard, self._device, nccl=self._nccl)
+                    self._stage_group = group
+            if not shard.dp_attention:
+                self._stage = choose_collectives(self._stage_group, shard, self._device, nccl=self._nccl)
         # connections are made on first use: without this, the first send would wait for the receiver
         if not shard.first:
             self.receive_hidden(1, 1, torch.float32)

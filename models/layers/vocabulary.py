@@ -1,4 +1,6 @@
-"""Both ends of a decoder: token embedding and logits. Ranks of a stage divide the vocabulary."""
+"""Both ends of a decoder: token embedding and logits. Ranks of a stage divide the vocabulary,
+unless attention is data-parallel: then each has all of it.
+"""
 
 import torch
 from torch.nn.functional import embedding as look_up
@@ -28,7 +30,7 @@ class Vocabulary:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden]. Each rank looks up the tokens of its part; the sum over ranks has all of them."""
         assert self._embedding is not None, "the first stage embeds tokens"
-        shard = self._parallel.shard
+        shard = self._parallel.shard.attention
         if shard.tp_size == 1:
             return look_up(token_ids, self._embedding)
         own = shard.vocabulary(self._config.vocab_size)
@@ -39,7 +41,7 @@ class Vocabulary:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of rows [N, hidden], in `out` if given.
 
-        Called by all ranks of the last stage; returns None on all but the first of them.
+        Called by all ranks of the last stage; returns None on all but the sampling ranks.
         """
         assert self._norm is not None, "the last stage computes logits"
         assert self._head is not None

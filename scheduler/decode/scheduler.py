@@ -22,7 +22,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.errors import AbortedError, ServerError, UnavailableError
+from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
@@ -130,6 +130,10 @@ class DecodeScheduler:
         """Queue a prompt with all its samples, or refuse it at once."""
         self._submissions.submit(submit, now)
 
+    def refuse(self, submit: Submit, error: RequestError) -> None:
+        """Refuse a prompt with all its samples."""
+        self._submissions.refuse(submit, error)
+
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
         request = self.requests.get(rid)
@@ -146,6 +150,33 @@ class DecodeScheduler:
         """Fail every open request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
             self.endings.end(request, UnavailableError(reason), now)
+
+    @property
+    def first_without_memory(self) -> Prompt | None:
+        """The first prompt of the queue, if it waits for pages and no server has had it: another data-parallel rank may
+        take it.
+        """
+        prompt = self.dispatcher.queue.first
+        if prompt is None or prompt.refusal is None or prompt.attempts or prompt.output_tokens:
+            return None
+        return prompt
+
+    def hand_over(self, prompt: Prompt, to: "DecodeScheduler", now: float) -> None:
+        """Move a queued prompt and its requests to the scheduler of another data-parallel rank."""
+        self.dispatcher.release(prompt, now)
+        for request in prompt.waiting:
+            to.requests[request.rid] = self.requests.pop(request.rid)
+            to._deadlines.watch(request)
+        to.dispatcher.adopt(prompt, now)
+
+    @property
+    def accepted_call(self) -> str | None:
+        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+        return self._submissions.accepted_call
+
+    @accepted_call.setter
+    def accepted_call(self, rid: str) -> None:
+        self._submissions.accepted_call = rid
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
@@ -283,8 +314,16 @@ class DecodeScheduler:
         """The next decode step for the ranks, if one can start now."""
         step = self._make_step(now)
         if step is None:
-            self.arrivals.insert_some()
+            self.use_waiting_time()
         return step
+
+    def may_start_step(self) -> bool:
+        """Whether the ranks take another step."""
+        return self.run_queue.may_start_step()
+
+    def use_waiting_time(self) -> None:
+        """Do what can wait until no step can start."""
+        self.arrivals.insert_some()
 
     def _make_step(self, now: float) -> DecodeStep | None:
         if not self.run_queue.may_start_step():
@@ -391,6 +430,11 @@ class DecodeScheduler:
         busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
         return not busy and self.memory.idle
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts in the queue."""
+        return self.dispatcher.queue.tokens
+
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
         return {
@@ -414,7 +458,7 @@ class DecodeScheduler:
         return Load(
             waiting_requests=len(self.dispatcher.queue),
             running_requests=len(self.run_queue.running),
-            waiting_tokens=self.dispatcher.queue.tokens,
+            waiting_tokens=self.waiting_tokens,
         )
 
     def check_integrity(self) -> None:

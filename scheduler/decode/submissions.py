@@ -41,7 +41,7 @@ class Submissions:
         self._counters = counters
         self._outbox = outbox
         self.accepting = True
-        self._accepted_call: str | None = None
+        self.accepted_call: str | None = None
         """The first prompt of the last call that was accepted (`Submit.follows`)."""
 
     def submit(self, submit: Submit, now: float) -> None:
@@ -49,8 +49,7 @@ class Submissions:
         rids = (submit.rid, *submit.more_rids)
         error = self._refusal(submit, now)
         if error is not None:
-            self._counters["requests_refused"] += len(rids)
-            self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
+            self.refuse(submit, error)
             return
         deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
         prompt = self._dispatcher.new_prompt(
@@ -67,6 +66,12 @@ class Submissions:
         self._dispatcher.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+
+    def refuse(self, submit: Submit, error: RequestError) -> None:
+        """Refuse a prompt with all its samples."""
+        rids = (submit.rid, *submit.more_rids)
+        self._counters["requests_refused"] += len(rids)
+        self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
 
     def end_too_long(self, now: float) -> None:
         """End queued requests whose prompts none of the paired prefill servers can hold."""
@@ -92,10 +97,10 @@ class Submissions:
             self._limits.page_size,
             local=prefill_tokens == self._dispatcher.largest_local,
         )
-        if error is not None or (submit.follows is not None and submit.follows == self._accepted_call):
+        if error is not None or (submit.follows is not None and submit.follows == self.accepted_call):
             return error
         if len(self._dispatcher.queue) >= self._limits.max_queued_requests:
-            self._accepted_call = None
+            self.accepted_call = None
             return overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
-        self._accepted_call = submit.rid
+        self.accepted_call = submit.rid
         return None

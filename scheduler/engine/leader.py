@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NoReturn
 
+from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
@@ -37,20 +38,23 @@ from ...transfer.mooncake.transports import describe_transport_mismatch
 from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
 from ...transfer.plan.staged_regions import cell_bytes
-from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome
+from ...transfer.protocol.messages import PROTOCOL_VERSION, Hello, InstanceId, Rank, Welcome, dp_instance
 from ..decode.dispatch.staging import RankRing
 from ..decode.memory.hot_buffers import HotLimits
 from ..decode.requests.limits import DecodeLimits
 from ..decode.scheduler import DecodeScheduler
-from ..messages.frontend import ModelInfo, PeerStatus, RankInfo, Ready, StartupFailed, Status, Stop
+from ..messages.frontend import ModelInfo, RankInfo, Ready, StartupFailed, Status, Stop
 from ..messages.ranks import RankFailed, RankReady
 from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.builder import STEP_SETTING, step_tokens, uses_overlap
-from ..ranks.group import RankLostError, Ranks
-from .decode_loop import DecodeLoop
+from ..ranks.group import RankGroup, RankLostError, Ranks
+from .control_status import close_all, control_counters, peer_status
+from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
-from .prefill_loop import NO_ROUTES, PrefillLoop
+from .loop import EngineLoop
+from .prefill_engine import PrefillEngine
+from .routing import DecodeRouter, PrefillRouter, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -152,19 +156,21 @@ class Leader:
     def _peer_infos(self) -> tuple[Rank, ...]:
         return tuple(report.peer_info for report in self._ready)
 
+    def _ranks_of(self, engine: int) -> tuple[Rank, ...]:
+        """The ranks of an engine: all, or with data-parallel attention one of each stage. Peers see each engine as a
+        server of its own.
+        """
+        return self._peer_infos[engine :: self._config.dp_size]
+
+    def _rank_group(self, engine: int) -> RankGroup:
+        dp_size = self._config.dp_size
+        return RankGroup(self._ranks, range(engine, self._config.world_size, dp_size), all_ranks=dp_size == 1)
+
     def _serve_decode(self, config: DecodeConfig) -> None:
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            instance=self._instance,
-            model_fingerprint=self._fingerprint,
-            model_name=self._source.name,
-            ranks=self._peer_infos,
-            enable_hisparse=config.enable_hisparse,
-        )
         limits = DecodeLimits(
             page_size=config.page_size,
             max_running_requests=self._step_limit,
-            max_queued_requests=config.max_queued_requests,
+            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
             growth_tokens=config.growth_tokens,
             retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
             queue_timeout_s=config.queue_timeout_s,
@@ -181,6 +187,32 @@ class Leader:
             max_step_tokens=self._step_tokens(config),
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
         )
+        engines = [self._decode_engine(config, limits, number) for number in range(config.dp_size)]
+        controls = [engine.control for engine in engines]
+        router = DecodeRouter([engine.scheduler for engine in engines])
+        loop = EngineLoop(engines, router, self._frontend, self._inbox, self._ranks)
+        for report in self._ready:
+            sessions = ", ".join(f"{session} ({name})" for name, session in _sessions(report.peer_info).items())
+            log.info("rank %d receives KV at %s", report.rank, sessions)
+        for control in controls:
+            for endpoint in config.prefill:
+                control.connect(endpoint)
+        log.info("prompts are computed here: %s (local_prefill)", limits.local_prefill)
+        self._run(loop, controls)
+
+    def _decode_engine(self, config: DecodeConfig, limits: DecodeLimits, number: int) -> DecodeEngine:
+        """An engine with connections of its own to prefill servers, for which it is a decode server of its own: they
+        need not know about data-parallel attention.
+        """
+        single = config.dp_size == 1
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            instance=self._instance if single else dp_instance(self._instance, number),
+            model_fingerprint=self._fingerprint,
+            model_name=self._source.name,
+            ranks=self._ranks_of(number),
+            enable_hisparse=config.enable_hisparse,
+        )
         scheduler = DecodeScheduler(
             limits,
             PageAllocator[KvPage](self._num_pages),
@@ -191,33 +223,17 @@ class Leader:
         control = DecodeControl(
             hello,
             check=lambda welcome: check_pair(hello, welcome),
-            on_event=self._inbox.put,
-            load=lambda: loop.load,
+            on_event=self._inbox.put if single else lambda event: self._inbox.put(ToEngine(number, event)),
+            load=lambda: engine.load,
             keys=self._keys,
             timing=self._timing,
             allowed_hosts=config.allowed_bootstrap_hosts,
             unpaired_s=max(UNPAIRED_S, config.prefill_wait_s),
         )
-        loop = DecodeLoop(
-            scheduler,
-            self._frontend,
-            self._inbox,
-            ranks=self._ranks,
-            world_size=config.world_size,
-            control=control,
-            hello=hello,
-            verify_kv=config.verify_kv,
+        engine = DecodeEngine(
+            scheduler, self._rank_group(number), control=control, hello=hello, verify_kv=config.verify_kv
         )
-        for rank in hello.ranks:
-            sessions = ", ".join(f"{session} ({transport})" for transport, session in _sessions(rank).items())
-            log.info("rank %d receives KV at %s", rank.rank, sessions)
-        for endpoint in config.prefill:
-            control.connect(endpoint)
-        log.info("prompts are computed here: %s (local_prefill)", limits.local_prefill)
-        try:
-            self._run(loop, control)
-        finally:
-            control.close()
+        return engine
 
     def _hot_limits(self, config: DecodeConfig) -> HotLimits | None:
         first = self._ready[0]
@@ -241,77 +257,79 @@ class Leader:
             instance=self._instance,
             model_fingerprint=self._fingerprint,
             model_name=self._source.name,
-            ranks=self._peer_infos,
+            ranks=self._ranks_of(0),  # data-parallel ranks are equal, and one of them writes the KV of a prompt
             enable_hisparse=True,
         )
         limits = PrefillLimits(
             page_size=config.page_size,
             chunk_size=self._step_limit,
-            max_queued_requests=config.max_queued_requests,
+            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
             prefix_cache=config.prefix_cache,
             stages=config.pp,
             steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
         )
-        scheduler = PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages))
         control = PrefillControl(
             config.host,
             config.bootstrap_port,
             welcome,
-            check=lambda hello: check_pair(hello, welcome) or _describe_transports(config, welcome, hello),
+            check=lambda hello: check_pair(hello, welcome) or self._describe_transports(config, hello),
             on_event=self._inbox.put,
             load=lambda: loop.load,
             keys=self._keys,
             timing=self._timing,
         )
-        loop = PrefillLoop(
-            scheduler,
-            self._frontend,
-            self._inbox,
-            ranks=self._ranks,
-            world_size=config.world_size,
-            control=control,
-            welcome=welcome,
-        )
+        engines = [
+            PrefillEngine(
+                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages)),
+                self._rank_group(number),
+                control=control,
+                welcome=welcome,
+            )
+            for number in range(config.dp_size)
+        ]
+        router = PrefillRouter([engine.scheduler for engine in engines])
+        loop = EngineLoop(engines, router, self._frontend, self._inbox, self._ranks)
         log.info("control port %s:%d", config.host, control.port)
-        try:
-            self._run(loop, control)
-        finally:
-            control.close()
+        self._run(loop, [control])
 
-    def _run(self, loop: DecodeLoop | PrefillLoop, control: Control) -> None:
+    def _describe_transports(self, config: PrefillConfig, hello: Hello) -> str | None:
+        """Why the configured transport cannot connect a pair of ranks, if so."""
+        for ours in self._peer_infos:
+            for theirs in hello.ranks:
+                problem = describe_transport_mismatch(config.transport, ours, theirs)
+                if problem is not None:
+                    return problem
+        return None
+
+    def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
         def status() -> Status:
-            routes = loop.routes if isinstance(loop, PrefillLoop) else {}
             problems = loop.problems()
-            if control.progress_age_s() > CONTROL_STALL_S:
-                problems.append(f"the control thread has made no progress for {control.progress_age_s():.0f} s")
+            age_s = max(control.progress_age_s() for control in controls)
+            if age_s > CONTROL_STALL_S:
+                problems.append(f"the control thread has made no progress for {age_s:.0f} s")
             snapshot = loop.snapshot
             return Status(
                 gauges=dict(snapshot.gauges),
-                counters={**snapshot.counters, **{f"control_{name}": n for name, n in control.stats().items()}},
-                peers=tuple(
-                    PeerStatus(
-                        peer.endpoint,
-                        peer.state,
-                        peer.instance,
-                        peer.detail,
-                        peer.round_trip_ms,
-                        *routes.get(peer.instance or "", NO_ROUTES),
-                    )
-                    for peer in control.peers()
-                ),
+                counters={**snapshot.counters, **control_counters(controls)},
+                peers=peer_status(controls, loop.engines),
                 states=dict(snapshot.states),
                 taken_at=snapshot.taken_at,
                 loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
+                dp_ranks=snapshot.dp_ranks,
             )
 
         keep_for_good()
-        control.start()
-        self._frontend.start_status(status)
-        self._frontend.send(self._introduction())
-        loop.run()
+        try:
+            for control in controls:
+                control.start()
+            self._frontend.start_status(status)
+            self._frontend.send(self._introduction())
+            loop.run()
+        finally:
+            close_all(controls)
 
     def _introduction(self) -> Ready:
         model, first = self._source.config, self._ready[0]
@@ -357,16 +375,6 @@ class Leader:
     def _page_bytes(self) -> int:
         """Size of a page on the rank where it is largest."""
         return max(sum(pool.layout.page_bytes for pool in rank.pools) for rank in self._peer_infos)
-
-
-def _describe_transports(config: PrefillConfig, welcome: Welcome, hello: Hello) -> str | None:
-    """Why the configured transport cannot connect a pair of ranks, if so."""
-    for ours in welcome.ranks:
-        for theirs in hello.ranks:
-            problem = describe_transport_mismatch(config.transport, ours, theirs)
-            if problem is not None:
-                return problem
-    return None
 
 
 def _sessions(rank: Rank) -> dict[str, str]:

@@ -1,29 +1,28 @@
-"""The engine loop: takes events, calls the scheduler, performs its effects, sends steps to the ranks. One thread.
+"""The engine loop: takes events, calls the schedulers, performs their effects, sends steps to the ranks. One thread.
 
 Everything slow or blocking runs on other threads: sockets on the control and frontend threads, the model on the ranks.
-They put events into the inbox. Only the loop's thread uses the scheduler and the allocators.
+They put events into the inbox. Only the loop's thread uses the schedulers and the allocators.
 """
 
-import abc
 import collections
 import contextlib
-import dataclasses
 import logging
 import queue
 import time
-from collections.abc import Mapping
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 from ...configs.errors import PdserveError
 from ...transfer.protocol.messages import Load
-from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import Effect, SendToFrontend
+from ..messages.effects import SendToFrontend
 from ..messages.frontend import Stop, ToFrontendBatch
-from ..messages.ranks import CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
-from ..prefill.scheduler import PrefillScheduler
+from ..messages.ranks import AssistStep, CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
 from ..ranks.group import RankLostError, Ranks
 from ..shutdown import LAST_WRITES_S
+from .engine import Engine, joint_step
 from .frontend_link import FrontendLink
+from .routing import EventRouter, ToEngine
+from .snapshot import Snapshot, total_load
 
 log = logging.getLogger(__name__)
 
@@ -39,42 +38,29 @@ the last event caused: they need the GIL.
 """
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
-SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
+EngineT = TypeVar("EngineT", bound=Engine[Any])  # of either role
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """State of the engine for other threads: replaced as a whole, never modified."""
-
-    gauges: Mapping[str, float]
-    counters: Mapping[str, float]
-    states: Mapping[str, int]
-    taken_at: float
-    """Unix time."""
-
-
-class EngineLoop(abc.ABC, Generic[SchedulerT]):
-    """The common part of both roles. `run()` returns after a Stop."""
+class EngineLoop(Generic[EngineT]):
+    """Drives the engines of a server: one, or one per data-parallel rank. `run()` returns after a Stop."""
 
     def __init__(
         self,
-        scheduler: SchedulerT,
+        engines: Sequence[EngineT],
+        router: EventRouter,
         frontend: FrontendLink,
         inbox: "queue.SimpleQueue[object]",
         ranks: Ranks,
-        world_size: int,
     ) -> None:
-        self.scheduler: SchedulerT = scheduler
+        self.engines = engines
+        self._router = router
         self._ranks = ranks
-        self._world_size = world_size
-        self._step_starts: collections.deque[float] = collections.deque()
-        """When each step in flight was sent to the ranks."""
         self._lost: str | None = None
         self._step_seconds = 0.0
         self.turned_at = time.monotonic()
         self.snapshot = Snapshot({}, {}, {}, time.time())
         self.load = Load()
-        """Sent to peers with heartbeats; replaced as a whole."""
+        """Of all engines; replaced as a whole."""
         self._frontend = frontend
         self._inbox = inbox
         self._reports: collections.deque[Report] = collections.deque()
@@ -93,10 +79,8 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         while not self._stopped():
             self._handle_events()
             if self._lost is not None:
-                self.scheduler.stop_accepting()
-                self._release_held(time.monotonic())
-                self.scheduler.fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
-                self._perform_effects()
+                self._stop_accepting()
+                self._fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
                 raise RankLostError(self._lost)
             self._turn()
             self._publish()
@@ -104,10 +88,10 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
 
     def stalled_s(self) -> float:
         """Age of the last loop turn or of the oldest step in flight, whichever is older. Called from any thread."""
-        try:
-            oldest = min(self._step_starts[0], self.turned_at)
-        except IndexError:
-            oldest = self.turned_at
+        oldest = self.turned_at
+        for engine in self.engines:
+            with contextlib.suppress(IndexError):  # the loop may take the last one at any time
+                oldest = min(engine.step_starts[0], oldest)
         return time.monotonic() - oldest
 
     def problems(self) -> list[str]:
@@ -117,47 +101,38 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
             found.append(f"the last {self._failed_steps} model steps failed")
         return found + self._ranks.problems()
 
-    @abc.abstractmethod
-    def _handle(self, event: object, now: float) -> None:
-        """Pass one event to the scheduler."""
-
-    @abc.abstractmethod
-    def _release_held(self, now: float) -> None:
-        """Pass requests that wait for their grammar to the scheduler, which refuses them now."""
-
-    @abc.abstractmethod
-    def _perform(self, effect: Effect) -> None:
-        """Perform one effect that is not for the frontend."""
-
-    @abc.abstractmethod
-    def _next_step(self, now: float) -> RunStep | None:
-        """The next step for the ranks, if one can start now."""
-
-    @abc.abstractmethod
-    def _step_done(self, done: StepDone, now: float) -> None:
-        """Pass the result of a step to the scheduler."""
-
-    @abc.abstractmethod
-    def _answered(self) -> bool:
-        """Whether every request has its terminal message."""
-
-    @abc.abstractmethod
-    def _writes(self) -> bool:
-        """Whether writes to peers are in flight, whose end the peers wait for."""
-
     def _turn(self) -> None:
         now = time.monotonic()
-        self.scheduler.advance(now)
+        for engine in self.engines:
+            engine.scheduler.advance(now)
+        for number in self._router.rebalance(now):
+            self.engines[number].scheduler.advance(now)
         self._perform_effects()
-        while (step := self._next_step(now)) is not None:
+        while steps := self._next_steps(now):
             self._perform_effects()  # pages of retracted requests are saved before this step writes them
-            self._step_starts.append(now)
-            self._ranks.tell(step)
+            for engine, step in zip(self.engines, steps, strict=True):
+                engine.start(step, now)
         self._perform_effects()
-        if not self.scheduler.idle:
+        if not all(engine.scheduler.idle for engine in self.engines):
             self._checked_idle, self._busy_at = False, now
         elif not self._checked_idle and now - self._busy_at >= IDLE_WAIT_S:
             self._check_idle()
+
+    def _next_steps(self, now: float) -> Sequence[RunStep | AssistStep]:
+        """The next step, as a command for each engine; empty if none can start now.
+
+        Engines start their steps together, because their ranks exchange tokens in every layer. A step starts when every
+        engine can take one: an engine whose results are late would otherwise miss it, and wait for the next.
+        """
+        if len(self.engines) == 1:
+            step = self.engines[0].next_step(now)
+            return [step] if step is not None else []
+        if not all(engine.scheduler.may_start_step() for engine in self.engines):
+            for engine in self.engines:
+                engine.scheduler.use_waiting_time()
+            return []
+        steps = [engine.next_step(now) for engine in self.engines]
+        return joint_step(steps) if any(step is not None for step in steps) else []
 
     def _handle_events(self) -> None:
         """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. An event that
@@ -177,7 +152,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
                         log.error("rank %d: %s", rank, reason)
                         self._lost = self._lost or reason
                     case StepDone():
-                        self._take_step(event, time.monotonic())
+                        self._take_step(event)
                     case CacheChecked(rank=rank, problem=problem):
                         if problem is not None:
                             self._found_leak(f"rank {rank}: {problem}")
@@ -185,7 +160,7 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
                         self._handle(event, time.monotonic())
             except Exception:
                 log.exception("error while handling event %s", type(event).__name__)
-                self.scheduler.counters["event_errors"] += 1
+                self.engines[0].scheduler.counters["event_errors"] += 1
             self._perform_effects()
             event = self._next_event(0.0) if time.monotonic() < ends_at else None
 
@@ -204,37 +179,59 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         waiting = self._reports or self._others
         return waiting.popleft() if waiting else None
 
+    def _handle(self, event: object, now: float) -> None:
+        match event:
+            case Report():
+                self._engine_of(event).handle(event, now)
+            case ToEngine(number=number, event=own):
+                self.engines[number].handle(own, now)
+            case _:
+                for number in self._router.route(event):
+                    self.engines[number].handle(event, now)
+
+    def _engine_of(self, report: Report) -> EngineT:
+        """Ranks are numbered stage by stage, so engine i has every `len(engines)`-th rank from rank i on."""
+        return self.engines[report.rank % len(self.engines)]
+
     def _perform_effects(self) -> None:
         to_frontend: ToFrontendBatch = []
-        for effect in self.scheduler.take_effects():
-            if isinstance(effect, SendToFrontend):
-                to_frontend.append(effect.message)
-            else:
-                self._perform(effect)
+        for engine in self.engines:
+            for effect in engine.scheduler.take_effects():
+                if isinstance(effect, SendToFrontend):
+                    to_frontend.append(effect.message)
+                else:
+                    engine.perform(effect)
         if to_frontend:
             self._frontend.send(*to_frontend)
 
     def _begin_stop(self, drain_s: float) -> None:
-        self.scheduler.stop_accepting()
-        self._release_held(time.monotonic())
+        self._stop_accepting()
         self._stop_at = time.monotonic() + drain_s
+
+    def _stop_accepting(self) -> None:
+        for engine in self.engines:
+            engine.scheduler.stop_accepting()
+            engine.release_held(time.monotonic())
+
+    def _fail_all(self, reason: str, now: float) -> None:
+        for engine in self.engines:
+            engine.scheduler.fail_all(reason, now)
+        self._perform_effects()
 
     def _stopped(self) -> bool:
         if self._stop_at is None:
             return False
         now = time.monotonic()
         if now < self._stop_at:
-            return self._answered()
+            return all(engine.answered() for engine in self.engines)
         if not self._failed_all:
             self._failed_all = True
-            self.scheduler.fail_all("the server was shut down before the request was done", now)
-            self._perform_effects()
-        return not self._writes() or now >= self._stop_at + LAST_WRITES_S
+            self._fail_all("the server was shut down before the request was done", now)
+        return not any(engine.writes() for engine in self.engines) or now >= self._stop_at + LAST_WRITES_S
 
-    def _take_step(self, done: StepDone, now: float) -> None:
-        self._step_seconds = now - self._step_starts.popleft()
+    def _take_step(self, done: StepDone) -> None:
         self._failed_steps = 0 if done.error is None else self._failed_steps + 1
-        self._step_done(done, now)
+        self._step_seconds = self._engine_of(done).take_step(done, time.monotonic())
 
     def _check_idle(self) -> None:
         """Check that every page is free and that the tables of the ranks are consistent. Runs once per idle period, and
@@ -242,29 +239,29 @@ class EngineLoop(abc.ABC, Generic[SchedulerT]):
         """
         self._checked_idle = True
         self._leak = None
-        try:
-            self.scheduler.check_integrity()
-        except (PdserveError, AssertionError) as error:
-            self._found_leak(str(error))
+        for engine in self.engines:
+            try:
+                engine.scheduler.check_integrity()
+            except (PdserveError, AssertionError) as error:
+                self._found_leak(str(error))
         self._ranks.tell(CheckCache())
         self._publish(force=True)
 
     def _found_leak(self, problem: str) -> None:
         log.error("integrity check: %s", problem)
-        self.scheduler.counters["integrity_errors"] += 1
+        self.engines[0].scheduler.counters["integrity_errors"] += 1
         self._leak = f"integrity check: {problem}"
 
     def _publish(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if force or now >= self._snapshot_at:
             self._snapshot_at = now + SNAPSHOT_INTERVAL_S
-            self.load = self.scheduler.load()
-            pages = self.scheduler.pages
-            gauges = {"kv_pages": pages.num_pages, "kv_pages_held": pages.held, "kv_pages_available": pages.available}
+            for engine in self.engines:
+                engine.load = engine.scheduler.load()
+            self.load = total_load([engine.load for engine in self.engines])
             busy = {f"rank_{rank}_busy_seconds": busy_s for rank, busy_s in self._ranks.busy_seconds().items()}
-            self.snapshot = Snapshot(
-                gauges={**gauges, **busy, "last_step_seconds": self._step_seconds, **self.scheduler.gauges()},
-                counters=dict(self.scheduler.counters),
-                states=self.scheduler.state_counts(),
+            self.snapshot = Snapshot.of(
+                [engine.scheduler for engine in self.engines],
+                {**busy, "last_step_seconds": self._step_seconds},
                 taken_at=time.time(),
             )

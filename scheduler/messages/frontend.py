@@ -174,11 +174,20 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """Transports that should work between the two servers but do not, and why (prefill)."""
 
 
+class DpRankStatus(msgspec.Struct, frozen=True):
+    """Gauges of one data-parallel rank, and its requests in each state."""
+
+    dp_rank: int
+    gauges: dict[str, float]
+    states: dict[str, int]
+
+
 class Status(FrontendMessage, frozen=True):
     """Gauges and counters of the leader by metric name, its peers, and the number of requests in each state.
 
     Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop; `problems` make the server
-    unhealthy. `taken_at` is the Unix time of gauges, counters and states.
+    unhealthy. `taken_at` is the Unix time of gauges, counters and states, which are those of all data-parallel ranks
+    together; `dp_ranks` has each of them, if there are several.
     """
 
     gauges: dict[str, float]
@@ -188,6 +197,7 @@ class Status(FrontendMessage, frozen=True):
     taken_at: float
     loop_age_s: float
     problems: tuple[str, ...] = ()
+    dp_ranks: tuple[DpRankStatus, ...] = ()
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop

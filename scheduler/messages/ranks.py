@@ -12,6 +12,7 @@ import msgspec
 
 from ...configs.sampling import Grammar
 from ...memory.index_spaces import HotPage, KvPage, RequestSlot
+from ...models.config.sharding import RankTokens
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ...transfer.protocol.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
 from .step import StepResult, StepRow
@@ -22,10 +23,20 @@ class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class RunStep(Command, frozen=True):
-    """Run a step; the rank that samples reports StepDone."""
+    """Run a step; the rank that samples reports StepDone.
+
+    With data-parallel attention, each rank of a stage has rows of its own, and `ranks` has the tokens of all of them.
+    """
 
     command_id: int
     rows: tuple[StepRow, ...]
+    ranks: tuple[RankTokens, ...] = ()
+
+
+class AssistStep(Command, frozen=True):
+    """Compute experts for a step in which only other data-parallel ranks have rows. Nothing is reported."""
+
+    ranks: tuple[RankTokens, ...]
 
 
 class SentRow(msgspec.Struct, array_like=True, frozen=True):
@@ -43,6 +54,7 @@ class SentStep(Command, frozen=True):
     command_id: int
     rows: tuple[SentRow, ...]
     forgotten: tuple[int, ...]
+    ranks: tuple[RankTokens, ...] = ()
 
 
 class CopyPage(Command, frozen=True):
@@ -175,7 +187,7 @@ class StopRank(Command, frozen=True):
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
 HotCommand = OpenHot | ResizeHot | WriteBackRows
-InlineCommand = PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
+InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
@@ -229,7 +241,7 @@ class StepDone(Report, frozen=True):
 
 
 class CommandDone(Report, frozen=True):
-    """From every rank: a CopyPage is done."""
+    """From every rank of its scheduler: a CopyPage is done."""
 
     command_id: int
 

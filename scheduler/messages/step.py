@@ -6,6 +6,7 @@ import msgspec
 
 from ...configs.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import RequestSlot
+from ...models.config.sharding import RankTokens
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
@@ -64,6 +65,14 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True):
             return range(0)
         end = self.start + self.length
         return range(max(self.prompt_logprobs_from, self.start + 1), min(end + 1, len(self.prompt_ids)))
+
+
+def tokens_of(rows: Sequence[StepRow]) -> RankTokens:
+    """The tokens of a data-parallel rank. The last layer computes only the last token of each row, unless
+    log-probabilities of a prompt need all.
+    """
+    tokens = sum(row.length for row in rows)
+    return RankTokens(tokens, tokens if any(row.scored for row in rows) else len(rows))
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):

@@ -53,11 +53,15 @@ class ComputeQueue:
         """Remove a request that is computed or has ended. Its rows in steps in flight are ignored."""
         self._queue.remove(request)
 
+    def may_start_step(self) -> bool:
+        """Whether the ranks take another step."""
+        return len(self._steps) < self._limits.steps_in_flight
+
     def next_step(self, now: float) -> PrefillStep | None:
         """The next step, of at most `chunk_size` tokens; None if there is nothing to compute, or enough steps are in
         flight.
         """
-        if len(self._steps) >= self._limits.steps_in_flight:
+        if not self.may_start_step():
             return None
         chunks = self._queue.next_chunks(self._limits.chunk_size)
         if not chunks:

@@ -180,6 +180,13 @@ class PrefillScheduler:
                 request.written = row.end
         return step
 
+    def may_start_step(self) -> bool:
+        """Whether the ranks take another step."""
+        return self._computing.may_start_step()
+
+    def use_waiting_time(self) -> None:
+        """A prefill scheduler has nothing to do while no step can start."""
+
     def step_done(
         self,
         command_id: int,
@@ -274,13 +281,18 @@ class PrefillScheduler:
             "staging_parts": self.staging.parts,
         }
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that are not computed yet."""
+        return sum(request.prompt_tokens - request.computed for request in (*self._waiting, *self._computing))
+
     def load(self) -> Load:
-        backlog, running, limits = [*self._waiting, *self._computing], self._running, self.limits
+        running, limits = self._running, self.limits
         tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
-            waiting_requests=len(backlog) - running,
+            waiting_requests=len(self._waiting) + len(self._computing) - running,
             running_requests=running,
-            waiting_tokens=sum(request.prompt_tokens - request.computed for request in backlog),
+            waiting_tokens=self.waiting_tokens,
             accepting=self._accepting,
             window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(ROUND_TRIP_S * tokens_per_s)),
             tokens_per_s=tokens_per_s,

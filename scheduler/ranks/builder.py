@@ -27,7 +27,7 @@ from ...models.runner import ModelRunner, resolve_dtype
 from ...models.sampling.sampler import TokenMasks
 from ...transfer.data.part_writer import warm_up_gather
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
-from ..messages.step import Draw, StepRow
+from ..messages.step import Draw, StepRow, tokens_of
 from .cache_size import STAGED_RANKS, hisparse_pages, plain_pages, staging_bytes
 from .executor import Executor
 from .step_grammars import StepGrammars
@@ -128,7 +128,9 @@ class RankBuilder:
     def _choose_step_limit(self) -> int:
         config, model = self._config, self._source.config
         if isinstance(config, PrefillConfig):
-            return auto_chunk_size(config, self._device, model.active_parameters // config.world_size)
+            # data-parallel ranks compute their chunks at the same time, and experts for the tokens of all
+            sharers = config.world_size // config.dp_size
+            return auto_chunk_size(config, self._device, model.active_parameters // sharers)
         tables = 0
         if config.enable_hisparse and model.dsa is not None:
             groups, hot_rows = sum(model.dsa.indexed), resolve_hot_rows(config, model.dsa.index_topk)
@@ -181,7 +183,7 @@ class RankBuilder:
         return cache
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
-        """Pages of the pool; the same on every rank, because they share page ids."""
+        """Pages of the pool; the same on every rank, because they share page ids, or peers take them as equal."""
         pages = plain_pages(
             self._config,
             runner,
@@ -284,7 +286,8 @@ class RankBuilder:
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
         for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
-            executor.start(rows).finish()
+            same = (tokens_of(rows),) * self._config.dp_size if self._config.dp_size > 1 else None
+            executor.start(rows, same).finish()
         vocabulary = runner.config.vocab_size
         all_tokens = TokenMasks([0], np.full((1, ceil_div(vocabulary, 32)), -1, np.int32))
         all_tokens.apply(torch.zeros(1, vocabulary, device=self._device), [0])  # compiles the kernel

@@ -8,6 +8,7 @@ import torch
 
 from ...configs.sampling import TokenLogprob
 from ...memory.kv_pool import KvCache
+from ...models.config.sharding import RankTokens
 from ...models.layers.batch import SequenceSlice
 from ...models.layers.host_copies import ReadBack, upload
 from ...models.runner import ModelRunner
@@ -86,7 +87,8 @@ class PendingStep:
 
 
 class Executor:
-    """The model and its KV on one rank. Called from one thread; every rank of a server makes the same calls.
+    """The model and its KV on one rank. Called from one thread; every rank of a server makes the same calls, with
+    data-parallel attention for rows of its own.
 
     Before `min_new_tokens`, neither `eos_token_ids` nor stop tokens of the request are sampled. With `overlap`, rows
     may follow rows of the previous step: its sampled tokens stay on the device, on every rank of the only stage.
@@ -119,21 +121,30 @@ class Executor:
         """Bytes of this rank's weights."""
         return self._runner.held_weight_bytes
 
-    def start(self, rows: Sequence[StepRow]) -> PendingStep:
+    def start(self, rows: Sequence[StepRow], ranks: Sequence[RankTokens] | None = None) -> PendingStep:
         """One forward pass. On CUDA nothing waits for it, and with a grammar on a row that follows the previous step,
-        its tokens are sampled later (PendingStep).
+        its tokens are sampled later (PendingStep). `ranks` has the tokens of all ranks of the stage, with data-parallel
+        attention.
         """
         if self._last is not None:
             self._last.sample()
         rows, following = self._resolve(rows)
         previous, self._sampled = self._sampled, list
         self._drawn = self._drawn[:0]  # until this step has sampled
-        self._last = self._start(rows, following, previous)
+        self._last = self._start(rows, following, previous, ranks)
         return self._last
+
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step of other data-parallel ranks."""
+        self._runner.assist(ranks)
 
     @torch.inference_mode()
     def _start(
-        self, rows: Sequence[StepRow], following: torch.Tensor | None, previous: Callable[[], list[int]]
+        self,
+        rows: Sequence[StepRow],
+        following: torch.Tensor | None,
+        previous: Callable[[], list[int]],
+        ranks: Sequence[RankTokens] | None,
     ) -> PendingStep:
         slices = [
             SequenceSlice(row.token_ids if row.follows is None else _UNKNOWN, row.start, row.pages, row.hot_slot)
@@ -141,7 +152,7 @@ class Executor:
         ]
         prompt_parts: list[tuple[int, Logprobs]] = []
         if any(row.scored for row in rows):
-            hidden = self._runner.forward_hidden(self.cache, slices)
+            hidden = self._runner.forward_hidden(self.cache, slices, ranks=ranks)
             if hidden is None:
                 return PendingStep(self.cache.device)
             prompt_parts = self._score_prompts(rows, hidden)
@@ -149,7 +160,8 @@ class Executor:
             last = upload([end - 1 for end in ends], torch.long, hidden.device)
             logits = self._runner.logits(hidden.index_select(0, last))
         else:
-            logits = self._runner.forward(self.cache, slices, following, logits=any(row.draws for row in rows))
+            draws = any(row.draws for row in rows)
+            logits = self._runner.forward(self.cache, slices, following, logits=draws, ranks=ranks)
         choices = [
             Choice(index, draw.sampling, draw.output_index, row.prompt_ids, draw.output_ids, row.has_grammar)
             for index, row in enumerate(rows)

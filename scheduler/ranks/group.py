@@ -5,13 +5,14 @@ wait for each other in every layer: none of them may wait for the interpreter's 
 computes one step ahead, and a process of its own would add the time of two messages to every step.
 """
 
+import collections
 import logging
 import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -95,10 +96,11 @@ class Ranks:
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
 
-    def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Send a command to every rank, or to its target rank."""
+    def tell(self, command: ComputeCommand | TransferCommand, to: Sequence[int] | None = None) -> None:
+        """Send a command to every rank, to those of `to`, or to the only rank that it is for."""
+        only = _only_for(command)
         if self._hub is not None:
-            self._hub.tell(command, _only_for(command))
+            self._hub.tell(command, to if only is None else (only,))
         else:
             assert self._local is not None
             self._local.tell(command)
@@ -153,6 +155,25 @@ class Ranks:
         self._report(
             RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) exited with status {status}")
         )
+
+
+class RankGroup:
+    """The ranks of one scheduler: all ranks of a server or, with data-parallel attention, one of each stage. They have
+    the same page ids.
+    """
+
+    def __init__(self, ranks: Ranks, numbers: Sequence[int], *, all_ranks: bool) -> None:
+        self._ranks = ranks
+        self._to = None if all_ranks else tuple(numbers)
+        self.numbers = numbers
+
+    @property
+    def size(self) -> int:
+        return len(self.numbers)
+
+    def tell(self, command: ComputeCommand | TransferCommand) -> None:
+        """Send a command to these ranks, or to the only one that it is for."""
+        self._ranks.tell(command, self._to)
 
 
 class _LocalRank:
@@ -210,10 +231,11 @@ class _Hub:
         on_report: Callable[[RankReport], None],
     ) -> None:
         self._on_report = on_report
-        self._outbox: queue.SimpleQueue[tuple[int | None, bytes] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Sequence[int] | None, bytes] | None] = queue.SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankReport)
-        self._tables = SentTables()
+        self._tables: dict[Sequence[int] | None, SentTables] = collections.defaultdict(SentTables)
+        """By the ranks that they are sent to; None is for all."""
         self._heard: dict[int, float] = {}
         """When each rank last sent something."""
         self._checked_at = time.monotonic()
@@ -247,10 +269,12 @@ class _Hub:
         self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
         self._thread.start()
 
-    def tell(self, command: ComputeCommand | TransferCommand, only: int | None) -> None:
-        """Send to every rank, or to `only` this one. Steps go to every rank, in order: page tables need that."""
-        message = self._tables.pack(command) if isinstance(command, RunStep) else command
-        self._outbox.put((only, self._encoder.encode(message)))
+    def tell(self, command: ComputeCommand | TransferCommand, to: Sequence[int] | None) -> None:
+        """Send to every rank, or to those of `to`. All steps of a rank are sent with the same `to`, in order: page
+        tables need that.
+        """
+        message = self._tables[to].pack(command) if isinstance(command, RunStep) else command
+        self._outbox.put((to, self._encoder.encode(message)))
         self._wakeup.ring()
 
     def problems(self) -> list[str]:
@@ -321,8 +345,8 @@ class _Hub:
                 return False
             self._send(*message)
 
-    def _send(self, only: int | None, message: bytes) -> None:
-        for identity in self._ranks if only is None else [b"rank-%d" % only]:
+    def _send(self, to: Sequence[int] | None, message: bytes) -> None:
+        for identity in self._ranks if to is None else [b"rank-%d" % rank for rank in to]:
             self._socket.send_multipart((identity, message))  # dropped if the rank is not connected
 
     def _receive(self, frames: list[zmq.Frame]) -> None:

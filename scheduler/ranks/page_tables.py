@@ -61,7 +61,7 @@ class SentTables:
         rows = tuple(self._pack_row(row) for row in step.rows)
         self._forget_unused()
         forgotten, self._forgotten = self._forgotten, []
-        return SentStep(step.command_id, rows, tuple(forgotten))
+        return SentStep(step.command_id, rows, tuple(forgotten), step.ranks)
 
     def _pack_row(self, row: StepRow) -> SentRow:
         table, kept, new_pages = self._extend(row.pages)
@@ -102,7 +102,8 @@ class KnownTables:
 
     def unpack(self, sent: SentStep) -> RunStep:
         """The step that was packed. Raises UnknownPagesError if an earlier step was not unpacked here."""
-        step = RunStep(sent.command_id, tuple(self._unpack_row(row, sent.command_id) for row in sent.rows))
+        rows = tuple(self._unpack_row(row, sent.command_id) for row in sent.rows)
+        step = RunStep(sent.command_id, rows, sent.ranks)
         for number in sent.forgotten:
             if self._tables.pop(number, None) is None:
                 raise UnknownPagesError(

@@ -12,7 +12,7 @@ import os
 import queue
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ...memory.kv_pool import KvPool
 from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
-from ...models.config.sharding import Shard
+from ...models.config.sharding import RankTokens, Shard
 from ...models.grammar.dialects import GrammarError
 from ...models.layers.parallel import Backend, Parallel, nccl_available
 from ...models.loading.catalog import ModelSource
@@ -42,6 +42,7 @@ from ...transfer.protocol.checksum import add_sums, block_sum
 from ...transfer.protocol.layout import KvLayout, Plane
 from ...transfer.protocol.messages import Pool, Rank, StageRing
 from ..messages.ranks import (
+    AssistStep,
     CacheChecked,
     CancelChunks,
     CheckCache,
@@ -123,6 +124,8 @@ class RankEngine:
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
         self._parallel = _meet(config, rank, self._device, meet_at)
+        self._peer_rank = self._parallel.shard.attention.rank
+        """Its number for peers, to which every data-parallel rank is a server of its own."""
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
@@ -152,7 +155,7 @@ class RankEngine:
                     report(ChunkReport(rank, written))
 
                 self._writer = ChunkWriter(
-                    rank,
+                    self._peer_rank,
                     self._pools,
                     config,
                     local_rank=local,
@@ -273,6 +276,8 @@ class RankEngine:
         match command:
             case RunStep():
                 self._start_step(command)
+            case AssistStep(ranks=ranks):
+                self._assist(ranks)
             case CopyPage():
                 self._copy_page(command)
             case SavePages() | LoadPages() | DropPages():
@@ -299,7 +304,7 @@ class RankEngine:
         if self._receivers is not None:
             wait_for_arrivals(self._device)
         try:
-            step = self._executor.start(command.rows)
+            step = self._executor.start(command.rows, command.ranks or None)
             self._pending.append(PendingCommand(command.command_id, step))
             if self._early_writes is not None:
                 self._early_writes.step_started(command.command_id, step)
@@ -307,6 +312,12 @@ class RankEngine:
             if self._parallel.shard.world_size > 1:
                 raise
             self._step_failed(command.command_id, error)
+        self._stepping_s += time.monotonic() - started
+
+    def _assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step of other data-parallel ranks. If it fails, the rank exits: the others wait for it."""
+        started = time.monotonic()
+        self._executor.assist(ranks)
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
@@ -365,10 +376,10 @@ class RankEngine:
 
     def _report_hot(self, *, settled: bool = False) -> None:
         """Report the totals of the hot buffers, a few times a second, and with `settled` the exact totals of an idle
-        rank. All ranks of a stage have the same totals, so only the first reports.
+        rank. All tensor-parallel ranks of a stage have the same totals, so only the first reports.
         """
         cache, now = self._executor.cache, time.monotonic()
-        if not isinstance(cache, HiSparseCache) or self._parallel.shard.tp_rank != 0:
+        if not isinstance(cache, HiSparseCache) or self._parallel.shard.attention.tp_rank != 0:
             return
         if settled:
             cache.counters()
@@ -391,13 +402,13 @@ class RankEngine:
         wait_for_arrivals(self._device)
         for count, chunk in enumerate(command.chunks):
             span = f"tokens [{chunk.token_start}, {chunk.token_end})"
-            if len(chunk.checksums) <= self._rank:
+            if len(chunk.checksums) <= self._peer_rank:
                 return count, f"prefill sent no checksum for {span}"
             found = add_sums(
                 block_sum(self._read_tokens(pool, command, chunk.token_start, chunk.token_end), pool.layout)
                 for pool in self._pools
             )
-            if found != chunk.checksums[self._rank]:
+            if found != chunk.checksums[self._peer_rank]:
                 return count, f"KV checksum differs for {span} on rank {self._rank}"
         return len(command.chunks), None
 
@@ -440,7 +451,7 @@ class RankEngine:
         return RankReady(
             self._rank,
             peer_info=Rank(
-                rank=self._rank,
+                rank=self._peer_rank,
                 session=sessions.get("tcp"),
                 pools=tuple(pools),
                 machine=machine_id(),
@@ -526,7 +537,13 @@ def _layout(pool: KvPool) -> KvLayout:
 
 
 def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
-    shard = Shard.of(rank, tp_size=config.tp, stages=config.pp, whole_experts=config.expert_parallel)
+    shard = Shard.of(
+        rank,
+        tp_size=config.tp,
+        stages=config.pp,
+        whole_experts=config.whole_experts,
+        dp_attention=config.dp_size > 1,
+    )
     if meet_at is None:
         return Parallel(shard, device=device)
     # NCCL needs a GPU for each rank

@@ -74,7 +74,7 @@ class ModelList(TypedDict):
 
 
 class Load(TypedDict):
-    """In SGLang's shape: an entry for each data-parallel rank, of which there is one."""
+    """In SGLang's shape: an entry for each data-parallel rank; one without data-parallel attention."""
 
     dp_rank: int
     num_reqs: int
@@ -87,10 +87,20 @@ class Version(TypedDict):
 
 
 class Pool(TypedDict):
+    """The KV pool, with dp_attention that of each data-parallel rank."""
+
     page_size: int
     num_pages: int
     tokens: int
     max_total_tokens: int
+
+
+class DpRank(TypedDict):
+    """One data-parallel rank: its requests and its pools."""
+
+    dp_rank: int
+    states: Mapping[str, int]
+    gauges: Mapping[str, float]
 
 
 class ServerReport(TypedDict):
@@ -108,6 +118,7 @@ class ServerReport(TypedDict):
     states: Annotated[Mapping[str, int], Field(description="Requests by state.")]
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
+    dp_ranks: NotRequired[Annotated[list[DpRank], Field(description="With dp_attention; gauges above are totals.")]]
     disaggregation_bootstrap_port: NotRequired[int]
     instance: NotRequired[str]
     ranks: NotRequired[list[object]]
@@ -184,18 +195,23 @@ class ServerInfo:
 
     def load(self) -> list[Load]:
         ready = self._leader.check_available()
-        status = self._leader.status
-        states = status.states if status else {}
-        gauges = status.gauges if status else {}
-        held = int(gauges.get("kv_pages_held", 0)) * ready.page_size
         return [
             {
-                "dp_rank": 0,
-                "num_reqs": sum(states.values()),
-                "num_waiting_reqs": sum(states.get(state, 0) for state in WAITING_STATES),
-                "num_tokens": held + int(gauges.get("waiting_tokens", 0)),
+                "dp_rank": rank["dp_rank"],
+                "num_reqs": sum(rank["states"].values()),
+                "num_waiting_reqs": sum(rank["states"].get(state, 0) for state in WAITING_STATES),
+                "num_tokens": int(rank["gauges"].get("kv_pages_held", 0)) * ready.page_size
+                + int(rank["gauges"].get("waiting_tokens", 0)),
             }
+            for rank in self._dp_ranks()
         ]
+
+    def _dp_ranks(self) -> list[DpRank]:
+        status = self._leader.status
+        if status is None or not status.dp_ranks:
+            states, gauges = (status.states, status.gauges) if status else ({}, {})
+            return [{"dp_rank": 0, "states": states, "gauges": gauges}]
+        return [{"dp_rank": rank.dp_rank, "states": rank.states, "gauges": rank.gauges} for rank in status.dp_ranks]
 
     def server(self) -> ServerReport:
         """Routers read the SGLang names in it."""
@@ -208,7 +224,7 @@ class ServerInfo:
             "disaggregation_mode": config.role,
             "tp_size": config.tp,
             "pp_size": config.pp,
-            "dp_size": 1,
+            "dp_size": config.dp_size,
             "config": self._public_config(),
             "peers": self._peers(),
             "taken_at": status.taken_at if status else None,
@@ -216,6 +232,8 @@ class ServerInfo:
             "gauges": status.gauges if status else {},
             "counters": status.counters if status else {},
         }
+        if config.dp_size > 1:
+            info["dp_ranks"] = self._dp_ranks()
         if isinstance(config, PrefillConfig):
             info["disaggregation_bootstrap_port"] = config.bootstrap_port
         if ready is not None:

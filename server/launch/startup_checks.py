@@ -34,7 +34,7 @@ def check_startup(config: AnyServerConfig, source: ModelSource) -> None:
 
 def _tensor_parallel(config: ServerConfig, source: ModelSource) -> Iterator[str]:
     def problem_with(tp: int) -> str | None:
-        shard = Shard(tp_size=tp, whole_experts=config.expert_parallel)
+        shard = Shard(tp_size=tp, whole_experts=config.whole_experts, dp_attention=config.dp_attention)
         return _problem_of(lambda: source.config.check_shares(shard))
 
     if (problem := problem_with(config.tp)) is not None:

@@ -5,7 +5,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Literal
@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...scheduler.messages.frontend import Failed, Finished, Status
+from ...scheduler.messages.frontend import DpRankStatus, Failed, Finished, Status
 
 PREFIX = "pdserve_"
 LABELLED = {"path_bytes": "path"}
@@ -170,6 +170,7 @@ class _LeaderCollector(Collector):
         for state, count in status.states.items():
             states.add_metric([state], count)
         yield states
+        yield from _dp_rank_families(status.dp_ranks)
         labels = ["endpoint", "instance_id"]  # prefill knows only the address, which several decode servers may share
         paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=labels)
         round_trip = GaugeMetricFamily(
@@ -181,3 +182,24 @@ class _LeaderCollector(Collector):
                 round_trip.add_metric(names, peer.round_trip_ms / 1000)
         yield paired
         yield round_trip
+
+
+def _dp_rank_families(ranks: Sequence[DpRankStatus]) -> Iterable[Metric]:
+    """The gauges of each data-parallel rank, and its requests by state."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for rank in ranks:
+        for name, value in rank.gauges.items():
+            if name not in families:
+                help_text = f"Of each data-parallel rank: {name}."
+                families[name] = GaugeMetricFamily(f"{PREFIX}dp_rank_{name}", help_text, labels=["dp_rank"])
+            families[name].add_metric([str(rank.dp_rank)], value)
+    yield from families.values()
+    states = GaugeMetricFamily(
+        "pdserve_dp_rank_requests_in_state",
+        "Live requests of each data-parallel rank by state.",
+        labels=["dp_rank", "state"],
+    )
+    for rank in ranks:
+        for state, count in rank.states.items():
+            states.add_metric([str(rank.dp_rank), state], count)
+    yield states

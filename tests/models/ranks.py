@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdserve.models.config.sharding import Shard
+from pdserve.models.config.sharding import RankTokens, Shard
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import locate_model
@@ -34,12 +34,14 @@ TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class Pass:
     """One forward pass. `token_ids`, if any, reach only tp_rank 0 of a stage, which broadcasts them. With `scored`,
-    the logits are those of these rows of `forward_hidden`.
+    the logits are those of these rows of `forward_hidden`. `ranks` are the tokens of all ranks, with data-parallel
+    attention; a rank without slices assists.
     """
 
     slices: tuple[SequenceSlice, ...]
     token_ids: tuple[int, ...] | None = None
     scored: tuple[int, ...] | None = None
+    ranks: tuple[RankTokens, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,12 @@ class RankProcesses:
             theirs.close()
 
     @contextmanager
-    def connected(self, tp_size: int, stages: int, *, whole_experts: bool = False) -> Iterator[list[Shard]]:
+    def connected(
+        self, tp_size: int, stages: int, *, whole_experts: bool = False, dp_attention: bool = False
+    ) -> Iterator[list[Shard]]:
         """Let the first tp_size * stages processes form a server."""
         shards = [
-            Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
+            Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts, dp_attention=dp_attention)
             for rank in range(tp_size * stages)
         ]
         self.store_port = port = free_port()
@@ -86,7 +90,13 @@ class RankProcesses:
                 self.receive(shard)
 
     def run(self, shards: Sequence[Shard], directory: Path, passes: Sequence[Pass]) -> list[RankResult]:
-        for shard in shards:
+        return self.run_each(shards, directory, [passes] * len(shards))
+
+    def run_each(
+        self, shards: Sequence[Shard], directory: Path, passes_of: Sequence[Sequence[Pass]]
+    ) -> list[RankResult]:
+        """Run passes of their own on every rank (data-parallel attention)."""
+        for shard, passes in zip(shards, passes_of, strict=True):
             self.send(shard, "run", directory, passes)
         return [self.receive(shard) for shard in shards]
 
@@ -140,15 +150,19 @@ def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
 
 def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | None:
     shard = runner.parallel.shard
+    if not each.slices:
+        assert each.ranks is not None
+        runner.assist(each.ranks)
+        return None
     if each.scored is not None:
-        hidden = runner.forward_hidden(cache, each.slices)
+        hidden = runner.forward_hidden(cache, each.slices, ranks=each.ranks)
         assert (hidden is not None) == shard.last
         return None if hidden is None else runner.logits(hidden[list(each.scored)])
     token_ids = None
     if each.token_ids is not None:
         token_ids = torch.tensor(each.token_ids if shard.tp_rank == 0 else [0] * len(each.slices))
         runner.parallel.broadcast_tokens(token_ids)
-    return runner.forward(cache, each.slices, token_ids)
+    return runner.forward(cache, each.slices, token_ids, ranks=each.ranks)
 
 
 def _serve_all(pipes: list[Connection]) -> None:

@@ -1,11 +1,10 @@
 """Copy KV or compute it again: decided by the last measurements, not by a single one."""
 
-import queue
 from unittest.mock import Mock
 
 import pytest
 
-from pdserve.scheduler.engine.decode_loop import DecodeLoop
+from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, RateBySize, Rates
 from tests.scheduler.simulation.simulator import Simulator
@@ -79,21 +78,12 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
 
 def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     scheduler = Simulator().decode
-    loop = DecodeLoop(
-        scheduler,
-        Mock(),
-        queue.SimpleQueue(),
-        ranks=Mock(),
-        world_size=2,
-        control=Mock(),
-        hello=Mock(),
-        verify_kv=False,
-    )
+    engine = DecodeEngine(scheduler, Mock(size=2), control=Mock(), hello=Mock(), verify_kv=False)
     copy = scheduler.memory.copies.begin("save", Mock())
     copy.pages = 3
-    loop._handle(CopyDone(1, copy.number, 0.25), 0.0)
+    engine.handle(CopyDone(1, copy.number, 0.25), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s is None
-    loop._handle(CopyDone(0, copy.number, 0.5), 0.0)
+    engine.handle(CopyDone(0, copy.number, 0.5), 0.0)
     assert scheduler.retracted.rates.copied_pages.per_s == 6
 
 

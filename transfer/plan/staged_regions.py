@@ -13,7 +13,7 @@ import xxhash
 
 from ...configs.arithmetic import ceil_div
 from ..protocol.layout import KvLayout
-from ..protocol.messages import HeadSlice, Hello, StagePart, StageRing, TransferKey, Welcome
+from ..protocol.messages import HeadSlice, Hello, StagePart, StageRing, TransferKey, Welcome, split_dp_instance
 from .copy_regions import CopyRegion, plan_regions
 from .pairing import layouts_of
 from .ring import aligned
@@ -92,8 +92,10 @@ def _first_source(hello: Hello, welcome: Welcome) -> int:
     """The prefill rank at which `plan_regions` starts among replicas. All ranks must compute the same number.
 
     With at least as many decode ranks as prefill ranks, rank i writes to rank i. With fewer, the start depends on the
-    decode instance: otherwise the same prefill ranks would serve all decode servers.
+    decode instance: otherwise the same prefill ranks would serve all decode servers. Data-parallel ranks of a decode
+    server start at consecutive prefill ranks.
     """
     if len(hello.ranks) >= len(welcome.ranks):
         return 0
-    return xxhash.xxh3_64_intdigest(hello.instance.encode()) % len(welcome.ranks)
+    server, dp_rank = split_dp_instance(hello.instance)
+    return (xxhash.xxh3_64_intdigest(server.encode()) + dp_rank) % len(welcome.ranks)

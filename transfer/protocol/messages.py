@@ -42,6 +42,18 @@ PROTOCOL_VERSION = 3
 
 InstanceId = NewType("InstanceId", str)
 """A uuid created at process start. A restarted server is a new instance."""
+_DP_MARK = "-dp"
+
+
+def dp_instance(instance: InstanceId, dp_rank: int) -> InstanceId:
+    """The instance of a data-parallel rank of a decode server: a decode server of its own for its peers."""
+    return InstanceId(f"{instance}{_DP_MARK}{dp_rank}")
+
+
+def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
+    """The server and the number of a data-parallel rank; other instances have number 0."""
+    server, mark, number = instance.rpartition(_DP_MARK)
+    return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
 
 
 KvPath = Literal["gpu", "host"]

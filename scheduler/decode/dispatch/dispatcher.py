@@ -103,6 +103,21 @@ class PrefillDispatcher:
         prompt.busy_s_when_queued = self.pace.busy_s(prompt.endpoint, now)
         self.queue.push(prompt, again=again)
 
+    def release(self, prompt: Prompt, now: float) -> None:
+        """Remove a queued prompt that another scheduler adopts."""
+        self.queue.remove(prompt)
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
+        for request in prompt.waiting:
+            request.prefill_wait_s += busy_s
+
+    def adopt(self, prompt: Prompt, now: float) -> None:
+        """Queue a prompt that another scheduler has released."""
+        prompt.prompt_id = next(self._prompt_ids)
+        prompt.refusal = prompt.cached_estimate = None
+        self.enqueue(prompt, now)
+        if prompt.endpoint is not None:
+            self._outbox.append(ConnectPeer(prompt.endpoint))
+
     def recompute(self, request: Request, now: float) -> None:
         """Queue a request whose KV was dropped, before new ones. Its output becomes part of the prompt."""
         old = request.prompt

@@ -36,6 +36,11 @@ class PromptQueue:
     def __contains__(self, prompt: Prompt) -> bool:
         return prompt in self._positions
 
+    @property
+    def first(self) -> Prompt | None:
+        """The prompt that comes first, whether it may be sent or not."""
+        return min((lane[0] for lane in self._lanes.values()), default=(None, None))[1]
+
     def push(self, prompt: Prompt, *, again: bool = False) -> None:
         """Add a prompt; with `again`, before all others of its priority that were not dispatched before."""
         self._positions[prompt] = position = -prompt.priority, 0 if again else 1, next(self._arrivals)

@@ -41,12 +41,18 @@ def load(directory: Path, shard: Shard = WHOLE) -> DsaParameters:
 
 
 def check_shares(
-    directory: Path, expected: dict[str, torch.Tensor], tp_size: int, stages: int, *, whole_experts: bool = False
+    directory: Path,
+    expected: dict[str, torch.Tensor],
+    tp_size: int,
+    stages: int,
+    *,
+    whole_experts: bool = False,
+    dp_attention: bool = False,
 ) -> None:
     """Every rank has exactly its parts, and together they have everything: replicas once per rank of a stage."""
     seen = {name: torch.zeros_like(value) for name, value in expected.items()}
     for rank in range(tp_size * stages):
-        shard = Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts)
+        shard = Shard.of(rank, tp_size=tp_size, stages=stages, whole_experts=whole_experts, dp_attention=dp_attention)
         for name, slot in load(directory, shard).slots().items():
             assert slot.fills_whole or not (whole_experts and ".experts." in name), name
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
@@ -54,7 +60,8 @@ def check_shares(
             seen[name][part] += 1
     replicated = ("norm.weight", "norm.bias", "_a_proj.weight", "_mqa.weight", "mlp.gate.weight", "_correction_bias")
     for name, count in seen.items():
-        whole = name.endswith(replicated) or ".indexer." in name
+        whole = name.endswith(replicated) or ".indexer." in name or (dp_attention and "_proj" not in name)
+        whole |= dp_attention and ".self_attn." in name
         assert (count == (tp_size if whole else 1)).all(), name
 
 
@@ -67,6 +74,13 @@ def test_ranks_have_their_parts_and_together_everything(checkpoint: Path, tp_siz
 def test_ranks_can_have_whole_experts(checkpoint: Path, tp_size: int, stages: int) -> None:
     expected = load_file(checkpoint / "model.safetensors")
     check_shares(checkpoint, expected, tp_size, stages, whole_experts=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("tp_size", "stages"), [(2, 1), (4, 2)])
+def test_ranks_can_have_whole_attention_and_vocabulary(copy: Path, tp_size: int, stages: int, fp8: bool) -> None:
+    expected = quantise_checkpoint(copy, BLOCK) if fp8 else load_file(copy / "model.safetensors")
+    check_shares(copy, expected, tp_size, stages, whole_experts=True, dp_attention=True)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

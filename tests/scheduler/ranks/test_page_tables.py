@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.index_spaces import RequestSlot
-from pdserve.scheduler.messages.ranks import RankCommand, RunStep, SentStep
+from pdserve.models.config.sharding import RankTokens
+from pdserve.scheduler.messages.ranks import AssistStep, RankCommand, RunStep, SentStep
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.page_tables import FORGET_AFTER_STEPS, KnownTables, SentTables, UnknownPagesError
 
@@ -83,6 +84,13 @@ def page_list_steps(seed: int, steps: int) -> Iterator[list[list[int]]]:
             present.append(absent.pop(rng.randrange(len(absent))))
         del absent[:-6]
         yield present + ([present[0]] if present and rng.random() < 0.1 else [])
+
+
+def test_steps_of_data_parallel_ranks_have_the_tokens_of_all() -> None:
+    ranks = (RankTokens(5, 1), RankTokens(0, 0))
+    step = msgspec.structs.replace(step_of(1, [3, 4]), ranks=ranks)
+    assert KnownTables().unpack(travel(SentTables().pack(step))) == step
+    assert _decoder.decode(_encoder.encode(AssistStep(ranks))) == AssistStep(ranks)
 
 
 @settings(deadline=None)

@@ -3,14 +3,25 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
 from pdserve.configs.schema import PrefillConfig
-from pdserve.scheduler.messages.ranks import CacheChecked, RankFailed, RankReport, StopRank
-from pdserve.scheduler.ranks.group import _Hub
+from pdserve.scheduler.messages.ranks import (
+    CacheChecked,
+    RankCommand,
+    RankFailed,
+    RankReport,
+    RunStep,
+    SentStep,
+    StopRank,
+)
+from pdserve.scheduler.messages.step import StepRow
+from pdserve.scheduler.ranks.group import RankGroup, _Hub
 from pdserve.transfer.control.curve import ClusterKeys
 from tests.cluster.servers import wait_until
 from tests.transfer.control.zmtp_peer import ZmtpPeer
@@ -114,3 +125,33 @@ def test_messages_that_are_not_reports_are_ignored(connect: Connect, caplog: pyt
         assert b"LeaderAlive" in command
     assert not stranger.poll(100)
     hub.close()
+
+
+def test_steps_of_data_parallel_ranks_reach_only_their_rank(connect: Connect) -> None:
+    """Each rank has page tables of its own: rank 2 gets a page list from its beginning."""
+    hub = Hub()
+    pages = [4, 5, 6]
+    row = StepRow((1,), 0, pages)
+    sockets = {number: connect(hub, b"rank-%d" % number) for number in (1, 2)}
+    for number, socket in sockets.items():
+        socket.send(msgspec.msgpack.encode(CacheChecked(number, None)))
+    hub.wait(2)
+    ranks: Any = SimpleNamespace(tell=lambda command, to: hub.hub.tell(command, to))
+    for number in (1, 2):
+        RankGroup(ranks, [number], all_ranks=False).tell(RunStep(number, (row,)))
+    for number, socket in sockets.items():
+        step = next_step(socket)
+        assert (step.command_id, step.rows[0].kept, step.rows[0].new_pages) == (number, 0, pages)
+    RankGroup(ranks, [0, 1], all_ranks=False).tell(StopRank())
+    while (command := sockets[1].recv()) != msgspec.msgpack.encode(StopRank()):
+        assert b"LeaderAlive" in command
+    while sockets[2].poll(100):
+        assert b"LeaderAlive" in sockets[2].recv()
+    hub.close()
+
+
+def next_step(socket: "zmq.Socket[bytes]") -> SentStep:
+    decoder: msgspec.msgpack.Decoder[RankCommand] = msgspec.msgpack.Decoder(RankCommand)
+    while not isinstance(command := decoder.decode(socket.recv()), SentStep):
+        pass
+    return command

@@ -109,6 +109,15 @@ def test_missing_mooncake_wheel_is_reported(dense: ModelSource, monkeypatch: pyt
     assert problem.startswith("the Mooncake transfer engine is not installed: pip install 'pdserve[cpu]'")
 
 
+def test_dp_attention_divides_experts_and_not_heads(dense: ModelSource, sparse: ModelSource) -> None:
+    """The sparse model has four heads and eight experts."""
+    assert problems(DecodeConfig(tp=8, dp_attention=True), sparse) == []
+    (problem,) = problems(DecodeConfig(tp=3, dp_attention=True), sparse)
+    assert problem == "tp = 3 does not divide n_routed_experts = 8: --tp may be 1, 2, 4 or 8"
+    (problem,) = problems(PrefillConfig(tp=2, dp_attention=True), dense)
+    assert problem == f"dp_attention needs a model with experts, and {dense.config.architecture} has none"
+
+
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_ranks_report_the_same_problem(
     dense: ModelSource, sparse: ModelSource, tmp_path: Path, whole_experts: bool

@@ -3,6 +3,7 @@
 import itertools
 from typing import get_args
 
+import msgspec
 import pytest
 
 from pdserve.configs.schema import StagingSetting
@@ -24,6 +25,8 @@ from pdserve.transfer.protocol.messages import (
     StageRing,
     TransferKey,
     Welcome,
+    dp_instance,
+    split_dp_instance,
 )
 from tests.transfer.data.kv_cells import layout
 
@@ -93,6 +96,23 @@ def test_off_on_either_side_disables_staging_and_on_stages_all(settings: tuple[S
 def test_latent_rows_are_never_staged() -> None:
     rows = [layout((0, LAYERS), (0, 1), page_size=16, num_pages=8, planes=("latent",))]
     assert staged_regions(*pair(rows * 2, rows, settings=("on", "on"))) == ()
+
+
+@pytest.mark.parametrize("prefill", [2, 4, 8])
+def test_data_parallel_ranks_of_a_decode_server_have_different_writers(prefill: int) -> None:
+    """Each is a decode server with one rank. A tensor-parallel prefill server has all rows on every rank."""
+    rows = [layout((0, LAYERS), (0, 1), page_size=16, num_pages=8, planes=("latent",))]
+    hello, welcome = pair(rows * prefill, rows)
+    server = InstanceId("0123-dp-4567")
+    assert split_dp_instance(server) == (server, 0)
+    sources = []
+    for dp_rank in range(prefill):
+        instance = dp_instance(server, dp_rank)
+        assert split_dp_instance(instance) == (server, dp_rank)
+        (region,) = pair_regions(msgspec.structs.replace(hello, instance=instance), welcome, ("latent",))
+        assert (region.destination, region.layers) == (0, range(LAYERS))
+        sources.append(region.source)
+    assert sorted(sources) == list(range(prefill))
 
 
 def test_nothing_is_staged_to_a_decode_server_without_rings() -> None:

@@ -1,9 +1,8 @@
-"""The engine loop of a decode server."""
+"""The engine of a decode server, or of one of its data-parallel ranks."""
 
 import collections
 import dataclasses
 import logging
-import queue
 from typing import Literal
 
 import numpy as np
@@ -39,7 +38,6 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
-from ..decode.responses import failed
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToPeer
 from ..messages.frontend import Cancel, FlushCache, Submit
@@ -62,10 +60,9 @@ from ..messages.ranks import (
     VerifyKv,
     WriteBackRows,
 )
-from ..ranks.group import Ranks
-from .frontend_link import FrontendLink
+from ..ranks.group import RankGroup
+from .engine import Engine
 from .grammar_gate import GrammarGate
-from .loop import EngineLoop
 from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
@@ -80,23 +77,20 @@ class _Verification:
     problem: str | None = None
 
 
-class DecodeLoop(EngineLoop[DecodeScheduler]):
-    """The engine loop with the events and effects of a decode server."""
+class DecodeEngine(Engine[DecodeScheduler]):
+    """The events and effects of a decode server."""
 
     def __init__(
         self,
         scheduler: DecodeScheduler,
-        frontend: FrontendLink,
-        inbox: "queue.SimpleQueue[object]",
+        ranks: RankGroup,
         *,
-        ranks: Ranks,
-        world_size: int,
         control: DecodeControl,
         hello: Hello,
         verify_kv: bool,
     ) -> None:
-        super().__init__(scheduler, frontend, inbox, ranks, world_size)
-        self._control = control
+        super().__init__(scheduler, ranks)
+        self.control = control
         self._hello = hello
         self._verify_kv = verify_kv
         self._verifying: dict[TransferKey, _Verification] = {}
@@ -106,7 +100,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         """How many ranks have completed a command or a copy."""
         self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
 
-    def _handle(self, event: object, now: float) -> None:
+    def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
             case Submit(sampling=SamplingParams(grammar=Grammar() as grammar)):
@@ -183,10 +177,9 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         if problem is None:
             self.scheduler.submit(held, now)
         else:
-            error = ClientError(f"the grammar {problem}")
-            self._frontend.send(*(failed(rid, error) for rid in (held.rid, *held.more_rids)))
+            self.scheduler.refuse(held, ClientError(f"the grammar {problem}"))
 
-    def _release_held(self, now: float) -> None:
+    def release_held(self, now: float) -> None:
         for held in self._gate.release():
             self.scheduler.submit(held, now)
 
@@ -236,7 +229,7 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         verification.ranks += 1
         verification.problem = verification.problem or report.problem
         self.scheduler.counters["chunks_verified"] += report.chunks
-        if verification.ranks < self._world_size:
+        if verification.ranks < self._ranks.size:
             return
         del self._verifying[report.key]
         given_up = self.scheduler.prompt_of(report.key) is None  # others may have written its pages meanwhile
@@ -246,12 +239,12 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
             self.scheduler.counters["checksum_errors"] += 1
             self.scheduler.transfer_failed(report.key, verification.problem, retryable=True, late_writes=True, now=now)
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self._control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+                self.control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
-                self._control.connect(endpoint, client=client)
+                self.control.connect(endpoint, client=client)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter():
                 self._ranks.tell(effect)
             case OpenHot() | ResizeHot() | WriteBackRows():
@@ -262,12 +255,12 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
     def _all_done(self, what: Literal["command", "copy"], number: int) -> bool:
         """Count the report of one rank; returns whether it is the last."""
         self._done_by[what, number] += 1
-        if self._done_by[what, number] < self._world_size:
+        if self._done_by[what, number] < self._ranks.size:
             return False
         del self._done_by[what, number]
         return True
 
-    def _next_step(self, now: float) -> RunStep | None:
+    def next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
         if step is None:
             return None
@@ -279,8 +272,8 @@ class DecodeLoop(EngineLoop[DecodeScheduler]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
-    def _answered(self) -> bool:
+    def answered(self) -> bool:
         return not self.scheduler.requests and not self._gate
 
-    def _writes(self) -> bool:
+    def writes(self) -> bool:
         return False

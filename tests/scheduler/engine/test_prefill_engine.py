@@ -13,7 +13,9 @@ import pytest
 from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.engine.prefill_loop import PrefillLoop
+from pdserve.scheduler.engine.loop import EngineLoop
+from pdserve.scheduler.engine.prefill_engine import PrefillEngine
+from pdserve.scheduler.engine.routing import PrefillRouter
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Stop
 from pdserve.scheduler.messages.ranks import (
@@ -70,7 +72,7 @@ class Engine:
         )
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.ranks = Mock()
+        self.ranks = Mock(size=1, numbers=[0])
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](1 << 16))
         control = PrefillControl("127.0.0.1", 0, WELCOME, check=lambda _: None, on_event=self.inbox.put)
         self.control = control
@@ -79,15 +81,9 @@ class Engine:
             stack.callback(side.close)
             side.start()
         decode.connect(f"127.0.0.1:{control.port}")
-        self.loop = PrefillLoop(
-            self.scheduler,
-            Mock(),
-            self.inbox,
-            ranks=self.ranks,
-            world_size=1,
-            control=control,
-            welcome=WELCOME,
-        )
+        self.engine = PrefillEngine(self.scheduler, self.ranks, control=control, welcome=WELCOME)
+        router = PrefillRouter([self.scheduler])
+        self.loop = EngineLoop([self.engine], router, Mock(), self.inbox, self.ranks)
         assert isinstance(self.heard.get(timeout=10), PeerUp)
         paired = self.inbox.get(timeout=10)
         assert isinstance(paired, PeerUp)
@@ -117,7 +113,7 @@ def test_burst_of_long_prompts_does_not_delay_the_ranks(engine: Engine) -> None:
         engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
     engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert DECODE in engine.loop.routes, "what ranks report comes first"
+    assert DECODE in engine.engine.routes, "what ranks report comes first"
     turns = 1
     while len(engine.scheduler.requests) < 100:
         engine.turn()
@@ -213,11 +209,11 @@ def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Eng
 def test_routes_of_a_closed_peer_are_ignored(engine: Engine) -> None:
     engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert engine.loop.routes == {DECODE: ({"k+v": "tcp"}, {})}
+    assert engine.engine.routes == {DECODE: ({"k+v": "tcp"}, {})}
     engine.inbox.put(PeerClosed(DECODE))
     engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert engine.loop.routes == {}
+    assert engine.engine.routes == {}
 
 
 def with_grammar(engine: Engine) -> PrepareGrammar:
@@ -260,7 +256,7 @@ def test_held_requests_of_a_lost_decode_server_are_dropped(engine: Engine) -> No
     with_grammar(engine)
     engine.inbox.put(PeerLost(DECODE, "gone"))
     engine.turn()
-    assert not engine.loop._gate
+    assert not engine.engine._gate
 
 
 def test_shutdown_refuses_held_requests(engine: Engine) -> None:

@@ -1,7 +1,6 @@
-"""The engine loop of a prefill server."""
+"""The engine of a prefill server, or of one of its data-parallel ranks."""
 
 import logging
-import queue
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,10 +51,9 @@ from ..messages.ranks import (
 )
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
-from ..ranks.group import Ranks
-from .frontend_link import FrontendLink
+from ..ranks.group import RankGroup
+from .engine import Engine
 from .grammar_gate import GrammarGate
-from .loop import EngineLoop
 from .step_rows import prefill_row
 
 log = logging.getLogger(__name__)
@@ -73,21 +71,18 @@ class KvRoutes(NamedTuple):
 NO_ROUTES = KvRoutes({}, {})
 
 
-class PrefillLoop(EngineLoop[PrefillScheduler]):
-    """The engine loop with the events and effects of a prefill server."""
+class PrefillEngine(Engine[PrefillScheduler]):
+    """The events and effects of a prefill server."""
 
     def __init__(
         self,
         scheduler: PrefillScheduler,
-        frontend: FrontendLink,
-        inbox: "queue.SimpleQueue[object]",
+        ranks: RankGroup,
         *,
-        ranks: Ranks,
-        world_size: int,
         control: PrefillControl,
         welcome: Welcome,
     ) -> None:
-        super().__init__(scheduler, frontend, inbox, ranks, world_size)
+        super().__init__(scheduler, ranks)
         self._control = control
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
@@ -98,7 +93,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         """Reports of the chunks that some ranks have written, but not all."""
         self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
 
-    def _handle(self, event: object, now: float) -> None:
+    def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
             case FlushCache():
@@ -129,7 +124,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
                 self._ranks.tell(OpenPeer(hello, self._welcome))
                 scheduler.peer_up(instance, _page_space(hello), staged_regions(hello, self._welcome))
                 remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
-                if remark is not None:
+                if remark is not None and 0 in self._ranks.numbers:  # once per server
                     log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
                 self._gate.release(lambda held: held.instance == instance)
@@ -146,7 +141,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._send(instance, message, arrays)
@@ -166,7 +161,7 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
             failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
             self._control.send(event.instance, failed)
 
-    def _release_held(self, now: float) -> None:
+    def release_held(self, now: float) -> None:
         for held in self._gate.release():
             self._receive(held, now)
 
@@ -187,11 +182,11 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         ref = (part.instance, part.key, part.token_start)
         parts = self._parts.setdefault(ref, [])
         parts.append(part)
-        if len(parts) == self._world_size:
+        if len(parts) == self._ranks.size:
             del self._parts[ref]
             self.scheduler.chunk_written(_join(parts), now)
 
-    def _next_step(self, now: float) -> RunStep | None:
+    def next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
         return RunStep(step.command_id, tuple(prefill_row(row) for row in step.rows)) if step is not None else None
 
@@ -208,10 +203,10 @@ class PrefillLoop(EngineLoop[PrefillScheduler]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
 
-    def _answered(self) -> bool:
+    def answered(self) -> bool:
         return self.scheduler.idle and not self._gate
 
-    def _writes(self) -> bool:
+    def writes(self) -> bool:
         return bool(self.scheduler.requests)
 
 

@@ -1,0 +1,64 @@
+"""The control threads of a server together: one or, on a decode server with data-parallel attention, one per rank."""
+
+import collections
+import threading
+from collections.abc import Sequence
+
+from ...transfer.control.events import PeerSnapshot
+from ...transfer.control.thread import Control
+from ..messages.frontend import PeerStatus
+from .decode_engine import DecodeEngine
+from .prefill_engine import NO_ROUTES, KvRoutes, PrefillEngine
+
+_WORST_FIRST = ("refused", "lost", "connecting", "paired")
+
+
+def control_counters(controls: Sequence[Control]) -> dict[str, float]:
+    """The counters of all control threads."""
+    total: collections.Counter[str] = collections.Counter()
+    for control in controls:
+        total.update({f"control_{name}": count for name, count in control.stats().items()})
+    return dict(total)
+
+
+def peer_status(
+    controls: Sequence[Control], engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]
+) -> tuple[PeerStatus, ...]:
+    """The peers of a server. Of several connections to one endpoint, the worst is shown."""
+    routes: dict[str, KvRoutes] = {}
+    for engine in engines:
+        if isinstance(engine, PrefillEngine):
+            for instance, found in list(engine.routes.items()):
+                known = routes.get(instance, NO_ROUTES)
+                routes[instance] = KvRoutes(known.transports | found.transports, known.unusable | found.unusable)
+    peers = controls[0].peers() if len(controls) == 1 else _worst([control.peers() for control in controls])
+    return tuple(
+        PeerStatus(
+            peer.endpoint,
+            peer.state,
+            peer.instance,
+            peer.detail,
+            peer.round_trip_ms,
+            *routes.get(peer.instance or "", NO_ROUTES),
+        )
+        for peer in peers
+    )
+
+
+def _worst(of_controls: Sequence[Sequence[PeerSnapshot]]) -> list[PeerSnapshot]:
+    found: dict[str, PeerSnapshot] = {}
+    for peers in of_controls:
+        for peer in peers:
+            other = found.setdefault(peer.endpoint, peer)
+            if _WORST_FIRST.index(peer.state) < _WORST_FIRST.index(other.state):
+                found[peer.endpoint] = peer
+    return list(found.values())
+
+
+def close_all(controls: Sequence[Control]) -> None:
+    """Close all control threads at the same time: each waits for its peers."""
+    closers = [threading.Thread(target=control.close, name="control-close") for control in controls]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()

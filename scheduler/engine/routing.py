@@ -1,0 +1,104 @@
+"""Which engine gets an event that no rank and no control thread has addressed, with data-parallel attention.
+
+New prompts go to the engine that the balancer chooses; what follows about a request goes to the engine that has it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp
+from ...transfer.protocol.messages import Abort, KvDestination
+from ..decode.balancer import choose_for_submit, rebalance
+from ..decode.scheduler import DecodeScheduler
+from ..messages.frontend import Cancel, FlushCache, Submit
+from ..prefill.balancer import choose_for_prompt
+from ..prefill.request import TransferRef
+from ..prefill.scheduler import PrefillScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class ToEngine:
+    """An event for one engine: data-parallel ranks of a decode server have connections of their own."""
+
+    number: int
+    event: object
+
+
+class EventRouter(Protocol):
+    """Chooses the engines of an event."""
+
+    def route(self, event: object) -> Sequence[int]:
+        """The numbers of the engines that handle the event."""
+
+    def rebalance(self, now: float) -> Collection[int]:
+        """Move waiting work to other engines; returns the numbers of those that got some."""
+
+
+class DecodeRouter:
+    """Events of the frontend of a decode server."""
+
+    def __init__(self, schedulers: Sequence[DecodeScheduler]) -> None:
+        self._schedulers = schedulers
+        self._all = range(len(schedulers))
+
+    def route(self, event: object) -> Sequence[int]:
+        if len(self._all) == 1:
+            return self._all
+        match event:
+            case Submit():
+                return (self._choose(event),)
+            case Cancel(rid=rid):
+                # a request that waits for its grammar is in no scheduler yet
+                return [number for number in self._all if rid in self._schedulers[number].requests] or self._all
+            case _:
+                return self._all
+
+    def rebalance(self, now: float) -> Collection[int]:
+        return rebalance(self._schedulers, now) if len(self._all) > 1 else ()
+
+    def _choose(self, submit: Submit) -> int:
+        """A rid that is in use goes to the engine that has it, which refuses it. If the first prompt of a call was
+        accepted, the others are accepted too, by any engine.
+        """
+        for number, scheduler in enumerate(self._schedulers):
+            if submit.rid in scheduler.requests:
+                return number
+        number = choose_for_submit(self._schedulers, submit)
+        if submit.follows is not None and any(one.accepted_call == submit.follows for one in self._schedulers):
+            self._schedulers[number].accepted_call = submit.follows
+        return number
+
+
+class PrefillRouter:
+    """Events of the frontend and of the control thread of a prefill server."""
+
+    def __init__(self, schedulers: Sequence[PrefillScheduler]) -> None:
+        self._schedulers = schedulers
+        self._all = range(len(schedulers))
+
+    def route(self, event: object) -> Sequence[int]:
+        """Decode servers pair with all engines. An Abort of a transfer that no scheduler has goes to all: it has ended,
+        or waits for its grammar; repeated answers do no harm.
+        """
+        if len(self._all) == 1:
+            return self._all
+        match event:
+            case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, _)):
+                known = self._holder((instance, key))
+                return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
+            case MessageReceived(message=Abort(key=key), instance=instance):
+                holder = self._holder((instance, key))
+                return self._all if holder is None else (holder,)
+            case PeerUp() | PeerLost() | PeerClosed() | FlushCache():
+                return self._all
+            case _:
+                return (0,)
+
+    def rebalance(self, now: float) -> Collection[int]:  # noqa: ARG002
+        """Decode sends few prompts ahead, so queues are short: prompts stay on their rank."""
+        return ()
+
+    def _holder(self, ref: TransferRef) -> int | None:
+        """The engine that has this transfer."""
+        return next((number for number in self._all if ref in self._schedulers[number].requests), None)

@@ -1,0 +1,88 @@
+"""The state of an engine loop for other threads: metrics of all its schedulers together and of each alone."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...transfer.protocol.messages import Load
+from ..decode.scheduler import DecodeScheduler
+from ..messages.frontend import DpRankStatus
+from ..prefill.scheduler import PrefillScheduler
+
+NOT_ADDED = frozenset(
+    {
+        "remote_prefill_tokens_per_second",
+        "remote_prefill_overhead_seconds",
+        "local_prefill_crossover_tokens",
+        "decode_step_seconds",
+    }
+)
+"""Gauges of which a server reports the largest of its schedulers; the others are added up."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Replaced as a whole, never modified."""
+
+    gauges: Mapping[str, float]
+    counters: Mapping[str, float]
+    states: Mapping[str, int]
+    taken_at: float
+    """Unix time."""
+    dp_ranks: tuple[DpRankStatus, ...] = ()
+    """Of each data-parallel rank, if there are several."""
+
+    @staticmethod
+    def of(
+        schedulers: Sequence[DecodeScheduler | PrefillScheduler], more: Mapping[str, float], *, taken_at: float
+    ) -> "Snapshot":
+        """The state of a server with these schedulers; `more` gauges are those of the loop itself."""
+        gauges = [_gauges(scheduler) for scheduler in schedulers]
+        states = [scheduler.state_counts() for scheduler in schedulers]
+        single = len(schedulers) == 1
+        return Snapshot(
+            gauges={**total_gauges(gauges), **more},
+            counters=_total(scheduler.counters for scheduler in schedulers),
+            states={state: int(count) for state, count in _total(states).items()},
+            taken_at=taken_at,
+            dp_ranks=() if single else tuple(map(DpRankStatus, range(len(schedulers)), gauges, states)),
+        )
+
+
+def total_gauges(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The gauges of a server from those of its schedulers."""
+    total = _total(parts)
+    return {
+        name: max(part[name] for part in parts if name in part) if name in NOT_ADDED else value
+        for name, value in total.items()
+    }
+
+
+def total_load(loads: Sequence[Load]) -> Load:
+    """The load of a server from those of its schedulers."""
+    return Load(
+        waiting_requests=sum(load.waiting_requests for load in loads),
+        running_requests=sum(load.running_requests for load in loads),
+        waiting_tokens=sum(load.waiting_tokens for load in loads),
+        accepting=all(load.accepting for load in loads),
+        window_tokens=sum(load.window_tokens for load in loads),
+        tokens_per_s=sum(load.tokens_per_s for load in loads),
+    )
+
+
+def _gauges(scheduler: DecodeScheduler | PrefillScheduler) -> dict[str, float]:
+    pages = scheduler.pages
+    return {
+        "kv_pages": pages.num_pages,
+        "kv_pages_held": pages.held,
+        "kv_pages_available": pages.available,
+        **scheduler.gauges(),
+    }
+
+
+def _total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: collections.defaultdict[str, float] = collections.defaultdict(int)
+    for part in parts:
+        for name, value in part.items():
+            total[name] += value
+    return dict(total)

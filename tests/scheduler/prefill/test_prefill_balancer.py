@@ -1,0 +1,74 @@
+"""Data-parallel ranks of a prefill server: which one computes a prompt, and which one hears about it later."""
+
+import numpy as np
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.engine.routing import PrefillRouter
+from pdserve.scheduler.messages.frontend import FlushCache
+from pdserve.scheduler.prefill.balancer import choose_for_prompt
+from pdserve.scheduler.prefill.limits import PrefillLimits
+from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.control.events import LoadReported, MessageReceived, PeerLost, SendFailed
+from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Load, TransferFailed, TransferKey
+
+DECODE = InstanceId("decode")
+PAGE = 4
+
+
+def schedulers(count: int) -> list[PrefillScheduler]:
+    limits = PrefillLimits(page_size=PAGE, chunk_size=64, max_queued_requests=100, context_length=1000, vocab_size=1000)
+    found = [PrefillScheduler(limits, PageAllocator[KvPage](100)) for _ in range(count)]
+    for scheduler in found:
+        scheduler.peer_up(DECODE, PageSpace(100, PAGE))
+    return found
+
+
+def destination(number: int) -> KvDestination:
+    return KvDestination(TransferKey(number, 1), f"r{number}", SamplingParams(), timeout_s=60.0)
+
+
+def give(scheduler: PrefillScheduler, number: int, prompt: list[int]) -> None:
+    scheduler.receive(DECODE, destination(number), prompt, list(range(len(prompt) // PAGE + 1)), 0.0)
+    scheduler.advance(0.0)
+
+
+def test_prompt_goes_to_the_rank_with_the_fewest_tokens_to_compute() -> None:
+    ranks = schedulers(3)
+    for number, tokens in enumerate((40, 10, 30)):
+        give(ranks[number], number, [number] * tokens)
+    assert choose_for_prompt(ranks, [7] * 20) == 1
+    give(ranks[1], 9, [7] * 25)
+    assert choose_for_prompt(ranks, [7] * 20) == 2
+
+
+def test_cached_prefix_counts_as_computed() -> None:
+    ranks = schedulers(2)
+    prompt = list(range(40))
+    grant = ranks[1].pages.grant("cached", 10)
+    assert grant is not None
+    ranks[1].cache.insert(prompt, grant.pages)
+    ranks[1].pages.release(grant)
+    give(ranks[1], 1, [5] * 30)
+    assert choose_for_prompt(ranks, prompt) == 1, "36 of 40 tokens are cached, and 30 wait"
+    give(ranks[1], 2, [6] * 10)
+    assert choose_for_prompt(ranks, prompt) == 0
+
+
+def test_messages_find_the_rank_of_their_transfer_and_peers_are_known_to_all() -> None:
+    ranks = schedulers(3)
+    router = PrefillRouter(ranks)
+    give(ranks[2], 5, [1] * 10)
+    prompt = np.zeros(10, dtype=np.int32)
+    assert list(router.route(MessageReceived(DECODE, destination(5), (prompt, prompt)))) == [2], "sent again"
+    assert list(router.route(MessageReceived(DECODE, destination(6), (prompt, prompt)))) == [0]
+    assert list(router.route(MessageReceived(DECODE, Abort(TransferKey(5, 1), "gone"), ()))) == [2]
+    unknown = router.route(MessageReceived(DECODE, Abort(TransferKey(6, 1), "gone"), ()))
+    assert list(unknown) == [0, 1, 2], "it may wait for its grammar on any of them"
+    for event in (PeerLost(DECODE, "silent"), FlushCache()):
+        assert list(router.route(event)) == [0, 1, 2]
+    failed = TransferFailed(TransferKey(5, 1), "too large", retryable=False)
+    for other in (LoadReported(DECODE, Load()), SendFailed(DECODE, failed, "full")):
+        assert list(router.route(other)) == [0], "one answer is enough"

@@ -10,26 +10,22 @@ import contextlib
 import logging
 import os
 import queue
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...memory.device import resolve_device
 from ...memory.hisparse.cache import HiSparseCache, HiSparseError
-from ...memory.kv_pool import KvPool
 from ...memory.page_store import PageStore
 from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
-from ...models.config.sharding import RankTokens, Shard
+from ...models.config.sharding import RankTokens
 from ...models.grammar.dialects import GrammarError
-from ...models.layers.parallel import Backend, Parallel, nccl_available
 from ...models.loading.catalog import ModelSource
 from ...transfer.data.chunk_writer import ChunkWriter
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite
@@ -38,9 +34,7 @@ from ...transfer.data.part_scatterer import PartScatterer
 from ...transfer.data.receivers import Receivers
 from ...transfer.mooncake.transports import machine_id
 from ...transfer.plan.staged_regions import STAGED_KIND
-from ...transfer.protocol.checksum import add_sums, block_sum
-from ...transfer.protocol.layout import KvLayout, Plane
-from ...transfer.protocol.messages import Pool, Rank, StageRing
+from ...transfer.protocol.messages import Rank
 from ..messages.ranks import (
     AssistStep,
     CacheChecked,
@@ -75,15 +69,16 @@ from ..messages.ranks import (
     VerifyKv,
     WriteBackRows,
 )
+from .announcement import announced_hot, announced_pool, announced_ring, layout_of
 from .builder import RankBuilder
 from .early_writes import EarlyWrites
 from .executor import PendingStep
+from .kv_check import verify_kv
 from .page_mover import PageMover
+from .rendezvous import join_ranks
 
 log = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait of a rank for the others. A lost rank is detected long before, by its silence."""
 HOT_REPORT_S = 0.2
 COMMAND_POLL_S = 1e-4
 """Interval of the checks whether a step is done; its tokens wait at most this long for the check."""
@@ -123,7 +118,7 @@ class RankEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         use_own_stream(self._device)
-        self._parallel = _meet(config, rank, self._device, meet_at)
+        self._parallel = join_ranks(config, rank, self._device, meet_at)
         self._peer_rank = self._parallel.shard.attention.rank
         """Its number for peers, to which every data-parallel rank is a server of its own."""
         builder = RankBuilder(config, source, self._parallel, self._device)
@@ -139,7 +134,7 @@ class RankEngine:
             on_done=lambda copy, seconds: report(CopyDone(rank, copy, seconds)),
             on_failed=lambda reason: report(RankFailed(rank, reason)),
         )
-        self._pools = [LocalPool(pool, _layout(pool), pool.data) for pool in self._executor.cache.pools]
+        self._pools = [LocalPool(pool, layout_of(pool), pool.data) for pool in self._executor.cache.pools]
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
         self._early_writes: EarlyWrites | None = None
@@ -290,7 +285,11 @@ class RankEngine:
                 self._report(CacheChecked(self._rank, self._check_cache()))
                 self._report_hot(settled=True)
             case VerifyKv():
-                self._report(KvVerified(self._rank, command.key, *self._verify(command)))
+                wait_for_arrivals(self._device)
+                found = verify_kv(
+                    command, self._pools, self._executor.cache, rank=self._rank, peer_rank=self._peer_rank
+                )
+                self._report(KvVerified(self._rank, command.key, *found))
             case _:
                 raise TypeError(f"unexpected command: {command!r}")
 
@@ -397,38 +396,16 @@ class RankEngine:
             return str(error)
         return None
 
-    def _verify(self, command: VerifyKv) -> tuple[int, str | None]:
-        """Chunks compared, and the first difference from what was sent."""
-        wait_for_arrivals(self._device)
-        for count, chunk in enumerate(command.chunks):
-            span = f"tokens [{chunk.token_start}, {chunk.token_end})"
-            if len(chunk.checksums) <= self._peer_rank:
-                return count, f"prefill sent no checksum for {span}"
-            found = add_sums(
-                block_sum(self._read_tokens(pool, command, chunk.token_start, chunk.token_end), pool.layout)
-                for pool in self._pools
-            )
-            if found != chunk.checksums[self._peer_rank]:
-                return count, f"KV checksum differs for {span} on rank {self._rank}"
-        return len(command.chunks), None
-
-    def _read_tokens(self, pool: LocalPool, command: VerifyKv, start: int, end: int) -> list[torch.Tensor]:
-        """These tokens of a transfer, from where prefill has written them."""
-        cache = self._executor.cache
-        if command.hot_pages and isinstance(cache, HiSparseCache) and pool.memory is cache.host:
-            return cache.hot.read_tokens(cache.local_pages(command.hot_pages), start, end)
-        return pool.memory.read_tokens(command.pages, start, end)
-
     def _make_ring(self, config: DecodeConfig) -> None:
         """Allocate the staging ring, if the KV has heads. It is registered before peers know this rank."""
         dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
         if dense is None or not may_stage(config, self._source.config.num_kv_heads):
             return
-        self._ring = RingMemory(ring_bytes(config, _layout(dense).token_bytes), self._device)
+        self._ring = RingMemory(ring_bytes(config, layout_of(dense).token_bytes), self._device)
         self._scatterer = PartScatterer(
             self._ring.data,
             dense.data,
-            _layout(dense),
+            layout_of(dense),
             on_scattered=lambda part: self._report(PartScattered(self._rank, part)),
             on_failed=lambda reason: self._report(RankFailed(self._rank, reason)),
         )
@@ -437,29 +414,18 @@ class RankEngine:
         cache = self._executor.cache
         sessions = self._receivers.sessions if self._receivers is not None else {}
         hot = cache if isinstance(cache, HiSparseCache) else None
-        pools = [
-            Pool(
-                pool.layout,
-                pool.memory.base_address,
-                pool.memory.size_bytes,
-                memory="host" if hot is not None and pool.memory is hot.host else "device",
-                probe_address=pool.memory.probe.data_ptr(),
-                probe_bytes=len(pool.memory.probe),
-            )
-            for pool in self._pools
-        ]
         return RankReady(
             self._rank,
             peer_info=Rank(
                 rank=self._peer_rank,
                 session=sessions.get("tcp"),
-                pools=tuple(pools),
+                pools=tuple(announced_pool(pool, hot) for pool in self._pools),
                 machine=machine_id(),
                 nvlink_session=sessions.get("nvlink"),
                 rdma_session=sessions.get("rdma"),
-                ring=self._announced_ring(),
+                ring=announced_ring(self._ring) if self._ring is not None else None,
                 staging=self._config.staging,
-                hot=_announced_hot(hot) if hot is not None else None,
+                hot=announced_hot(hot) if hot is not None else None,
             ),
             num_pages=cache.num_pages,
             step_limit=self._step_limit,
@@ -471,31 +437,6 @@ class RankEngine:
             hot_pages=hot.hot.num_pages if hot is not None else None,
             hot_rows=hot.tables.hot_rows if hot is not None else None,
         )
-
-    def _announced_ring(self) -> StageRing | None:
-        if self._ring is None:
-            return None
-        return StageRing(
-            self._ring.base_address,
-            self._ring.size_bytes,
-            epoch=secrets.randbits(62),
-            memory="device" if self._ring.on_gpu else "host",
-            probe_address=self._ring.probe.data_ptr(),
-            probe_bytes=len(self._ring.probe),
-        )
-
-
-def _announced_hot(cache: HiSparseCache) -> Pool:
-    """The part of the hot pool that never holds keys. It is registered with the indexer pool, in whose memory it is."""
-    hot, own = cache.hot, len(cache.own_hot_pages)
-    first = hot.num_pages - own
-    return Pool(
-        msgspec.structs.replace(_layout(hot), num_pages=own),
-        hot.base_address + first * hot.page_bytes,
-        own * hot.page_bytes,
-        probe_address=hot.probe.data_ptr(),
-        probe_bytes=len(hot.probe),
-    )
 
 
 def _retract_bytes(config: AnyServerConfig) -> int:
@@ -521,41 +462,3 @@ def next_command(
             with contextlib.suppress(queue.Empty):
                 return commands.get(timeout=COMMAND_POLL_S)
     return None
-
-
-def _layout(pool: KvPool) -> KvLayout:
-    return KvLayout(
-        planes=tuple(map(Plane, pool.planes, pool.plane_token_bytes)),
-        layer_start=pool.layers.start,
-        layer_end=pool.layers.stop,
-        head_start=pool.heads.start,
-        head_end=pool.heads.stop,
-        page_size=pool.page_size,
-        num_pages=pool.num_pages,
-        dtype=pool.dtype_name,
-    )
-
-
-def _meet(config: AnyServerConfig, rank: int, device: torch.device, meet_at: tuple[str, int] | None) -> Parallel:
-    shard = Shard.of(
-        rank,
-        tp_size=config.tp,
-        stages=config.pp,
-        whole_experts=config.whole_experts,
-        dp_attention=config.dp_size > 1,
-    )
-    if meet_at is None:
-        return Parallel(shard, device=device)
-    # NCCL needs a GPU for each rank
-    own_gpu = device.type == "cuda" and not config.ranks_share_gpu
-    backend: Backend = "nccl" if own_gpu and nccl_available() else "gloo"
-    log.info("rank %d of %d: joining the process group at %s:%d (%s)", rank, shard.world_size, *meet_at, backend)
-    host, port = meet_at
-    return Parallel.connect(
-        shard,
-        store_host=host,
-        store_port=port,
-        backend=backend,
-        device=device,
-        timeout_s=COLLECTIVE_TIMEOUT_S,
-    )

@@ -7,7 +7,7 @@ import torch
 
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.page_store import PageStore
-from pdserve.scheduler.ranks.rank import _layout
+from pdserve.scheduler.ranks.announcement import layout_of
 from pdserve.transfer.plan.copy_runs import expand_runs, expand_token_runs
 from pdserve.transfer.protocol.checksum import block_sum
 
@@ -51,7 +51,7 @@ def test_page_has_all_rows_of_a_layer_and_then_their_scales() -> None:
     assert pool.page_bytes == LAYERS * 8 * (DIM + 4)
     assert pool.size_bytes == 60 * pool.page_bytes
     assert pool.dtype_name == "float8_e4m3fn"
-    layout = _layout(pool)
+    layout = layout_of(pool)
     assert (layout.page_bytes, layout.size_bytes) == (pool.page_bytes, pool.size_bytes)
     rows, scales = pool.layer(1)
     assert (rows.shape, scales.shape) == ((60, 1, 8, DIM), (60, 1, 8, 1))
@@ -76,17 +76,17 @@ def test_rows_and_scales_are_copied_between_page_sizes(
         own_pages = pages[start // source_size :]
         if by_token:
             places = [target_pages[at // target_size] * target_size + at % target_size for at in range(start, end)]
-            runs = expand_token_runs(_layout(source), _layout(target), own_pages, places, start, end)
+            runs = expand_token_runs(layout_of(source), layout_of(target), own_pages, places, start, end)
         else:
             places = target_pages[start // target_size :]
-            runs = expand_runs(_layout(source), _layout(target), own_pages, places, start, end)
+            runs = expand_runs(layout_of(source), layout_of(target), own_pages, places, start, end)
         flat_source, flat_target = source.data.flatten(), target.data.view(-1)
         for from_offset, to_offset, length in zip(runs.source, runs.destination, runs.length, strict=True):
             flat_target[to_offset : to_offset + length] = flat_source[from_offset : from_offset + length]
         for token in range(start, end):
             assert rows_of(target, target_pages, token) == rows_of(source, pages, token)
         sums = [
-            block_sum(pool.read_tokens(ids, start, end), _layout(pool))
+            block_sum(pool.read_tokens(ids, start, end), layout_of(pool))
             for pool, ids in ((source, pages), (target, target_pages))
         ]
         assert sums[0] == sums[1]
@@ -97,12 +97,12 @@ def test_rows_and_scales_are_copied_between_page_sizes(
         scales = target.layer(2)[1].view(torch.int32)
         last = end - 1
         scales[target_pages[last // target_size], 0, last % target_size, 0] ^= 1
-        assert block_sum(target.read_tokens(target_pages, start, end), _layout(target)) != sums[0]
+        assert block_sum(target.read_tokens(target_pages, start, end), layout_of(target)) != sums[0]
 
 
 def test_whole_page_is_one_copy() -> None:
     source, target = scaled_pool(16), scaled_pool(16)
-    runs = expand_runs(_layout(source), _layout(target), [3, 9], [5, 1], 0, 32)
+    runs = expand_runs(layout_of(source), layout_of(target), [3, 9], [5, 1], 0, 32)
     assert runs.length.tolist() == [source.page_bytes] * 2
 
 

@@ -17,7 +17,7 @@ from pdserve.models.decoders.dsa_parameters import DsaParameters
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
-from pdserve.scheduler.ranks.rank import _layout
+from pdserve.scheduler.ranks.announcement import layout_of
 from pdserve.transfer.plan.copy_regions import plan_regions
 from pdserve.transfer.plan.copy_runs import expand_runs
 from pdserve.transfer.plan.pairing import check_pair
@@ -100,7 +100,7 @@ def transfer(
     sent = 0
     for kind in range(2):
         ours, theirs = [cache.pools[kind] for cache in sources], [cache.pools[kind] for cache in targets]
-        layouts, their_layouts = [_layout(pool) for pool in ours], [_layout(pool) for pool in theirs]
+        layouts, their_layouts = [layout_of(pool) for pool in ours], [layout_of(pool) for pool in theirs]
         for link in plan_regions(layouts, their_layouts):
             source, target = ours[link.source], theirs[link.destination]
             runs = expand_runs(
@@ -169,7 +169,7 @@ def test_server_with_keys_for_all_layers_is_refused(model: Model, stages: int) -
     ranks: list[Rank] = []
     old_ranks: list[Rank] = []
     for number, decoder in enumerate(model.stages[stages].decoders):
-        latent, keys = (_layout(pool) for pool in decoder.make_cache(PAGES, DECODE_PAGE).pools)
+        latent, keys = (layout_of(pool) for pool in decoder.make_cache(PAGES, DECODE_PAGE).pools)
         of_layers = msgspec.structs.replace(keys, layer_start=latent.layer_start, layer_end=latent.layer_end)
         for found, kinds in ((ranks, (latent, keys)), (old_ranks, (latent, of_layers))):
             found.append(Rank(number, "10.0.0.1:1", tuple(Pool(kv, 1 << 20, kv.size_bytes) for kv in kinds)))

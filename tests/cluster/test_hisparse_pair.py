@@ -150,6 +150,8 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(
     assert counters["prefix_tokens_reused"] > 0
     assert counters["chunks_verified"] > 0
     decode.check_clean()
+    written = 2 * len(LENGTHS) * (NEW_TOKENS - 1) * LAYERS
+    wait_until(lambda: metrics(decode)["pdserve_hot_write_backs_total"] >= written, 5, "ranks report their last steps")
     check_metrics(metrics(decode))
     check_conversation(decode, source)
     check_retraction(decode, source)

@@ -126,7 +126,9 @@ def test_prefix_that_ends_inside_a_page_is_kept_and_only_the_rest_is_sent(source
 def test_several_ranks_receive_rows_on_the_gpu(source: Source, layout: tuple[str, str]) -> None:
     """The stages of a pipeline number their hot pages differently."""
     pp = 2 if layout[0] == "--pp" else 1
-    decode = source.decode(*source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8, pp=pp), *layout)
+    decode = source.decode(
+        *source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8, pp=pp), "--max-running-requests", "6", *layout
+    )
     assert generate_all(decode, source) == source.expected
     assert [answer(decode, prompt)["output_ids"] for prompt in source.prompts] == source.expected
     assert decode.count("path_bytes_gpu") > 0
@@ -198,7 +200,7 @@ def other_version(directory: Path, version: str) -> dict[str, str]:
 def test_servers_of_other_versions_pair_and_transfer(source: Source, tmp_path: Path, role: str, version: str) -> None:
     """One of the two omits the trailing field of its messages, or appends further ones."""
     env = other_version(tmp_path / "site", version)
-    sizes = source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8)
+    sizes = (*source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8), "--max-running-requests", "6")
     prefill = source.prefill
     if role == "prefill":
         prefill = other = Server("prefill", source.model, tmp_path / "p.log", *PREFILL, env=env, forked=False).start()

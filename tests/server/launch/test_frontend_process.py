@@ -276,7 +276,8 @@ def test_invalid_requests_do_not_fill_the_log(model: Path, tmp_path: Path) -> No
 
 def test_open_files_limit_is_raised(model: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    in_use = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 128, hard))
     try:
         with frontend(model, tmp_path, "serve", forked=False) as running:  # it inherits the limit
             running.wait_healthy()

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
-from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled, Weight
 from .row_tiles import RowTiles
 
@@ -170,14 +170,7 @@ def _few_rows(
             lines = (
                 values_ptr + number.to(tl.int64)[:, None] * in_size + begin + tl.arange(0, AHEAD // 128)[None, :] * 128
             )
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [lines.to(tl.int64)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            prefetch(lines)
             wait_for_previous()
     inputs = x_ptr + source.to(tl.int64)[:, None] * in_size + column[None, :]
     if SCALED:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 
 _WEIGHT_ROWS = 64
 _COLUMNS = 128
@@ -54,14 +54,7 @@ def _linear(
     weights = weight_ptr + number.to(tl.int64)[:, None] * in_size
     if OVERLAP:
         lines = weights + tl.arange(0, AHEAD // 64)[None, :] * 64
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [lines.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(lines)
         wait_for_previous()
     inputs = x_ptr + row[:, None] * in_size + column[None, :]
     weights += column[None, :]

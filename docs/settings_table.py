@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / ".dev"))
 
+from generated_section import update_section  # noqa: E402
+
 from pdserve.configs.flags import default_of, flag_of, limits_of, meaning_of  # noqa: E402
 from pdserve.configs.schema import DecodeConfig, PrefillConfig, ServerConfig  # noqa: E402
 
@@ -27,19 +29,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    text = SETTINGS.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
-    if wanted == text:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print("docs/settings.md: the table is not what configs/schema.py says; run: make format", file=sys.stderr)
-        return 1
-    SETTINGS.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update_section(SETTINGS, BEGIN, END, table()))

@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / ".dev"))
 
+from generated_section import update_section  # noqa: E402
+
 from pdserve.configs.errors import StartupError  # noqa: E402
 from pdserve.configs.schema import DecodeConfig  # noqa: E402
 from pdserve.models.loading.catalog import locate_geometry  # noqa: E402
@@ -77,19 +79,5 @@ def _count(found: Sizes, ranks: int) -> str:
     return f"{found.requests} ({host_gib:,.0f} GiB)" if found.hisparse else str(found.requests)
 
 
-def main() -> int:
-    text = SIZING.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
-    if wanted == text:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print("docs/sizing.md: the table is not what pdserve plan says; run: make format", file=sys.stderr)
-        return 1
-    SIZING.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update_section(SIZING, BEGIN, END, table()))

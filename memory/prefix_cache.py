@@ -14,7 +14,7 @@ from .index_spaces import KvPage
 from .pages import PageAllocator
 
 SIBLINGS_COMPARED = 64
-"""Cached continuations, the latest ones, that are searched for one that begins as the prompt continues."""
+"""Children of a node, the latest ones, that are compared with the rest of a prompt for a hit inside a page."""
 LEAST_SHARE = 4
 """A page is copied for its first tokens if these are at least this part of it: a quarter."""
 

@@ -44,12 +44,12 @@ class RateBySize(Rate):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_size: dict[int, Rate] = {}
+        self._by_size: collections.defaultdict[int, Rate] = collections.defaultdict(Rate)
         """By the number of bits of the units."""
 
     def measured(self, units: int, seconds: float) -> None:
         super().measured(units, seconds)
-        self._by_size.setdefault(units.bit_length(), Rate()).measured(units, seconds)
+        self._by_size[units.bit_length()].measured(units, seconds)
 
     def at(self, units: int) -> float | None:
         """The rate of so many units; None if only much smaller numbers were measured."""

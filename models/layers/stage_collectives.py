@@ -22,7 +22,7 @@ SMALL_BYTES = 1 << 20
 longer to start than to send them.
 """
 STARTUP_TIMEOUT_S = 600.0
-"""Longest wait of a rank for another one that loads its weights or compiles kernels."""
+"""Timeout of a collective during start-up, while other ranks load weights or compile kernels."""
 STEP_TIMEOUT_S = 30.0
 """The same after start-up. The leader detects a lost rank earlier, by its silence."""
 

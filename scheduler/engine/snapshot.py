@@ -1,13 +1,15 @@
 """The state of an engine loop for other threads: metrics of all its schedulers together and of each alone."""
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ...transfer.protocol.messages import Load
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import DpRankStatus
 from ..prefill.scheduler import PrefillScheduler
+
+Number = TypeVar("Number", int, float)
 
 NOT_ADDED = frozenset(
     {
@@ -42,8 +44,8 @@ class Snapshot:
         single = len(schedulers) == 1
         return Snapshot(
             gauges={**total_gauges(gauges), **more},
-            counters=_total(scheduler.counters for scheduler in schedulers),
-            states={state: int(count) for state, count in _total(states).items()},
+            counters=_total([scheduler.counters for scheduler in schedulers]),
+            states=_total(states),
             taken_at=taken_at,
             dp_ranks=() if single else tuple(map(DpRankStatus, range(len(schedulers)), gauges, states)),
         )
@@ -51,15 +53,14 @@ class Snapshot:
 
 def total_gauges(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The gauges of a server from those of its schedulers."""
-    total = _total(parts)
-    return {
-        name: max(part[name] for part in parts if name in part) if name in NOT_ADDED else value
-        for name, value in total.items()
-    }
+    largest = {name: max(part[name] for part in parts if name in part) for name in NOT_ADDED & set().union(*parts)}
+    return _total(parts) | largest
 
 
 def total_load(loads: Sequence[Load]) -> Load:
     """The load of a server from those of its schedulers."""
+    if len(loads) == 1:
+        return loads[0]
     return Load(
         waiting_requests=sum(load.waiting_requests for load in loads),
         running_requests=sum(load.running_requests for load in loads),
@@ -80,9 +81,10 @@ def _gauges(scheduler: DecodeScheduler | PrefillScheduler) -> dict[str, float]:
     }
 
 
-def _total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: collections.defaultdict[str, float] = collections.defaultdict(int)
-    for part in parts:
+def _total(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    first, *others = parts
+    total = dict(first)
+    for part in others:
         for name, value in part.items():
-            total[name] += value
-    return dict(total)
+            total[name] = total[name] + value if name in total else value
+    return total

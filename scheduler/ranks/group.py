@@ -172,7 +172,7 @@ class RankGroup:
         return len(self.numbers)
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Send a command to these ranks, or to the only one that it is for."""
+        """Send a command to all ranks of this scheduler. Commands that name a rank go to that rank only."""
         self._ranks.tell(command, self._to)
 
 

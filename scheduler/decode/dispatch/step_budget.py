@@ -52,7 +52,7 @@ class StepTimes:
     def __init__(self, prompt_tokens: Rate) -> None:
         """`prompt_tokens` gets the measured rate."""
         self._prompt_tokens = prompt_tokens
-        self._decode_steps: dict[int, Rate] = {}
+        self._decode_steps: collections.defaultdict[int, Rate] = collections.defaultdict(lambda: Rate(samples=3))
         """Of few samples each, because contexts grow; by the number of bits of the running requests."""
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
@@ -85,7 +85,7 @@ class StepTimes:
         if running:
             self._mixed = self._mixed + 1 if tokens else 0
         if not tokens:
-            self._decode_steps.setdefault(running.bit_length(), Rate(samples=3))
+            _ = self._decode_steps[running.bit_length()]  # this step measures it
 
     def ended(self, now: float) -> float:
         """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""

@@ -164,8 +164,7 @@ class RequestMemory:
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request cannot take a step before its rows are in host memory: no hot page is free."""
-        tokens = request.kv_tokens + request.in_flight + 1
-        return self.hot is not None and self.hot.must_wait(request.rid, tokens)
+        return self.hot is not None and self.hot.must_wait(request.rid, request.kv_tokens + request.in_flight + 1)
 
     def pass_on_hot(self, local: LocalPrompt, request: Request | None) -> None:
         """A prompt is computed: give its hot buffer, if it has one, to this request, or release it."""
@@ -257,10 +256,11 @@ class RequestMemory:
         while len(request.grant.pages) * self._page_size < tokens:
             if not self.pages.grow(request.grant):
                 return False
-        if self.must_wait(request):
+        if self.hot is None:
+            return True
+        if self.hot.must_wait(request.rid, tokens):
             return False
-        grown = self.hot.grow(request.rid, tokens) if self.hot is not None else None
-        if grown is not None:
+        if (grown := self.hot.grow(request.rid, tokens)) is not None:
             self._outbox.append(_resized(grown))
         return True
 

@@ -23,7 +23,7 @@ Work = Callable[..., Any]
 
 
 def run_ranks(ranks: int, work: Work, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """The results of all ranks; GONE for one that exits early. An exception of a rank fails the test."""
+    """The result of each rank; GONE if the rank exited early. An exception in a rank fails the test."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     started = []

@@ -148,7 +148,7 @@ class TestLaunches:
 
 
 class FakeDriver:
-    """The driver's functions for IPC; `fails` names one that fails."""
+    """The driver's functions for IPC. The function named by `fails` returns an error."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUipcMemHandle = SimpleNamespace

@@ -30,7 +30,7 @@ PAGE, CHUNK = 4, 16
 
 
 class Ranks:
-    """Records the commands of each rank. A step has ended when the test says so."""
+    """Records the commands of each rank. The test ends the steps."""
 
     def __init__(self, size: int) -> None:
         self.steps: list[list[RunStep | AssistStep]] = [[] for _ in range(size)]

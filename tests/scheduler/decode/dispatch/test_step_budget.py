@@ -28,7 +28,7 @@ H200: dict[str, Any] = {
         ({"running": 0}, 2048),
         ({"idle_step_s": None}, 2048),
         ({"tokens_per_s": None}, 2048 // LEAST_PART),
-        ({"waiting": 2}, 240),  # one more than the one that is computed
+        ({"waiting": 2}, 240),  # a second prompt waits
         ({"waiting": 5}, 960),
         ({"waiting": 32, "target_s": 0.012}, 240),
         ({"waiting": 64, "running": 1}, 2048),

@@ -73,6 +73,11 @@ class RunningFront:
             time.sleep(0.05)
         raise AssertionError(f"never {state}: {self.end()}")
 
+    def wait_logged(self, text: str) -> None:
+        """Read without moving the file offset: the server writes at the same one."""
+        number = self._stderr.fileno()
+        wait_until(lambda: text.encode() in os.pread(number, os.fstat(number).st_size, 0), 10, f"logged {text!r}")
+
     def end(self, within_s: float = 8.0) -> tuple[int, str]:
         """Exit code and stderr; also checks that the temporary folder is empty."""
         code = self.process.wait(timeout=within_s)

@@ -287,6 +287,7 @@ def test_signals_end_the_server_during_the_drain_of_a_switch(model: Path, tmp_pa
                 ["stopping: the server drains and becomes prefill"],
             )
             running.process.send_signal(signal.SIGTERM)
+            running.wait_logged("SIGTERM: the server exits after the drain")
             os.kill(leader, 0)
             running.process.send_signal(signal.SIGINT)
             response = waiting.result()

@@ -43,13 +43,22 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 check: lint ## lint and the fast tests, in about a minute: before every commit
 	@$(PYTEST) $(IN_PARALLEL) --quiet -m "not slow" $(PURE)
 
+# mypy takes a minute of one core in a fresh checkout. Beside the tests, at the lowest priority, it uses the time in which they
+# wait for servers. Its output follows theirs.
 .PHONY: test
-test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
-ifdef ARGS
-	@$(PYTEST) $(ARGS)
-else
-	@$(PYTEST) $(IN_PARALLEL)
-endif
+test: setup ## lint and every test that needs no GPU; with ARGS, what they ask pytest for
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	output=$$(mktemp)
+	trap 'kill $${mypy:-} 2>/dev/null || true; rm -f "$$output"' EXIT
+	nice -n 19 $(BIN)/mypy >"$$output" 2>&1 &
+	mypy=$$!
+	tests=0 types=0
+	$(PYTEST) $(or $(ARGS),$(IN_PARALLEL)) || tests=$$?
+	wait $$mypy || types=$$?
+	mypy=
+	cat "$$output"
+	exit $$((tests ? tests : types))
 
 .PHONY: coverage
 coverage: setup ## line and branch coverage of all tests, without the server processes that they start; in .coverage-html

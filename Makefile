@@ -68,6 +68,10 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
+.PHONY: test-examples
+test-examples: setup ## all examples of the random tests, of which `make test` runs a part
+	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl "tests.examples import" tests) $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -72,7 +72,7 @@ test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts
 
 .PHONY: test-examples
 test-examples: setup ## all examples of the random tests, of which `make test` runs a part
-	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl "tests.examples import" tests) $(ARGS)
+	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

@@ -1,59 +1,20 @@
 """The weights of one rank's decoder in the layout of the forward pass: q/k/v in one matrix, gate/up in one matrix.
 
-`slots()` maps parts of checkpoint tensors to parts of ours, so that loading needs no second copy of the model and a
-rank reads only its part: its layers, its heads, its columns of the feed-forward layer and its rows of the vocabulary.
+`slots()` maps parts of checkpoint tensors to parts of ours (slots.py), so that loading needs no second copy of the
+model and a rank reads only its part: its layers, its heads, its columns of the feed-forward layer or its experts, and
+its rows of the vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from ...configs.arithmetic import ceil_div
 from ...kernels.backends.dispatch import numba_computes
-from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
-
-
-@dataclass(frozen=True)
-class Slot:
-    """`target` is filled with the part of a checkpoint tensor of `shape` that begins at index `start`."""
-
-    target: torch.Tensor
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
-
-    @staticmethod
-    def whole(target: Weight) -> "Slot":
-        """Filled with all of a checkpoint tensor."""
-        return Slot.part(target, dim=0, start=0, size=len(target))
-
-    @staticmethod
-    def part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
-        """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
-        shape, first = list(target.shape), [0] * len(target.shape)
-        shape[dim], first[dim] = size, start
-        if isinstance(target, BlockScaled):
-            return Slot(target.values, tuple(shape), tuple(first), target)
-        return Slot(target, tuple(shape), tuple(first))
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.nbytes if self.block_scaled is None else self.block_scaled.nbytes
-
-    def fill_scales(self, scales: torch.Tensor) -> None:
-        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
-        assert self.block_scaled is not None
-        row_group, target = self.block_scaled.row_group, self.block_scaled.scales
-        rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
-        first = self.start[1] // BLOCK
-        blocks = ceil_div(self.target.shape[1], BLOCK)
-        target[:, :blocks].copy_(scales[rows, first : first + blocks])
-
-    @property
-    def fills_whole(self) -> bool:
-        return self.shape == tuple(self.target.shape)
+from ..layers.moe import MlpParameters, MoeParameters
+from .mlp_parameters import WeightMemory, mlp_slots
+from .slots import Slot
 
 
 @dataclass(frozen=True)
@@ -72,10 +33,7 @@ class LayerParameters:
     o: torch.Tensor  # [hidden, heads * head_dim]
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
+    mlp: MlpParameters | MoeParameters
 
 
 @dataclass(frozen=True)
@@ -95,8 +53,8 @@ class DecoderParameters:
     ) -> "DecoderParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
 
-        def tensor(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        memory = WeightMemory(config, shard, device=device, dtype=dtype)
+        tensor = memory.tensor
 
         def wide(rows: int, columns: int) -> torch.Tensor:
             # stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows
@@ -106,7 +64,16 @@ class DecoderParameters:
         def bias(present: bool, size: int) -> torch.Tensor | None:
             return tensor(size) if present else None
 
-        hidden, intermediate = config.hidden_size, len(shard.part("intermediate_size", config.intermediate_size))
+        def mlp() -> MlpParameters:
+            size = len(shard.part("intermediate_size", config.intermediate_size))
+            return MlpParameters(
+                gate_up=wide(2 * size, hidden),
+                down=tensor(hidden, size),
+                gate_up_bias=bias(config.mlp_bias, 2 * size),
+                down_bias=bias(config.mlp_bias and adds_bias, hidden),
+            )
+
+        hidden = config.hidden_size
         q_size = len(shard.part("num_attention_heads", config.num_heads)) * config.head_dim
         qkv_size = q_size + 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
         adds_bias = shard.tp_rank == 0
@@ -120,12 +87,9 @@ class DecoderParameters:
                 o=tensor(hidden, q_size),
                 o_bias=bias(config.o_bias and adds_bias, hidden),
                 mlp_norm=tensor(hidden),
-                gate_up=wide(2 * intermediate, hidden),
-                gate_up_bias=bias(config.mlp_bias, 2 * intermediate),
-                down=tensor(hidden, intermediate),
-                down_bias=bias(config.mlp_bias and adds_bias, hidden),
+                mlp=mlp() if (moe := config.moe_of(index)) is None else memory.mixture(f"model.layers.{index}", moe),
             )
-            for _ in shard.layers(config.num_layers)
+            for index in shard.layers(config.num_layers)
         )
         rows = shard.vocabulary_rows(config.vocab_size)
         norm, head = (tensor(hidden), wide(rows, hidden)) if shard.last else (None, None)
@@ -179,28 +143,21 @@ class DecoderParameters:
     def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
         config, shard, head_dim = self.config, self.shard, self.config.head_dim
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
-        inner = shard.part("intermediate_size", config.intermediate_size)
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
-        slots = {}
+        slots = mlp_slots(layer.mlp, config, shard)
         for name, whole in (
             ("input_layernorm.weight", layer.input_norm),
             ("self_attn.q_norm.weight", layer.q_norm),
             ("self_attn.k_norm.weight", layer.k_norm),
             ("self_attn.o_proj.bias", layer.o_bias),
             ("post_attention_layernorm.weight", layer.mlp_norm),
-            ("mlp.down_proj.bias", layer.down_bias),
         ):
             if whole is not None:
                 slots[name] = Slot.whole(whole)
-        for name, matrix, start, size in (
-            ("self_attn.o_proj.weight", layer.o, heads.start * head_dim, config.num_heads * head_dim),
-            ("mlp.down_proj.weight", layer.down, inner.start, config.intermediate_size),
-        ):
-            slots[name] = Slot.part(matrix, dim=1, start=start, size=size)
-        for kind, qkv, gate_up in (
-            ("weight", layer.qkv, layer.gate_up),
-            ("bias", layer.qkv_bias, layer.gate_up_bias),
-        ):
+        slots["self_attn.o_proj.weight"] = Slot.part(
+            layer.o, dim=1, start=heads.start * head_dim, size=config.num_heads * head_dim
+        )
+        for kind, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
             if qkv is not None:
                 q, k, v = torch.split_with_sizes(qkv, (q_size, kv_size, kv_size))
                 for name, rows, held, count in (
@@ -211,9 +168,17 @@ class DecoderParameters:
                     slots[f"self_attn.{name}.{kind}"] = Slot.part(
                         rows, dim=0, start=held.start * head_dim, size=count * head_dim
                     )
-            if gate_up is not None:
-                for name, rows in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
-                    slots[f"mlp.{name}.{kind}"] = Slot.part(
-                        rows, dim=0, start=inner.start, size=config.intermediate_size
-                    )
+        if isinstance(layer.mlp, MlpParameters):
+            slots |= self._mlp_bias_slots(layer.mlp)
+        return slots
+
+    def _mlp_bias_slots(self, layer: MlpParameters) -> dict[str, Slot]:
+        slots = {}
+        if layer.gate_up_bias is not None:
+            size = self.config.intermediate_size
+            start = self.shard.part("intermediate_size", size).start
+            for name, part in zip(("gate_proj", "up_proj"), layer.gate_up_bias.chunk(2), strict=True):
+                slots[f"mlp.{name}.bias"] = Slot.part(part, dim=0, start=start, size=size)
+        if layer.down_bias is not None:
+            slots["mlp.down_proj.bias"] = Slot.whole(layer.down_bias)
         return slots

@@ -8,7 +8,7 @@ from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...kernels.linear.block_format import BLOCK
 from ..config.dsa import DsaConfig
-from ..decoders.dense_parameters import Slot
+from ..decoders.slots import Slot
 from .checkpoint import Checkpoint
 
 _SCALES = "_scale_inv"

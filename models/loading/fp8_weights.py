@@ -9,8 +9,8 @@ from ...configs.schema import LoadFormat
 from ...kernels.linear.block_format import BLOCK, supports_fp8
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
-from ..decoders.dense_parameters import Slot
 from ..decoders.dsa_parameters import DsaParameters
+from ..decoders.slots import Slot
 from .catalog import ModelSource
 from .dsa_checkpoint import DsaCheckpoint
 from .weights import open_checkpoint

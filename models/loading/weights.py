@@ -13,7 +13,7 @@ from ...configs.errors import StartupError
 from ...configs.progress import ProgressLog
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
-from ..decoders.dense_parameters import Slot
+from ..decoders.slots import Slot
 from ..formats.gguf_file import GgufFile
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint

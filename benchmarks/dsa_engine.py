@@ -87,7 +87,6 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
             index_topk=2048,
             index_interleaved=False,
             indexed=(True,) * layers,
-            weight_block=None,
         ),
         mixed=(False,) * (layers - mixed_layers) + (True,) * mixed_layers,
         moe=MoeConfig(

@@ -64,10 +64,10 @@ def model_config(layers: int, *, tiny: bool) -> ModelConfig:
     assert config.moe is not None
     moe = dataclasses.replace(config.moe, num_experts=16, expert_size=64, shared_size=64)
     small: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
-    small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16, "weight_block": None}
+    small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
     dsa = dataclasses.replace(dsa, **small)
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_heads": 8}
-    return dataclasses.replace(config, head_dim=dsa.latent_dim, dsa=dsa, moe=moe, **sizes)
+    return dataclasses.replace(config, head_dim=dsa.latent_dim, dsa=dsa, moe=moe, weight_block=None, **sizes)
 
 
 class Benchmark:

@@ -92,7 +92,7 @@ def allocate_parameters(
     """
     config.check_shares(shard)
     if config.dsa is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
     return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 

@@ -256,8 +256,8 @@ _NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight",
 
 
 def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add a layer that predicts
-    further tokens. Returns what the tensors of the model are worth now, worked out block by block.
+    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a sparse model a
+    layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out block by block.
     """
     path = directory / "model.safetensors"
     stored, worth = {}, {}
@@ -277,7 +277,8 @@ def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, to
                 value[rows, columns] = fp8[rows, columns].float() * scale
         stored[name], stored[f"{name}_scale_inv"], worth[name] = fp8, scales, value
     config = json.loads((directory / "config.json").read_text())
-    stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
+    if "index_topk" in config:
+        stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
     save_file(stored, path, metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
     (directory / "config.json").write_text(json.dumps(config))

@@ -33,7 +33,6 @@ class DsaConfig:
     index_topk: int
     index_interleaved: bool  # the indexer rotates pairs of adjacent elements, not the two halves
     indexed: tuple[bool, ...]
-    weight_block: tuple[int, int] | None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
 
     @property
     def latent_dim(self) -> int:
@@ -91,7 +90,6 @@ def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, g
         index_topk=integer(path, raw, "index_topk"),
         index_interleaved=bool(raw.get("indexer_rope_interleave", glm)),
         indexed=_indexed_layers(path, raw, num_layers) if glm else (True,) * num_layers,
-        weight_block=_weight_block(path, raw),
     )
     if config.rope_dim % 2 or config.rope_dim > config.index_dim:
         raise StartupError(
@@ -132,17 +130,3 @@ def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
 
 
 _INDEXER_KINDS = {"full": True, "shared": False, "F": True, "S": False}
-
-
-def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
-    quantization: Json | None = raw.get("quantization_config")
-    if not quantization:
-        return None
-    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
-    match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
-            return rows, columns
-    raise StartupError(
-        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
-        "supported are fp8 with a weight_block_size of rows and columns"
-    )

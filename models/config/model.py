@@ -2,7 +2,8 @@
 
 Supported are decoders of the Llama, Mistral and Qwen families with full attention, with or without mixtures of experts
 (moe.py), and those of DeepSeek-V3.2 and GLM with sparse attention (dsa.py). Options that change the result and are not
-implemented (sliding windows, other rope kinds, quantised safetensors) are refused here, before any weight is read.
+implemented (sliding windows, other rope kinds, quantisation other than block-scaled fp8) are refused here, before any
+weight is read.
 """
 
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class ModelConfig:
     dsa: DsaConfig | None = None
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
+    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
 
     @property
     def rotary_dim(self) -> int:
@@ -162,9 +164,6 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise StartupError(f"{path}: quantised weights ({method}) are not supported; give an unquantised checkpoint")
     _refuse_unsupported(path, raw, "full_attention")
     if architecture in ("mistral", "mixtral"):
         _refuse_window(path, raw, _MISTRAL_WINDOW if architecture == "mistral" else None)
@@ -198,6 +197,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         eos_token_ids=_hf_eos(path.parent, raw),
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
+        weight_block=_weight_block(path, raw),
     )
 
 
@@ -232,6 +232,7 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
         dsa=dsa,
         moe=read_grouped_moe(path, raw),
         mixed=grouped_moe_layers(path, raw, num_layers),
+        weight_block=_weight_block(path, raw),
     )
 
 
@@ -320,6 +321,20 @@ def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
                 f"{path}: use_sliding_window is on with a window of {raw['sliding_window']} from layer {first}; "
                 "only full attention is supported"
             )
+
+
+def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
+    quantization: Json | None = raw.get("quantization_config")
+    if not quantization:
+        return None
+    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+    match block:
+        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+            return rows, columns
+    raise StartupError(
+        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
+        "supported are fp8 with a weight_block_size of rows and columns"
+    )
 
 
 def _refuse_window(path: Path, raw: Json, default: int | None) -> None:

@@ -5,15 +5,17 @@ model and a rank reads only its part: its layers, its heads, its columns of the 
 its rows of the vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.backends.dispatch import numba_computes
+from ...kernels.linear.block_format import Weight
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 from ..layers.moe import MlpParameters, MoeParameters
-from .mlp_parameters import WeightMemory, mlp_slots
+from .mlp_parameters import WeightMemory, mlp_slots, split_rows
 from .slots import Slot
 
 
@@ -26,11 +28,11 @@ class LayerParameters:
     """
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o: torch.Tensor  # [hidden, heads * head_dim]
+    o: Weight  # [hidden, heads * head_dim]
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
     mlp: MlpParameters | MoeParameters
@@ -49,53 +51,24 @@ class DecoderParameters:
 
     @staticmethod
     def allocate(
-        config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: Collection[str] = frozenset(),
     ) -> "DecoderParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
+        are the checkpoint tensors to keep in block-scaled fp8 where possible.
+        """
 
-        memory = WeightMemory(config, shard, device=device, dtype=dtype)
-        tensor = memory.tensor
-
-        def wide(rows: int, columns: int) -> torch.Tensor:
-            # stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows
-            by_torch = device.type == "cpu" and not (dtype == torch.float32 and numba_computes())
-            return tensor(columns, rows).t() if by_torch else tensor(rows, columns)
-
-        def bias(present: bool, size: int) -> torch.Tensor | None:
-            return tensor(size) if present else None
-
-        def mlp() -> MlpParameters:
-            size = len(shard.part("intermediate_size", config.intermediate_size))
-            return MlpParameters(
-                gate_up=wide(2 * size, hidden),
-                down=tensor(hidden, size),
-                gate_up_bias=bias(config.mlp_bias, 2 * size),
-                down_bias=bias(config.mlp_bias and adds_bias, hidden),
-            )
-
-        hidden = config.hidden_size
-        q_size = len(shard.part("num_attention_heads", config.num_heads)) * config.head_dim
-        qkv_size = q_size + 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
-        adds_bias = shard.tp_rank == 0
-        layers = tuple(
-            LayerParameters(
-                input_norm=tensor(hidden),
-                qkv=wide(qkv_size, hidden),
-                qkv_bias=bias(config.qkv_bias, qkv_size),
-                q_norm=bias(config.qk_norm, config.head_dim),
-                k_norm=bias(config.qk_norm, config.head_dim),
-                o=tensor(hidden, q_size),
-                o_bias=bias(config.o_bias and adds_bias, hidden),
-                mlp_norm=tensor(hidden),
-                mlp=mlp() if (moe := config.moe_of(index)) is None else memory.mixture(f"model.layers.{index}", moe),
-            )
-            for index in shard.layers(config.num_layers)
-        )
-        rows = shard.vocabulary_rows(config.vocab_size)
-        norm, head = (tensor(hidden), wide(rows, hidden)) if shard.last else (None, None)
+        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
+        layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
+        rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
+        norm, head = (memory.tensor(hidden), memory.wide(rows, hidden)) if shard.last else (None, None)
         embedding = None
         if shard.first:
-            embedding = head if config.tied_embeddings and head is not None else tensor(rows, hidden)
+            embedding = head if config.tied_embeddings and head is not None else memory.tensor(rows, hidden)
         return DecoderParameters(config, shard, layers, embedding, norm, head)
 
     @staticmethod
@@ -159,7 +132,7 @@ class DecoderParameters:
         )
         for kind, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
             if qkv is not None:
-                q, k, v = torch.split_with_sizes(qkv, (q_size, kv_size, kv_size))
+                q, k, v = split_rows(qkv, q_size, kv_size)
                 for name, rows, held, count in (
                     ("q_proj", q, heads, config.num_heads),
                     ("k_proj", k, kv_heads, config.num_kv_heads),
@@ -182,3 +155,57 @@ class DecoderParameters:
         if layer.down_bias is not None:
             slots["mlp.down_proj.bias"] = Slot.whole(layer.down_bias)
         return slots
+
+
+class _Memory(WeightMemory):
+    """Allocates the layers of one rank. Matrices with a bias are not kept in fp8."""
+
+    def wide(self, rows: int, columns: int) -> torch.Tensor:
+        """A matrix, stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows."""
+        by_torch = self.device.type == "cpu" and not (self.dtype == torch.float32 and numba_computes())
+        return self.tensor(columns, rows).t() if by_torch else self.tensor(rows, columns)
+
+    def layer(self, index: int) -> LayerParameters:
+        config, shard, hidden, head_dim = self.config, self.shard, self.config.hidden_size, self.config.head_dim
+        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), shard.kv_heads(config.num_kv_heads)
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        prefix, moe = f"model.layers.{index}", config.moe_of(index)
+        return LayerParameters(
+            input_norm=self.tensor(hidden),
+            qkv=self._qkv(f"{prefix}.self_attn", heads, kv_heads),
+            qkv_bias=self._optional(config.qkv_bias, q_size + 2 * kv_size),
+            q_norm=self._optional(config.qk_norm, head_dim),
+            k_norm=self._optional(config.qk_norm, head_dim),
+            o=self.tensor(hidden, q_size)
+            if config.o_bias
+            else self.weight(
+                hidden, q_size, names=[f"{prefix}.self_attn.o_proj.weight"], first_column=heads.start * head_dim
+            ),
+            o_bias=self._optional(config.o_bias and shard.tp_rank == 0, hidden),
+            mlp_norm=self.tensor(hidden),
+            mlp=self.mlp(prefix) if moe is None else self.mixture(prefix, moe),
+        )
+
+    def _qkv(self, prefix: str, heads: range, kv_heads: range) -> Weight:
+        head_dim, hidden = self.config.head_dim, self.config.hidden_size
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        rows, names = q_size + 2 * kv_size, [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+        if self.config.qkv_bias or not self.in_fp8(names):
+            return self.wide(rows, hidden)
+        first_rows = (q_size, q_size + kv_size, heads.start * head_dim, kv_heads.start * head_dim)
+        return self.weight(rows, hidden, names=names, first_rows=first_rows)
+
+    def mlp(self, layer: str) -> MlpParameters:
+        config, shard = self.config, self.shard
+        if not config.mlp_bias and self.in_fp8([f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")]):
+            return super().mlp(layer)
+        size, hidden = len(shard.part("intermediate_size", config.intermediate_size)), config.hidden_size
+        return MlpParameters(
+            gate_up=self.wide(2 * size, hidden),
+            down=self.tensor(hidden, size),
+            gate_up_bias=self._optional(config.mlp_bias, 2 * size),
+            down_bias=self._optional(config.mlp_bias and shard.tp_rank == 0, hidden),
+        )
+
+    def _optional(self, present: bool, size: int) -> torch.Tensor | None:
+        return self.tensor(size) if present else None

@@ -58,12 +58,12 @@ class WeightMemory:
     ) -> None:
         """`fp8` are the checkpoint tensors to keep in block-scaled fp8 where possible."""
         self.config, self.shard = config, shard
-        self._device, self._dtype = device, dtype
+        self.device, self.dtype = device, dtype
         self._fp8 = fp8
         self._names = names_of(config)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def weight(
         self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
@@ -75,9 +75,13 @@ class WeightMemory:
         """
         offset, columns = first_column % BLOCK, shape[-1]
         on_blocks = offset == 0 or offset + columns <= BLOCK
-        if not on_blocks or not all(name in self._fp8 for name in names):
+        if not on_blocks or not self.in_fp8(names):
             return self.tensor(*shape)
-        return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self._device)
+        return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self.device)
+
+    def in_fp8(self, names: Collection[str]) -> bool:
+        """Whether all of these tensors are to be kept in fp8."""
+        return all(name in self._fp8 for name in names)
 
     def mlp(self, layer: str) -> MlpParameters:
         """The MLP of a layer, whose checkpoint tensors begin with `layer`."""

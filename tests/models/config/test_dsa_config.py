@@ -54,7 +54,7 @@ def test_sparse_model_config_is_read(checkpoints: Path) -> None:
     assert config.mixed == (False, True, True, True)
     assert sparse.indexed == (True, True, True, True)
     assert config.moe is not None
-    assert (config.moe.num_groups, config.moe.scale, sparse.weight_block) == (2, 2.5, None)
+    assert (config.moe.num_groups, config.moe.scale, config.weight_block) == (2, 2.5, None)
 
 
 def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> 
         num_nextn_predict_layers=1,
     )
     assert (config.rope.kind, config.rope.factor, config.context_length) == ("yarn", 40.0, 163840)
-    assert (config.dtype, dsa(config).weight_block, config.mixed) == (
+    assert (config.dtype, config.weight_block, config.mixed) == (
         "bfloat16",
         (128, 128),
         (False, True, True, True),

@@ -11,7 +11,7 @@ dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -233,24 +233,20 @@ def _rows_of_all_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
     elements, shifts = (torch.arange(count, device=device) for count in (hidden, RANKS))
     order = ((elements + shifts.unsqueeze(1) * (hidden // RANKS)) % hidden).flatten()
 
-    # Any: the parameters of an MLP, and for a mixture those of its router
-    def over_all_ranks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def computed(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
-            parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
-            return parts.view(RANKS, len(rows), hidden).sum(dim=0)
+    name = "feed_forward"
+    compute: Callable[..., torch.Tensor] = getattr(decoder_module, name)
 
-        return computed
+    # Any: the parameters of an MLP or a mixture, and the configuration of the latter
+    def over_all_ranks(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
+        parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
+        return parts.view(RANKS, len(rows), hidden).sum(dim=0)
 
-    names = ("mlp", "mixture")
-    before = {name: getattr(decoder_module, name) for name in names}
-    for name, function in before.items():
-        setattr(decoder_module, name, over_all_ranks(function))
+    setattr(decoder_module, name, over_all_ranks)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(decoder_module, name, function)
+        setattr(decoder_module, name, compute)
 
 
 def exchanging(layout: Layout, device: torch.device = DEVICE) -> AbstractContextManager[None]:

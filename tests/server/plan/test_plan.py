@@ -89,7 +89,15 @@ def test_sparse_geometries_equal_the_defaults_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("deepseek-v3.2", 671), ("glm-5", 744), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)]
+    ("name", "billions"),
+    [
+        ("deepseek-v3.2", 671),
+        ("glm-5", 744),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.09),
+    ],
 )
 def test_geometries_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     """In bfloat16, but for a few float32 matrices (router, index weights)."""

@@ -11,7 +11,7 @@ dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast

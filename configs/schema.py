@@ -157,6 +157,12 @@ class ServerConfig(BaseModel):
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
     )
+    log_stats_interval_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="log a line of rates, requests and pools at this interval while there is work; 0 is never",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":

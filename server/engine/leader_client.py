@@ -38,6 +38,7 @@ from ...scheduler.messages.frontend import (
 )
 from ..observability.metrics import Metrics
 from ..observability.request_log import end_line, request_name
+from ..observability.stats_log import StatsLog
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -122,6 +123,7 @@ class LeaderClient:
     def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
         self._config = config
+        self._stats = StatsLog(config.role, config.log_stats_interval_s)
         # in Linux's abstract namespace, so that a killed frontend leaves no file behind
         self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -339,6 +341,8 @@ class LeaderClient:
                 self._deliver(message)
             case Status():
                 self.status, self._status_at = message, time.monotonic()
+                if (line := self._stats.line(message)) is not None:
+                    log.info("%s", line)
             case Ready() if not self._started.done():
                 self.ready, self._status_at = message, time.monotonic()
                 self._started.set_result(message)

@@ -26,6 +26,7 @@ EPILOG = """examples:
   pdserve up                                              one prefill and one decode server on this machine
   pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
   pdserve decode  --model DIR --port 8200 --prefill HOST:8998
+  pdserve serve --model Qwen/Qwen3-8B                     a model of the Hugging Face Hub (see 'pdserve models')
   pdserve plan    --model deepseek-v3.2 --gpus 8xH200 --context 64k
 'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
 """
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan")
+        own_usage = name in ("version", "bench", "plan", "models")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair_flags(demo)
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    command("models", "list the supported models and their memory")
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -148,6 +150,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))
+        case "models":
+            from .plan.models import run_models
+
+            return run_models()
         case "version":
             print(version_line())
             return 0

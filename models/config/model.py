@@ -5,7 +5,7 @@ and GLM (dsa.py). Options that change the result and are not implemented (slidin
 safetensors) are refused here, before any weight is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
-_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "llama": 2048,
     "qwen2": 32768,
@@ -104,6 +104,19 @@ class ModelConfig:
             return self.dsa.active_parameters(self.hidden_size, self.intermediate_size, self.num_heads)
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers, with all experts."""
+        if self.dsa is None:
+            return self.active_parameters
+        every_expert = replace(self.dsa.moe, experts_per_token=self.dsa.moe.num_experts)
+        return replace(self, dsa=replace(self.dsa, moe=every_expert)).active_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All weights, but for norms, biases and routers, which are small."""
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage; raises StartupError if there are too many stages."""
@@ -207,8 +220,8 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
 def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Parse the metadata of a GGUF file; raises StartupError. The presence of tensors shows biases and tying."""
     path, raw, tensors = file.path, file.metadata, file.tensors
-    if file.architecture not in _GGUF_ARCHITECTURES:
-        raise _unsupported_architecture(path, file.architecture)
+    if file.architecture not in GGUF_ARCHITECTURES:
+        raise unsupported_architecture(path, file.architecture)
     architecture = cast(DenseArchitecture, file.architecture)
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
@@ -259,10 +272,10 @@ def _hf_architecture(path: Path, raw: Json) -> Architecture:
             return ARCHITECTURES[name]
     if not names and raw.get("model_type") in ARCHITECTURES.values():
         return cast(Architecture, raw["model_type"])
-    raise _unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
+    raise unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
 
 
-def _unsupported_architecture(path: Path, found: str) -> StartupError:
+def unsupported_architecture(path: Path | str, found: str) -> StartupError:
     return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 

@@ -21,6 +21,7 @@ from ...configs.load import SECRET_VARIABLES
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from .children import ChildEndedError, Children
+from .model_files import with_local_model
 from .pair import PairConfig, check_ports
 from .startup_checks import check_startup
 
@@ -102,6 +103,7 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
     check_ports(config)
+    config = PairConfig(with_local_model(config.prefill), with_local_model(config.decode))
     for server in config:
         check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)

@@ -26,6 +26,7 @@ from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
@@ -170,7 +171,7 @@ class Routes:
     async def _generate_one_token(self) -> str | None:
         """None, or the reason why no token was generated in time."""
         probe = Submit(
-            rid=f"health-{new_rid()}",
+            rid=f"{PROBE_PREFIX}{new_rid()}",
             prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,

@@ -37,6 +37,7 @@ from ...scheduler.messages.frontend import (
     ToLeader,
 )
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import RecentRequests
 from ..observability.request_log import end_line, request_name
 from ..observability.stats_log import StatsLog
 
@@ -123,6 +124,7 @@ class LeaderClient:
     def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
         self._config = config
+        self.recent = RecentRequests()
         self._stats = StatsLog(config.role, config.log_stats_interval_s)
         # in Linux's abstract namespace, so that a killed frontend leaves no file behind
         self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
@@ -394,6 +396,7 @@ class LeaderClient:
                     log.warning("%s failed with %d: %s", name, message.status, message.message)
                 elif self._config.log_requests:
                     log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
+                self.recent.add(message, elapsed_s)
                 del self._open[message.rid]
                 if entry.overdue is not None:
                     entry.overdue.cancel()

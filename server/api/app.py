@@ -2,7 +2,7 @@
 
 A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
 router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
+`/`, `/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
@@ -40,6 +40,7 @@ from .error_responses import add_error_handlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
+from .live_page import add_page
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
 from .native.requests import Call, parse_generate
@@ -78,6 +79,7 @@ def create_app(routes: "Routes") -> ASGIApp:
     app.include_router(routes.public())
     app.include_router(routes.protected())
     add_documentation(app, routes.operations)
+    add_page(app)
     add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
     return KeepsRequestIds(app)
 

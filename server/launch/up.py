@@ -156,7 +156,7 @@ def banner(config: PairConfig) -> Sequence[str]:
         f"  prefill  {base_url(config.prefill)}  (control port {config.prefill.bootstrap_port})",
         "",
         f"  {curl_command(config, 'The capital of France is')}",
-        f"  curl {url}/metrics",
+        f"  {url}/ in a browser, 'pdserve top' and 'pdserve chat' with --url {url}",
         "",
         "  Ctrl-C stops both.",
         "",

@@ -97,6 +97,9 @@ class Chat:
                         self._stdout.flush()
         except KeyboardInterrupt:
             self.note("\n(stopped)")
+            if not parts:
+                self.messages.pop()
+                return True
         except ChatError as error:
             self.messages.pop()  # the user may send it again
             self.note(f"{'' if not parts else chr(10)}pdserve: error: {error}")

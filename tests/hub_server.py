@@ -36,6 +36,7 @@ class FakeHub:
     """Architecture of the GGUF files of a repository, as the Hub reads it."""
     requests: list[str] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
+    down: bool = False
     cut: set[str] = field(default_factory=set)
     """Files during whose first download the connection is lost, after 1,000 bytes."""
     before_file: Callable[[], object] = nullcontext
@@ -105,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         self.hub.tokens.add(self.headers.get("Authorization"))
+        if self.hub.down:
+            return self._refuse(503, "")
         for pattern in (_TREE, _API, _FILE):
             if (match := pattern.fullmatch(path)) is not None:
                 break

@@ -100,6 +100,7 @@ class HubModel:
     def _fetch(self, names: list[str]) -> Path:
         """Download files that are not in the cache. Returns the directory of this commit."""
         from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.file_download import repo_folder_name
 
         folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=self.repo, repo_type="model")
@@ -118,10 +119,9 @@ class HubModel:
             with _explained(self.repo, self.commit), _progress(self.repo, folder / "blobs", total):
                 bars = None if sys.stderr.isatty() else _no_bars()
                 snapshot_download(self.repo, revision=self.commit, allow_patterns=missing, tqdm_class=bars)
-        except httpx.TransportError as error:
-            raise StartupError(
-                f"model {self.repo}: the connection to {constants.ENDPOINT} was lost ({error})"
-            ) from None
+        except (httpx.TransportError, HfHubHTTPError) as error:
+            reason = _first_line(error)
+            raise StartupError(f"model {self.repo}: {constants.ENDPOINT} cannot be reached ({reason})") from None
         return directory
 
 
@@ -143,14 +143,14 @@ def find_on_hub(spec: str, revision: str | None) -> HubModel | None:
 
 def _look_up(repo: str, revision: str | None) -> HubModel:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         with _explained(repo, revision):
             info = HfApi().model_info(repo, revision=revision, files_metadata=True)
             # fetches nothing, but remembers the commit of this revision for a later start without the Hub
             directory = snapshot_download(repo, revision=revision, allow_patterns=[], tqdm_class=_no_bars())
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (OfflineModeIsEnabled, httpx.TransportError, HfHubHTTPError) as error:
         return _cached(repo, revision, error)
     files = {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
     architecture = (info.gguf or {}).get("architecture")
@@ -162,7 +162,7 @@ def _cached(repo: str, revision: str | None, error: Exception) -> HubModel:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    reason = f"{constants.ENDPOINT} cannot be reached ({error})"
+    reason = f"{constants.ENDPOINT} cannot be reached ({_first_line(error)})"
     if isinstance(error, OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set"
     try:
@@ -212,7 +212,7 @@ def _listed(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turns errors of the Hub into StartupErrors. Connection errors pass: the cache may have the model."""
+    """Turns errors of the Hub into StartupErrors, except that it cannot be reached: the cache may have the model."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -241,8 +241,9 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except HFValidationError as error:
         raise StartupError(f"model {repo!r}: {error}") from None
     except HfHubHTTPError as error:
-        reason = f"{error.response.status_code} {error.response.reason_phrase}"
-        raise StartupError(f"model {repo!r}: {constants.ENDPOINT} answered {reason}; try again later") from None
+        if error.response.is_server_error:
+            raise
+        raise StartupError(f"model {repo!r}: {constants.ENDPOINT}: {_first_line(error)}") from None
     except (OfflineModeIsEnabled, httpx.TransportError):
         raise
     except LocalEntryNotFoundError as error:
@@ -271,6 +272,10 @@ def _progress(repo: str, blobs: Path, total: int) -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # Any: tqdm has no types.

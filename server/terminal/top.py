@@ -83,7 +83,8 @@ def take_sample(client: httpx.Client, url: str) -> Sample:
         if response.status_code == httpx.codes.UNAUTHORIZED:
             return Sample(url, {}, "needs an API key: set PDSERVE_API_KEY")
         response.raise_for_status()
-        return Sample(url, response.json())
+        info = response.json()
+        return Sample(url, info) if "recent" in info else Sample(url, {}, "not a pdserve server of this release")
     except (httpx.HTTPError, ValueError) as error:
         return Sample(url, {}, str(error) or type(error).__name__)
 

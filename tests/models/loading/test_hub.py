@@ -187,6 +187,14 @@ def test_unreachable_hub_uses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None
         download("acme/quants")
 
 
+def test_hub_that_is_down_is_not_needed_for_a_cached_model(hub: FakeHub) -> None:
+    path = download(TINY)
+    hub.down = True
+    assert download(TINY) == path
+    with pytest.raises(StartupError, match=r"cannot be reached \(.*503.*\), and it is not in the cache"):
+        download("acme/quants")
+
+
 def test_progress_is_logged_where_there_is_no_terminal(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,15 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
+.PHONY: test-page
+test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
+	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
+	if [[ -z $$chromium ]]; then
+	    echo "make: no Chromium found; on Debian: apt-get install chromium" >&2
+	    exit 1
+	fi
+	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

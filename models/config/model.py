@@ -6,7 +6,7 @@ implemented (sliding windows, other rope kinds, quantisation other than block-sc
 weight is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
-_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "llama": 2048,
     "mistral": 131072,
@@ -125,6 +125,19 @@ class ModelConfig:
     def moe_of(self, layer: int) -> MoeConfig | None:
         """The mixture of experts of a global layer; None if it has an MLP."""
         return self.moe if self.mixed and self.mixed[layer] else None
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers, with all experts."""
+        if self.dsa is None:
+            return self.active_parameters
+        every_expert = replace(self.dsa.moe, experts_per_token=self.dsa.moe.num_experts)
+        return replace(self, dsa=replace(self.dsa, moe=every_expert)).active_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All weights, but for norms, biases and routers, which are small."""
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage; raises StartupError if there are too many stages."""
@@ -239,8 +252,8 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
 def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Parse the metadata of a GGUF file; raises StartupError. The presence of tensors shows biases and tying."""
     path, raw, tensors = file.path, file.metadata, file.tensors
-    if file.architecture not in _GGUF_ARCHITECTURES:
-        raise _unsupported_architecture(path, file.architecture)
+    if file.architecture not in GGUF_ARCHITECTURES:
+        raise unsupported_architecture(path, file.architecture)
     architecture = cast(DenseArchitecture, file.architecture)
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
@@ -291,10 +304,10 @@ def _hf_architecture(path: Path, raw: Json) -> Architecture:
             return ARCHITECTURES[name]
     if not names and raw.get("model_type") in ARCHITECTURES.values():
         return cast(Architecture, raw["model_type"])
-    raise _unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
+    raise unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
 
 
-def _unsupported_architecture(path: Path, found: str) -> StartupError:
+def unsupported_architecture(path: Path | str, found: str) -> StartupError:
     return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 

@@ -74,6 +74,15 @@ test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts
 test-examples: setup ## all examples of the random tests, of which `make test` runs a part
 	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
+.PHONY: test-page
+test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
+	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
+	if [[ -z $$chromium ]]; then
+	    echo "make: no Chromium found; on Debian: apt-get install chromium" >&2
+	    exit 1
+	fi
+	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

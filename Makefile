@@ -70,10 +70,6 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
-.PHONY: test-examples
-test-examples: setup ## all examples of the random tests, of which `make test` runs a part
-	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
-
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
 	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
@@ -82,6 +78,10 @@ test-page: setup ## the live page in a headless Chromium, which must be installe
 	    exit 1
 	fi
 	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
+
+.PHONY: test-examples
+test-examples: setup ## all examples of the random tests, of which `make test` runs a part
+	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

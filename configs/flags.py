@@ -118,9 +118,11 @@ def _metavar(name: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return "HOST" if name == "bootstrap_allow" else "HOST:PORT"
+        return {"bootstrap_allow": "HOST", "cors_origin": "ORIGIN"}.get(name, "HOST:PORT")
     if name.endswith("port"):
         return "PORT"
     if name.endswith("host"):
         return "HOST"
+    if name.endswith("file"):
+        return "FILE"
     return {int: "N", float: "X", SecretStr: "SECRET"}.get(kind, name.upper())

@@ -2,7 +2,7 @@
 
 A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
 router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
+`/health`, `/ping`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import Field
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
@@ -36,7 +37,7 @@ from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
-from .generation import GenerationResponse, Rendering, prefill_leg, read_body
+from .generation import GenerationResponse, Rendering, prefill_leg
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
 from .native.models import GenerateBody, GenerateReply, GenerateResult
@@ -45,6 +46,7 @@ from .native.requests import Call, parse_generate
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
 from .openai.requests import parse_chat, parse_completion
+from .request_body import read_body
 from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
@@ -78,7 +80,16 @@ def create_app(routes: "Routes") -> ASGIApp:
     app.include_router(routes.protected())
     add_documentation(app, routes.operations)
     add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
-    return KeepsRequestIds(app)
+    served: ASGIApp = app
+    if routes.config.cors_origin:
+        served = CORSMiddleware(
+            app,
+            allow_origins=routes.config.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # clients send headers of their own with the API key
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return KeepsRequestIds(served)
 
 
 class Routes:
@@ -110,7 +121,8 @@ class Routes:
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
-        self._add(router, "GET", "/health", self.health, reply=Health)
+        for path in ("/health", "/ping"):  # /ping: SageMaker's health check
+            self._add(router, "GET", path, self.health, reply=Health)
         self._add(router, "GET", "/metrics", self.render_metrics)
         return router
 

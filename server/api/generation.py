@@ -1,4 +1,4 @@
-"""Reads a bounded request body, and writes a generation response: JSON or an event stream.
+"""Writes a generation response: JSON or an event stream.
 
 A client's disconnect is noticed at any time, also while nothing is sent, and cancels its requests.
 """
@@ -9,11 +9,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...configs.errors import ClientError, TooLargeError
 from ...scheduler.messages.frontend import Finished, FinishReason, Submit
 from ..engine.leader_client import Inbox, LeaderClient, Progress
 from ..observability.request_ids import client_request_id
@@ -22,37 +21,12 @@ from .common.outputs import Delta, Output
 from .native.replies import GenerateRendering
 from .openai.replies import OpenAiRendering
 
-BODY_TIMEOUT_S = 60.0
 DONE_EVENT = b"data: [DONE]\n\n"
 
 ResultT = TypeVar("ResultT")
 
 
 Rendering = GenerateRendering | OpenAiRendering
-
-
-class BodyTimeoutError(ClientError):
-    status = 408
-    code = "body_timeout"
-
-
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The whole body. Enforces the limit while reading, regardless of Content-Length."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_body_bytes:
-        raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_body_bytes:
-                    raise TooLargeError(f"the body is over {max_body_bytes} bytes (max_body_bytes)")
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
-        ) from None
-    return bytes(body)
 
 
 class GenerationResponse(Response):

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from ....configs.errors import AbortedError
 from ....configs.sampling import LogprobParams, TokenLogprob
 from ....scheduler.messages.frontend import Failed, Finished
 from ...engine.leader_client import Progress
@@ -54,7 +55,7 @@ class Output:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that completed the output."""
+        """The stop string, or the pattern of the stop regular expression, that completed the output."""
         return self._text.stop_string
 
     @property
@@ -67,8 +68,23 @@ class Output:
 
     @property
     def failed(self) -> Failed | None:
-        """The failure that ended it. A failure of an output that was complete does not count."""
-        return self.terminal if isinstance(self.terminal, Failed) and not self.complete else None
+        """The failure that ended it. A failure of an output that was complete does not count, nor does an abort."""
+        return self.terminal if isinstance(self.terminal, Failed) and not self.complete and not self.aborted else None
+
+    @property
+    def aborted(self) -> str | None:
+        """Why it was aborted. As in SGLang, the response is then the output so far, not an error."""
+        terminal = self.terminal
+        if isinstance(terminal, Failed) and terminal.code == AbortedError.code and not self.complete:
+            return terminal.message
+        return None
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended it: a stop string, the pattern of a stop regular expression, or a token."""
+        if self.ended and not self.complete and isinstance(self.terminal, Finished):
+            return self.terminal.reason.matched
+        return self.stop_string
 
     @property
     def prompt_tokens(self) -> int:

@@ -126,6 +126,8 @@ def _finish_reason(output: Output) -> dict[str, object] | None:
         return None
     if output.stop_string is not None:
         return {"type": "stop", "matched": output.stop_string}
+    if output.aborted is not None:
+        return {"type": "abort", "message": output.aborted}
     if isinstance(terminal, Failed):
         failure = {"message": terminal.message, "status_code": terminal.status, "err_type": terminal.code}
         return {"type": "abort", **failure}

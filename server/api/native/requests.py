@@ -33,6 +33,12 @@ class Call:
     """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
     text_in_logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    top_logprobs: int | None = None
+    """OpenAI: alternatives of each output token; None without log-probabilities of the output."""
+    prompt_logprobs: int | None = None
+    """OpenAI: alternatives of each prompt token; None without log-probabilities of the prompt."""
     grammars: tuple[NamedGrammar, ...] = ()
     """The grammars of its prompts."""
     echoes: tuple[Echo, ...] = ()

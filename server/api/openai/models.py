@@ -38,6 +38,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 
 class StreamOptions(Body):
     include_usage: Boolean | None = optional("A last chunk with `usage`. Default false.")
+    continuous_usage_stats: Boolean | None = optional("`usage` so far in every chunk (vLLM). Default false.")
 
 
 class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
@@ -60,7 +61,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "prompt_logprobs": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
@@ -86,6 +86,10 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     best_of: Annotated[Integer, Within(1)] | None = optional("1 or `n`: every sample is returned.")
     stream: Boolean | None = optional("Reply with server-sent events. Default false.")
     stream_options: StreamOptions | None = None
+    return_token_ids: Boolean | None = optional("Token ids of the prompt and of the output (vLLM). Default false.")
+    prompt_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
+        "Log-probabilities of the prompt, with so many alternatives (vLLM). Not in streams."
+    )
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
         newer = self.max_completion_tokens is not None
@@ -222,11 +226,37 @@ class Reply(TypedDict):
 
 
 class Choice(TypedDict):
+    """In a stream, `matched_stop` and `stop_reason` are in the last chunk of a choice."""
+
     index: int
     finish_reason: FinishReason | None
+    matched_stop: NotRequired[
+        Annotated[
+            int | str | None, Field(description="SGLang: the stop token, stop string or stop regex that ended it.")
+        ]
+    ]
+    stop_reason: NotRequired[
+        Annotated[int | str | None, Field(description="vLLM: the same, but null for the model's own end token.")]
+    ]
+    token_ids: NotRequired[Annotated[list[int], Field(description="With `return_token_ids`.")]]
 
 
-class CompletionChoice(Choice):
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: Annotated[int | None, Field(description="1 for the most likely token; null if it is none of those given.")]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the first token. With `prompt_logprobs`."""
+
+
+class PromptEcho(TypedDict):
+    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="With `return_token_ids`.")]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class CompletionChoice(Choice, PromptEcho):
     text: str
     logprobs: CompletionLogprobs | None
 
@@ -264,7 +294,7 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Reply):
+class ChatCompletion(Reply, PromptEcho):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -280,7 +310,7 @@ class ChatChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Reply):
+class ChatChunk(Reply, PromptEcho):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]

@@ -20,6 +20,7 @@ ALIASES = {
     "kv_dtype": ("--kv-cache-dtype",),
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
+    "tool_parser": ("--tool-call-parser",),
 }
 """Spellings of SGLang, and former names."""
 

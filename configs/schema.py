@@ -48,6 +48,23 @@ IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek-v3",
+    "deepseek-v31",
+    "deepseek-v32",
+    "deepseek-v4",
+    "glm45",
+    "glm47",
+    "hermes",
+    "llama3-json",
+    "mistral",
+    "mistral-v11",
+    "pythonic",
+    "qwen3-coder",
+]
+ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "mistral", "qwen3"]
 
 
 class ServerConfig(BaseModel):
@@ -144,6 +161,15 @@ class ServerConfig(BaseModel):
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
     max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
+    tool_parser: ToolParserName = Field(
+        "auto",
+        description="format in which the model calls tools; auto is that of its chat template, none refuses tools",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="style of the model's reasoning, which chats return apart from the content; auto is that of its "
+        "chat template, none leaves it in the content",
+    )
 
     transport: TransportSetting = Field(
         "auto",

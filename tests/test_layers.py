@@ -39,6 +39,7 @@ LAYERS = {
         "engine",
         "observability",
         "text",
+        "text/parsers",
     ],
     "scheduler": [
         "engine",

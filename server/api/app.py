@@ -29,6 +29,7 @@ from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
+from ..text.chat_format import ChatFormat
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
@@ -43,9 +44,10 @@ from .lanes import Lanes
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
 from .native.requests import Call, parse_generate
+from .openai.chat_requests import parse_chat
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
-from .openai.requests import parse_chat, parse_completion
+from .openai.requests import parse_completion
 from .request_body import read_body
 from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
@@ -107,6 +109,7 @@ class Routes:
         self.metrics = metrics
         self.operations: list[Operation] = []
         self._tokenizer = tokenizer
+        self._chat = ChatFormat.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self._roles = roles
         self._lanes = Lanes()
         self._grammars = GrammarChecker(config.model, config.load_format)
@@ -236,7 +239,9 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a chat."""
         return json_response(
-            await self._parse(request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False)
+            await self._parse(
+                request, lambda body: tokenize(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
+            )
         )
 
     async def detokenize(self, request: Request) -> Response:
@@ -288,7 +293,7 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat, rendered with the model's own template."""
-        call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
+        call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer, self._chat))
         return await self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
@@ -307,7 +312,14 @@ class Routes:
                 if (problem := await self._grammars.check(grammar)) is not None:
                     raise FieldError(name, problem)
         outputs = [
-            Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
+            Output(
+                rid,
+                len(submit.prompt_ids),
+                OutputText(self._tokenizer, rules),
+                submit.logprobs,
+                sample,
+                None if call.new_parsed is None else call.new_parsed(),
+            )
             for submit, rules in zip(call.submits, call.text_rules, strict=True)
             for sample, rid in enumerate(rids_of(submit))
         ]

@@ -20,6 +20,8 @@ class TextRules:
     show_stop: bool = False
     hidden_token_ids: frozenset[int] = frozenset()
     skip_special_tokens: bool = True
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are shown in any case: parsers need them."""
     min_new_tokens: int = 0
 
 
@@ -27,7 +29,7 @@ class OutputText:
     """Turns the tokens of one request into text that never shrinks."""
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
-        self._stream = TextStream(tokenizer, rules.skip_special_tokens)
+        self._stream = TextStream(tokenizer, rules.skip_special_tokens, rules.kept_token_ids)
         self._stops = (
             StopConditions(rules.stop_strings, rules.stop_regexes, rules.show_stop)
             if rules.stop_regexes

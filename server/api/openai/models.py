@@ -7,7 +7,7 @@ fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from annotated_types import MaxLen, MinLen
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
@@ -30,6 +30,7 @@ from ..common.grammar_fields import OpenAiGrammarFields
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import SamplingFields
 from ..native.models import MAX_TOP_LOGPROBS
+from .tool_models import MAX_TOOLS, EarlierCall, ToolCall, ToolCallDelta, ToolFields
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -48,8 +49,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **SamplingFields.unsupported,
         "suffix": ("",),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -112,7 +111,12 @@ Prompts = Annotated[
 
 
 class CompletionBody(OpenAiBody):
-    unsupported = {**OpenAiBody.unsupported, "add_special_tokens": (True,)}  # noqa: RUF012 (a ClassVar of Body)
+    unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        **OpenAiBody.unsupported,
+        "add_special_tokens": (True,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
 
     prompt: Prompts = Field(description="A string, a list of strings, token ids or a list of lists of them.")
     echo: Boolean | None = optional("Begin the text with the prompt. Default false.")
@@ -134,28 +138,48 @@ def _check_role(role: str) -> str:
 
 
 def _check_content(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise problem(f"must be a string or an array of text parts, got {shown(value)}")
+    if not isinstance(value, str | list | None):
+        raise problem(_CONTENT_PROBLEM.format(shown(value)))
     return value
 
 
-class Message(Body):
-    """A message of text; other content parts and calls of tools are refused."""
+_CONTENT_PROBLEM = "must be a string or an array of text parts, got {}"
 
-    unsupported = {"tool_calls": ([],), "function_call": ()}  # noqa: RUF012 (a ClassVar of Body)
+
+class Message(Body):
+    """A message of text; other content parts are refused. An assistant's message with calls may have no content."""
+
+    unsupported = {"function_call": ()}  # noqa: RUF012 (a ClassVar of Body)
 
     role: Annotated[
         Text, Characters(64), AfterValidator(_check_role), WithJsonSchema({"type": "string", "enum": list(ROLES)})
     ]
     content: Annotated[
-        Annotated[Text, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
+        Annotated[Text | None, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
         Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
         BeforeValidator(_check_content),
-    ]
+    ] = None
+    tool_calls: Annotated[list[EarlierCall], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
+        "Of an assistant's message: the calls that it made."
+    )
+    tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
+    name: Text | None = optional("Of a tool's message: the function.")
+    reasoning_content: Text | None = optional("Of an assistant's message: its reasoning, for templates that use it.")
+    reasoning: Text | None = optional("vLLM's name of `reasoning_content`.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise problem(f"are for messages of the assistant, not of {self.role}", "tool_calls")
+        if self.content is None and not self.tool_calls:
+            given = "content" in self.model_fields_set
+            raise problem(_CONTENT_PROBLEM.format("null") if given else "is required", "content")
+        return self
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def text(self) -> str | None:
+        parts = self.content
+        return parts if isinstance(parts, str | None) else "".join(part.text for part in parts)
 
 
 Messages = Annotated[list[Message], FirstError(), MinLen(1), MaxLen(MAX_MESSAGES)]
@@ -181,7 +205,7 @@ class TemplateFields(Body):
     )
 
 
-class ChatBody(OpenAiBody, TemplateFields):
+class ChatBody(OpenAiBody, TemplateFields, ToolFields):
     default_new_tokens: ClassVar[int] = 1024
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
@@ -194,10 +218,18 @@ class ChatBody(OpenAiBody, TemplateFields):
     top_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
         "Alternatives for each token; needs `logprobs`. Default 0."
     )
+    separate_reasoning: Boolean | None = optional(
+        "Return reasoning in `reasoning_content`; false: in `content`, with its tags. Default true."
+    )
+    include_reasoning: Boolean | None = optional("Return `reasoning_content`. Default true.")
 
 
 class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens whose KV was in a prefix cache.")]
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: Annotated[int, Field(description="Output tokens up to the end of the reasoning.")]
 
 
 class Usage(TypedDict):
@@ -207,9 +239,10 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class CompletionLogprobs(TypedDict):
@@ -286,7 +319,9 @@ class ChatLogprobs(TypedDict):
 
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Choice):
@@ -302,7 +337,9 @@ class ChatCompletion(Reply, PromptEcho):
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(Choice):

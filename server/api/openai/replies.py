@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
+from ...text.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
@@ -37,10 +38,14 @@ class OpenAiRendering(ABC):
         if output.failed is not None:
             return [{"error": failure_object(output.failed), "index": index}]
         first = self._sent_tokens.get(index, 0)
-        choices = self._chunk_choices(index, output, delta.text, first)
-        if delta.text or output.ended:
+        choices = self._chunk_choices(index, output, delta, first)
+        if self._has_text(delta) or output.ended:
             self._sent_tokens[index] = len(output.token_ids)
         return [self._chunk(choice, output) for choice in choices]
+
+    def _has_text(self, delta: Delta) -> bool:
+        """Whether log-probabilities are sent with this delta."""
+        return bool(delta.text)
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
         if not self._call.include_usage:
@@ -54,14 +59,14 @@ class OpenAiRendering(ABC):
     def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk: dict[str, object] = {**self._envelope, "object": self.chunk_object, "choices": [choice]}
         if self._call.continuous_usage:
-            chunk["usage"] = _usage_of(output.prompt_tokens, output.completion_tokens, output.cached_tokens)
+            chunk["usage"] = _usage([output])
         elif self._call.include_usage:
             chunk["usage"] = None  # as in OpenAI's API: null in every chunk but the last
         return chunk
 
     @abstractmethod
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
-        """The choices for new text; tokens from `first` on have not been sent yet."""
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
+        """The choices for a delta; tokens from `first` on have not been sent yet."""
 
     @abstractmethod
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
@@ -119,8 +124,8 @@ class CompletionRendering(OpenAiRendering):
             rid: echo for submit, echo in zip(call.submits, echoes, strict=True) for rid in rids_of(submit)
         }
 
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
-        return [self._choice(index, output, text, first)] if text or output.ended else ()
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
+        return [self._choice(index, output, delta.text, first)] if delta.text or output.ended else ()
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
         return self._choice(index, output, output.text, 0)
@@ -156,26 +161,51 @@ class CompletionRendering(OpenAiRendering):
 
 
 class ChatRendering(OpenAiRendering):
+    """Content, reasoning and calls are those of `Output.parsed`."""
+
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
+        self._include_reasoning = call.include_reasoning
         self._started: set[int] = set()
 
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
+    def _has_text(self, delta: Delta) -> bool:
+        return bool(delta.events)
+
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
         choices = []
         if index not in self._started:
             self._started.add(index)
             choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
-        unsent = self._call.top_logprobs is not None or self._call.return_token_ids
-        if text or (output.ended and unsent and output.token_ids[first:]):
-            choice = _delta_choice(index, {"content": text}, self._logprobs(output, first))
-            choices.append(choice | self._token_ids(output, first))
+        deltas = [made for event in delta.events if (made := self._delta(event, output)) is not None]
+        logprobs = self._logprobs(output, first)
+        token_ids = self._token_ids(output, first)
+        if output.ended and not deltas and (logprobs is not None or token_ids) and output.token_ids[first:]:
+            deltas = [{"content": ""}]
+        for made in deltas:
+            choices.append(_delta_choice(index, made, logprobs) | token_ids)
+            logprobs, token_ids = None, {}
         if output.ended:
-            choices.append(_delta_choice(index, {}) | self._ending(output, _finish_reason(output)))
+            choices.append(_delta_choice(index, {}) | self._ending(output, _chat_finish_reason(output)))
         return choices
+
+    def _delta(self, event: Event, output: Output) -> dict[str, object] | None:
+        match event:
+            case Content(text=text):
+                return {"content": text}
+            case Reasoning(text=text) if self._include_reasoning:
+                return {"reasoning_content": text}
+            case CallBegin(index=index, name=name):
+                assert output.parsed is not None
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": output.parsed.calls[index].id, "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case CallArguments(index=index, text=text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        return None
 
     def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk = super()._chunk(choice, output)
@@ -187,9 +217,18 @@ class ChatRendering(OpenAiRendering):
         return super().result(outputs) | self._prompt_fields(outputs[0])
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
-        message = {"role": "assistant", "content": output.text}
+        parsed = output.parsed
+        assert parsed is not None, "an output of a chat has a parser"
+        message: dict[str, object] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
+        if parsed.reasoning and self._include_reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.calls
+            ]
         logprobs = self._logprobs(output, 0)
-        ending = self._ending(output, _finish_reason(output))
+        ending = self._ending(output, _chat_finish_reason(output))
         return {"index": index, "message": message, "logprobs": logprobs, **ending, **self._token_ids(output, 0)}
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
@@ -219,20 +258,23 @@ def _finish_reason(output: Output) -> str | None:
     return "stop" if output.aborted is None else "abort"
 
 
+def _chat_finish_reason(output: Output) -> str | None:
+    reason = _finish_reason(output)
+    return "tool_calls" if reason == "stop" and output.parsed is not None and output.parsed.calls else reason
+
+
 def _usage(outputs: Sequence[Output]) -> dict[str, object]:
     """Samples of a prompt share it: it counts once."""
-    firsts = [output for output in outputs if output.sample == 0]
-    return _usage_of(
-        sum(output.prompt_tokens for output in firsts),
-        sum(output.completion_tokens for output in outputs),
-        sum(output.cached_tokens for output in firsts),
-    )
-
-
-def _usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
-    return {
+    firsts = [output for output in outputs if output.sample == 0] or outputs[:1]
+    prompt_tokens = sum(output.prompt_tokens for output in firsts)
+    completion_tokens = sum(output.completion_tokens for output in outputs)
+    usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in firsts)},
     }
+    chats = [output.parsed for output in outputs if output.parsed is not None]
+    if chats:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(chat.reasoning_tokens for chat in chats)}
+    return usage

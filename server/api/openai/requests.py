@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions` as checked, tokenized prompts, as for `/generate`."""
+"""Bodies of `/v1/completions` as checked, tokenized prompts, as for `/generate`."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ from ...text.prompt_echo import make_echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
-from ..native.requests import Call, check_prompt, check_text, make_call, read_prompts
-from .models import ChatBody, CompletionBody, Message, OpenAiBody, StreamOptions, TemplateFields, is_prompt_batch
+from ..native.requests import Call, make_call, read_prompts
+from .models import CompletionBody, OpenAiBody, StreamOptions, is_prompt_batch
 
 
 def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
     fields = parse_body(CompletionBody, body, limits.vocab_size)
     batched = is_prompt_batch(fields.prompt)
     prompts = read_prompts(fields.prompt, "prompt", batched, limits, tokenizer)
-    call = _make_call(fields, limits, prompts, batched, fields.logprobs, echo=bool(fields.echo))
+    call = make_openai_call(fields, limits, prompts, batched, fields.logprobs, echo=bool(fields.echo))
     if not fields.echo:
         return call
     given = fields.prompt if batched else [fields.prompt]
@@ -24,38 +24,7 @@ def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
     )
 
 
-def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
-    """`messages` are rendered with the model's own chat template."""
-    fields = parse_body(ChatBody, body, limits.vocab_size)
-    if not tokenizer.has_chat_template:
-        raise FieldError("messages", "cannot be rendered: the model has no chat template; use /v1/completions")
-    if fields.top_logprobs and not fields.logprobs:
-        raise FieldError("top_logprobs", f"needs logprobs to be true, got {fields.top_logprobs} without it")
-    text = render_chat(fields, fields.messages, tokenizer)
-    check_text(text, "messages", limits, tokenizer)
-    prompt_ids = check_prompt(encode_chat(text, tokenizer), "messages", limits)
-    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _make_call(fields, limits, [prompt_ids], False, top_logprobs)
-
-
-def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a rendered chat. The template writes the BOS token itself."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def render_chat(fields: TemplateFields, given: list[Message], tokenizer: Tokenizer) -> str:
-    """The text of a chat. With `continue_final_message` it ends with the last message's content."""
-    messages = [{"role": message.role, "content": message.text} for message in given]
-    add_generation_prompt, begun = fields.add_generation_prompt is not False, ""
-    if fields.continue_final_message:
-        last = messages.pop()
-        if last["role"] != "assistant":
-            raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
-        begun, add_generation_prompt = last["content"], True
-    return tokenizer.render_chat(messages, add_generation_prompt, fields.chat_template_kwargs or {}) + begun
-
-
-def _make_call(
+def make_openai_call(
     fields: OpenAiBody,
     limits: Limits,
     prompts: list[tuple[int, ...]],
@@ -64,8 +33,8 @@ def _make_call(
     *,
     echo: bool = False,
 ) -> Call:
-    """`top_logprobs` are the alternatives of each output token, None without log-probabilities; with `echo`, of prompt
-    tokens too.
+    """The call of a checked body; `prompts` are its token ids. `top_logprobs` are the alternatives of each output token,
+    None without log-probabilities; with `echo`, of prompt tokens too.
     """
     samples = fields.samples
     if fields.best_of not in (None, 1, samples):

@@ -33,6 +33,8 @@ LAYERS = {
         "plan",
         "launch",
         "api",
+        "api/responses",
+        "api/anthropic",
         "api/openai",
         "api/native",
         "api/common",

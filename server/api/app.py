@@ -32,6 +32,9 @@ from ..observability.request_log import leg_line
 from ..text.chat_format import ChatFormat
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
+from .anthropic.models import CountTokensBody, CountTokensReply, MessageEvent, MessageReply, MessagesBody
+from .anthropic.replies import MessagesRendering
+from .anthropic.requests import count_tokens, parse_message
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
@@ -49,6 +52,9 @@ from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, Comp
 from .openai.replies import ChatRendering, CompletionRendering
 from .openai.requests import parse_completion
 from .request_body import read_body
+from .responses.models import ResponseEvent, ResponseObject, ResponsesBody
+from .responses.replies import ResponsesRendering
+from .responses.requests import parse_response
 from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
@@ -150,6 +156,9 @@ class Routes:
         self._add(router, "POST", "/generate", self.generate, GenerateBody, GenerateReply, GenerateResult)
         self._add(router, "POST", "/v1/completions", self.completions, CompletionBody, Completion, completion_event)
         self._add(router, "POST", "/v1/chat/completions", self.chat_completions, ChatBody, ChatCompletion, chat_event)
+        self._add(router, "POST", "/v1/responses", self.responses, ResponsesBody, ResponseObject, ResponseEvent)
+        self._add(router, "POST", "/v1/messages", self.messages, MessagesBody, MessageReply, MessageEvent)
+        self._add(router, "POST", "/v1/messages/count_tokens", self.count_tokens, CountTokensBody, CountTokensReply)
         return router
 
     def _add(self, router: APIRouter, method: str, path: str, handler: Handler, *models: Any, **named: Any) -> None:
@@ -163,7 +172,9 @@ class Routes:
         expected = self.config.api_key.get_secret_value().encode()
         # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
+        if scheme.lower() != b"bearer":
+            given = request.headers.get("x-api-key", "").encode("latin-1")  # Anthropic's clients
+        if not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
 
     async def health(self) -> Response:
@@ -295,6 +306,26 @@ class Routes:
         """Continue a chat, rendered with the model's own template."""
         call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer, self._chat))
         return await self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's newer API of a chat: the output is a list of items. Responses are not stored."""
+        call, fields = await self._parse(
+            request, lambda body: parse_response(body, self._limits(), self._tokenizer, self._chat)
+        )
+        return await self._respond(request, call, ResponsesRendering(call, fields, self._info.model_name))
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's API of a chat."""
+        call = await self._parse(request, lambda body: parse_message(body, self._limits(), self._tokenizer, self._chat))
+        return await self._respond(request, call, MessagesRendering(call, self._info.model_name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The number of tokens of a prompt for `/v1/messages`."""
+        return json_response(
+            await self._parse(
+                request, lambda body: count_tokens(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
+            )
+        )
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()

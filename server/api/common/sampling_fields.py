@@ -42,7 +42,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_SEED = (1 << 63) - 1
 
 
-def _stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | None:
+def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | None:
     """A string or a list of them, in which null is skipped."""
     strings = [value] if isinstance(value, str) else value
     if strings is None:
@@ -61,8 +61,8 @@ def _stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | No
 
 
 def _stop_regexes(value: object) -> list[str] | None:
-    """As `_stop_strings`, of regular expressions that can be followed."""
-    checked = _stop_strings(value, MAX_STOP_REGEXES)
+    """As `stop_strings`, of regular expressions that can be followed."""
+    checked = stop_strings(value, MAX_STOP_REGEXES)
     for pattern in checked or ():
         try:
             compile_stop_regex(pattern)
@@ -113,7 +113,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         "The same seed gives the same tokens, in any batch. Default: random."
     )
     sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("SGLang's name of `seed`.")
-    stop: Annotated[list[str] | None, PlainValidator(_stop_strings, json_schema_input_type=str | list[str] | None)] = (
+    stop: Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = (
         optional(f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
     )
     stop_regex: Annotated[

@@ -18,6 +18,8 @@ class GenerateRendering:
     With `token_text`, log-probabilities show each token's text, otherwise null.
     """
 
+    named_events = False
+
     def __init__(self, listed: bool, token_text: TokenText | None = None) -> None:
         self._listed = listed
         self._token_text = token_text

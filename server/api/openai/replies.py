@@ -22,6 +22,7 @@ from ..native.requests import Call
 class OpenAiRendering(ABC):
     """What the two routes share: the envelope, usage, errors."""
 
+    named_events = False
     id_prefix: str
     whole_object: str
     chunk_object: str

@@ -33,8 +33,8 @@ def make_openai_call(
     *,
     echo: bool = False,
 ) -> Call:
-    """The call of a checked body; `prompts` are its token ids. `top_logprobs` are the alternatives of each output token,
-    None without log-probabilities; with `echo`, of prompt tokens too.
+    """The call of a checked body; `prompts` are its token ids. `top_logprobs` are the alternatives of each output
+    token, None without log-probabilities; with `echo`, of prompt tokens too.
     """
     samples = fields.samples
     if fields.best_of not in (None, 1, samples):

@@ -15,14 +15,14 @@ MAX_TOOLS = 1024
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 
-def _check_name(name: str) -> str:
+def check_function_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise problem(f"must have 1 to {LONGEST_NAME} letters, digits, _, - and ., got {shown(name)}")
     return name
 
 
 class FunctionDefinition(Body):
-    name: Annotated[Text, AfterValidator(_check_name)]
+    name: Annotated[Text, AfterValidator(check_function_name)]
     description: Text | None = None
     parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: none are needed.")
     strict: Boolean | None = optional("The arguments always match the schema. Default false.")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from ....configs.sampling import LogprobParams
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
@@ -15,6 +17,7 @@ from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
 from ..common.parsed_output import ParsedOutput
 from ..native.requests import Call, check_prompt, check_text
+from .chat_grammars import chat_grammar
 from .models import ChatBody, Message, TemplateFields
 from .requests import make_openai_call
 from .tool_models import ToolDefinition
@@ -37,6 +40,15 @@ def make_chat_call(fields: ChatBody, limits: Limits, tokenizer: Tokenizer, chat:
     prompt_ids = check_prompt(encode_chat(rendered.text, tokenizer), "messages", limits)
     logprobs = LogprobParams(top=fields.top_logprobs or 0) if fields.logprobs else None
     call = make_openai_call(fields, limits, [prompt_ids], False, logprobs)
+    if (grammar := chat_grammar(fields, tools, chat, rendered.text, rendered.begun)) is not None:
+        (submit,) = call.submits
+        sampling = msgspec.structs.replace(submit.sampling, grammar=grammar[1])
+        call = replace(
+            call,
+            submits=(msgspec.structs.replace(submit, sampling=sampling),),
+            text_rules=(fields.text_rules(sampling, limits),),
+            grammars=(grammar,),
+        )
     return _with_parser(call, fields, tools, rendered, chat)
 
 

@@ -1,7 +1,6 @@
 """Bodies of `/v1/messages` as chats."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body, validate, validate_item
 from ..common.limits import Limits
 from ..native.requests import Call, check_text
-from ..openai.chat_requests import check_known_format, encode_chat, make_chat_call, render_chat
+from ..openai.chat_requests import check_known_format, encode_chat, make_chat_call, renamed_grammars, render_chat
 from ..openai.models import ChatBody
 from .models import (
     BLOCKS_OF_ROLE,
@@ -38,9 +37,7 @@ def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatF
     others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
     same = {name: getattr(fields, name) for name in SAME_FIELDS}
     body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)
-    call = make_chat_call(body_of_chat, limits, tokenizer, chat)
-    grammars = tuple(("output_config.format.schema", grammar) for _, grammar in call.grammars)
-    return replace(call, grammars=grammars)
+    return renamed_grammars(make_chat_call(body_of_chat, limits, tokenizer, chat), "output_config.format")
 
 
 def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> CountTokensReply:

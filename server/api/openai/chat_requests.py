@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
 from ...text.tokenizer import Tokenizer
@@ -14,6 +16,7 @@ from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
 from ..common.parsed_output import ParsedOutput
 from ..native.requests import Call, check_prompt, check_text
+from .chat_grammars import chat_grammar
 from .models import ChatBody, Message, TemplateFields
 from .requests import make_openai_call
 from .tool_models import ToolDefinition
@@ -36,7 +39,22 @@ def make_chat_call(fields: ChatBody, limits: Limits, tokenizer: Tokenizer, chat:
     prompt_ids = check_prompt(encode_chat(rendered.text, tokenizer), "messages", limits)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     call = make_openai_call(fields, limits, [prompt_ids], False, top_logprobs)
+    if (grammar := chat_grammar(fields, tools, chat, rendered.text, rendered.begun)) is not None:
+        (submit,) = call.submits
+        sampling = msgspec.structs.replace(submit.sampling, grammar=grammar[1])
+        call = replace(
+            call,
+            submits=(msgspec.structs.replace(submit, sampling=sampling),),
+            text_rules=(fields.text_rules(sampling, limits),),
+            grammars=(grammar,),
+        )
     return _with_parser(call, fields, tools, rendered, chat)
+
+
+def renamed_grammars(call: Call, name: str) -> Call:
+    """The call of another dialect, where `response_format` has this name."""
+    grammars = [(name if field.startswith("response_format") else field, grammar) for field, grammar in call.grammars]
+    return replace(call, grammars=tuple(grammars))
 
 
 def _with_parser(

@@ -71,7 +71,7 @@ class ResponsesRendering:
         status = _status(output)
         return self._response(status, self._items(blocks_of(output.parsed), status), output)
 
-    def _event(self, name: str, **fields: object) -> Json:
+    def _event(self, name: str, /, **fields: object) -> Json:
         event = {"type": f"response.{name}", "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event

@@ -1,7 +1,6 @@
 """Bodies of `/v1/responses` as chats: the items of the input become messages."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...text.chat_format import ChatFormat
@@ -9,7 +8,7 @@ from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body, validate, validate_item
 from ..common.limits import Limits
 from ..native.requests import Call
-from ..openai.chat_requests import make_chat_call
+from ..openai.chat_requests import make_chat_call, renamed_grammars
 from ..openai.models import MAX_MESSAGES, ChatBody
 from .models import (
     ITEMS,
@@ -41,8 +40,7 @@ def parse_response(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: Chat
     """The call, and the body, whose settings the response repeats."""
     fields = parse_body(ResponsesBody, body)
     call = make_chat_call(_chat_of(fields, limits), limits, tokenizer, chat)
-    grammars = tuple(("text.format.schema", grammar) for _, grammar in call.grammars)
-    return replace(call, grammars=grammars), fields
+    return renamed_grammars(call, "text.format"), fields
 
 
 def _chat_of(fields: ResponsesBody, limits: Limits) -> ResponsesChat:

@@ -28,6 +28,10 @@ class ReasoningStyle:
         end = prompt.rstrip()
         return end.endswith(self.open) or (self.always and not end.endswith(self.close))
 
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the prompt ends with reasoning, as it does where the template switches it off."""
+        return prompt.rstrip().endswith(self.close)
+
 
 THINK = ReasoningStyle("<think>", "</think>")
 BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")

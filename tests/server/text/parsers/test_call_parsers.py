@@ -110,7 +110,7 @@ OUTPUTS = {
     "deepseek-v4": DEEPSEEK_V32.replace("function_calls>", "tool_calls>"),
     "qwen3-coder": QWEN3_CODER,
     "glm45": GLM45,
-    "glm47": GLM45.replace("\n<arg", "<arg").replace("\n</tool_call>", "</tool_call>"),
+    "glm47": GLM45.replace("\n<arg", "<arg").replace("\n</tool_call>", "</tool_call>").replace(">\n<tool", "><tool"),
     "pythonic": PYTHONIC,
 }
 

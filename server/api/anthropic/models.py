@@ -62,6 +62,7 @@ ContentBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | Reda
 BLOCKS_OF_ROLE: dict[
     str, dict[str, type[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock]]
 ] = {
+    "system": {"text": TextBlock},
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
@@ -80,7 +81,7 @@ def _text_or_blocks(value: object) -> object:
 
 
 class InputMessage(Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         str | list[Any], PlainValidator(_text_or_blocks, json_schema_input_type=str | list[ContentBlock])
     ]

@@ -218,7 +218,7 @@ async def test_errors_have_the_shape_that_the_client_expects(
     [
         ({"max_tokens": None}, "max_tokens must be an integer, got null"),
         ({"max_tokens": 100_000}, "max_tokens must be between 1 and 400, got 100000"),
-        ({"messages": [{"role": "system", "content": "a"}]}, 'messages[0].role must be "user" or "assistant"'),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 'messages[0].role must be "user", "assistant" or "system"'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].type must be one of",

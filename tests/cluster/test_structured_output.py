@@ -357,6 +357,9 @@ def test_grammar_begins_after_the_reasoning(client: openai.OpenAI, tokenizer: To
         max_tokens=100,
         extra_body={"continue_final_message": True},
     )
-    message = answer.choices[0].message
-    print(answer)
-    assert message.content in ("true", "false")
+    assert answer.choices[0].message.content in ("true", "false")
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.reasoning_tokens is not None
+    assert details.reasoning_tokens >= len(bias), "at least the closing tag"

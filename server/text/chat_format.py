@@ -76,6 +76,8 @@ class ChatFormat:
     ) -> list[Mapping[str, Any]]:
         """Messages for a template without `tools`: tools, calls and their results are text."""
         texts = [_as_text(message) for message in messages]
+        if not tools:
+            return texts
         system = texts.pop(0)["content"] if texts and texts[0]["role"] in ("system", "developer") else ""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         return [{"role": "system", "content": f"{system}\n\n{_TOOLS.format(listed)}".lstrip()}, *texts]

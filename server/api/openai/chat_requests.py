@@ -114,8 +114,8 @@ def render_chat(
             raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
         begun, add_generation_prompt = last["content"] or "", True
     listed = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    if listed is not None and not chat.has_tools:
-        messages, listed = chat.with_tools_as_text(messages, listed), None
+    if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):
+        messages, listed = chat.with_tools_as_text(messages, listed or ()), None
     variables = fields.chat_template_kwargs or {}
     return RenderedChat(tokenizer.render_chat(messages, add_generation_prompt, variables, listed) + begun, begun)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
-from ...text.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from ...text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
@@ -174,14 +174,17 @@ class ChatRendering(OpenAiRendering):
         self._started: set[int] = set()
 
     def _has_text(self, delta: Delta) -> bool:
-        return bool(delta.events)
+        return any(self._is_sent(event) for event in delta.events)
+
+    def _is_sent(self, event: Event) -> bool:
+        return not isinstance(event, CallEnd) and (self._include_reasoning or not isinstance(event, Reasoning))
 
     def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
         choices = []
         if index not in self._started:
             self._started.add(index)
             choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
-        deltas = [made for event in delta.events if (made := self._delta(event, output)) is not None]
+        deltas = [self._delta(event, output) for event in delta.events if self._is_sent(event)]
         logprobs = self._logprobs(output, first)
         token_ids = self._token_ids(output, first)
         if output.ended and not deltas and (logprobs is not None or token_ids) and output.token_ids[first:]:
@@ -193,11 +196,11 @@ class ChatRendering(OpenAiRendering):
             choices.append(_delta_choice(index, {}) | self._ending(output, _chat_finish_reason(output)))
         return choices
 
-    def _delta(self, event: Event, output: Output) -> dict[str, object] | None:
+    def _delta(self, event: Event, output: Output) -> dict[str, object]:
         match event:
             case Content(text=text):
                 return {"content": text}
-            case Reasoning(text=text) if self._include_reasoning:
+            case Reasoning(text=text):
                 return {"reasoning_content": text}
             case CallBegin(index=index, name=name):
                 assert output.parsed is not None
@@ -206,7 +209,7 @@ class ChatRendering(OpenAiRendering):
                 return {"tool_calls": [call]}
             case CallArguments(index=index, text=text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        return None
+        raise AssertionError(f"{event} has no delta")
 
     def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk = super()._chunk(choice, output)

@@ -100,11 +100,6 @@ class CallParser(ABC):
     def _marker(self, marker: str) -> Callable[[], bool]:
         """The state that follows a marker, which is still in the buffer."""
 
-    def _plain(self) -> bool:
-        """The rest of the output is content."""
-        self._emit_content(self._take(len(self._buffer)))
-        return False
-
     def _take(self, count: int) -> str:
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text

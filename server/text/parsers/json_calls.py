@@ -1,5 +1,6 @@
 """Families whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek-V3."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 from .call_parser import LONGEST_NAME, CallParser, Tools
@@ -16,8 +17,9 @@ class JsonCallParser(CallParser):
         super().__init__(tools)
         self._scanner: JsonCall | JsonValue | None = None
 
+    @abstractmethod
     def _after_json(self) -> bool:
-        raise NotImplementedError
+        """The state after the JSON of a call, which has ended."""
 
     def _object(self) -> bool:
         """An object with the name and the arguments of a call."""

@@ -200,13 +200,18 @@ async def test_reasoning_that_the_output_opens(server: RunningServer) -> None:
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0)
+
+
 async def test_log_probabilities_are_complete_in_a_stream_with_calls(server: RunningServer) -> None:
     """Also those of tokens whose text is in no delta."""
     asking = asyncio.create_task(collect(server, tools=[WEATHER], stream=True, logprobs=True))
     submit = await server.leader.expect(Submit)
     text = f"I look.\n{CALL}"
-    for token in text.encode():
-        await server.leader.send(Tokens(submit.rid, (token,), (TokenLogprob(token, -1.0),)))
+    for piece in ("I look.", "\n<", CALL[1:65], CALL[65:68], CALL[68:]):  # the fourth only ends the call
+        await server.leader.send(Tokens(submit.rid, tuple(piece.encode()), tuple(map(logprob, piece.encode()))))
+        await server.report()
     await server.leader.send(make_finished(submit.rid, len(text), FinishReason("stop", matched=EOS)))
     choices = [event["choices"][0] for event in (await asking)[:-1]]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -227,6 +232,8 @@ async def test_template_without_tools_gets_them_as_text(decode: RunningServer) -
     prompt = bytes(response.json()["tokens"]).decode()
     assert prompt.startswith("system: Be brief.\n\n# Tools\n")
     assert f"<tools>\n{json.dumps(short)}\n</tools>" in prompt
+    response = await decode.http.post("/tokenize", json={"messages": messages})
+    assert bytes(response.json()["tokens"]).decode() == f"system: Be brief.\n{prompt[prompt.index('user: Hi') :]}"
     assert prompt.endswith(
         'user: Hi\nassistant: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
         "user: <tool_response>\nnoon\n</tool_response>\nassistant: "

@@ -66,6 +66,15 @@ test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; install
 	.venv/clients/bin/python -m pip install --quiet $(PIP_ARGS) --group clients
 	PDSERVE_CLIENTS=.venv/clients/bin/python $(PYTEST) tests/clients $(ARGS)
 
+.PHONY: test-page
+test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
+	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
+	if [[ -z $$chromium ]]; then
+	    echo "make: no Chromium found; on Debian: apt-get install chromium" >&2
+	    exit 1
+	fi
+	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -82,4 +82,4 @@ def test_pair_speaks_tls_on_both_ports(files: Path) -> None:
         assert server_environ(server)["PDSERVE_SSL_KEYFILE_PASSWORD"] == "open sesame"
         assert "sesame" not in str(public_dict(server))
         assert own_server_context(server) is not None
-    assert f"  curl -k https://127.0.0.1:{pair.decode.port}/metrics" in banner(pair)
+    assert any(line.startswith(f"  curl -k https://127.0.0.1:{pair.decode.port}/generate ") for line in banner(pair))

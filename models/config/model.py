@@ -8,7 +8,7 @@ weight is read.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from .sharding import Shard
 
 DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
 Architecture = DenseArchitecture | SparseArchitecture
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -129,10 +130,9 @@ class ModelConfig:
     @property
     def layer_parameters(self) -> int:
         """Weights of all layers, with all experts."""
-        if self.dsa is None:
+        if self.moe is None:
             return self.active_parameters
-        every_expert = replace(self.dsa.moe, experts_per_token=self.dsa.moe.num_experts)
-        return replace(self, dsa=replace(self.dsa, moe=every_expert)).active_parameters
+        return replace(self, moe=replace(self.moe, experts_per_token=self.moe.num_experts)).active_parameters
 
     @property
     def parameters(self) -> int:

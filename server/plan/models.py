@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...configs.errors import StartupError
-from ...models.config.model import ARCHITECTURES, GGUF_ARCHITECTURES, ModelConfig
+from ...models.config.model import ARCHITECTURES, GGUF_ARCHITECTURES, SPARSE_ARCHITECTURES, ModelConfig
 from ...models.loading.catalog import EMBEDDED_MODEL, GEOMETRIES, locate_geometry, locate_model
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def listing() -> Group:
     families = _table("family", "architecture", "formats", "attention")
     for name, family in ARCHITECTURES.items():
         formats = "safetensors, GGUF" if family in GGUF_ARCHITECTURES else "safetensors"
-        families.add_row(family, name, formats, "full" if family in GGUF_ARCHITECTURES else "sparse (HiSparse)")
+        families.add_row(family, name, formats, "sparse (HiSparse)" if family in SPARSE_ARCHITECTURES else "full")
     models = _table("model", "family", "size", "weights", "KV", "context", numbers=4)
     for name, config in _known_models():
         if config is None:
@@ -54,7 +54,7 @@ def listing() -> Group:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Of one copy of the weights: the embeddings of fp8 checkpoints have 16 bits."""
-    in_fp8 = config.dsa is not None and config.dsa.weight_block is not None
+    in_fp8 = config.weight_block is not None
     embeddings = config.parameters - config.layer_parameters
     return (1 if in_fp8 else 2) * config.layer_parameters + 2 * embeddings
 

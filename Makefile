@@ -70,6 +70,13 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
+.PHONY: test-clients
+test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
+	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients
+	.venv/clients/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv/clients/bin/python -m pip install --quiet $(PIP_ARGS) --group clients
+	PDSERVE_CLIENTS=.venv/clients/bin/python $(PYTEST) tests/clients $(ARGS)
+
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
 	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)

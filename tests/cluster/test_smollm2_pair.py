@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from pdserve.models.loading.catalog import locate_model
@@ -53,3 +55,44 @@ def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
     answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_clients_of_other_dialects_get_the_same_answer(decode: Server) -> None:
+    """OpenAI's /v1/responses and Anthropic's /v1/messages."""
+    direct: Any = {"max_retries": 0, "timeout": 60}
+    with openai.OpenAI(
+        base_url=f"{decode.url}/v1", api_key="any", http_client=openai.DefaultHttpxClient(trust_env=False), **direct
+    ) as client:
+        response = client.responses.create(model="any", input=QUESTIONS[0], temperature=0, max_output_tokens=40)
+        with client.responses.stream(model="any", input=QUESTIONS[0], temperature=0, max_output_tokens=40) as stream:
+            streamed = stream.get_final_response()
+    assert (response.output_text, response.status) == ("The capital of France is Paris.", "completed")
+    assert streamed.output_text == response.output_text
+    with anthropic.Anthropic(
+        base_url=decode.url, api_key="any", http_client=anthropic.DefaultHttpxClient(trust_env=False), **direct
+    ) as other:
+        messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+        greedy = {"temperature": 0}  # not a parameter of the client
+        message = other.messages.create(model="any", messages=messages, max_tokens=40, extra_body=greedy)
+        counted = other.messages.count_tokens(model="any", messages=messages)
+    usage = message.usage
+    assert (message.content[0].to_dict()["text"], message.stop_reason) == (response.output_text, "end_turn")
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_matched_stop(decode: Server, tokenizer: Tokenizer) -> None:
+    """As SGLang's tests of matched_stop: a stop string, an expression, the end token, the length limit."""
+    for stop, matched, text in (
+        ({"stop_regex": "cap|tal"}, "cap|tal", "The "),
+        ({"stop": " of"}, " of", "The capital"),
+        ({}, tokenizer.eos_token_ids[0], "The capital of France is Paris."),
+        ({"max_tokens": 3}, None, None),
+    ):
+        request = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 40, **stop}
+        answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
+        choice = answer["choices"][0]
+        if "max_tokens" in stop:
+            assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+        else:
+            assert (choice["message"]["content"], choice["matched_stop"]) == (text, matched)
+            assert choice["finish_reason"] == "stop"

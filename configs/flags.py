@@ -21,8 +21,9 @@ ALIASES = {
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
     "tool_parser": ("--tool-call-parser",),
+    "log_stats_interval_s": ("--log-stats-interval",),
 }
-"""Spellings of SGLang, and former names."""
+"""Spellings of SGLang, former names, and shorter ones."""
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 

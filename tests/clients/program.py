@@ -62,6 +62,7 @@ def litellm(url: str) -> None:
         "tool_choice": {"type": "function", "function": {"name": "Weather"}},
         "temperature": 0,
         "max_tokens": 120,
+        "timeout": 600,
     }
     whole: Any = library.completion(**asked)
     assert whole.choices[0].finish_reason == "tool_calls"
@@ -86,6 +87,7 @@ def llama_index(url: str) -> None:
         temperature=0,
         max_tokens=120,
         max_retries=0,
+        timeout=600,
     )
     tool = FunctionTool.from_defaults(fn=get_weather)
     history = [ChatMessage(role="user", content=QUESTION)]

@@ -20,7 +20,9 @@ NEW_TOKENS = 16
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
         pool = ("--kv-tokens", "2048")
-        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), pool)
+        # the model has no reasoning of its own: the beginning of a message that a client sends stands for it
+        flags = ("--reasoning-parser", "qwen3", *pool)
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), flags)
         yield decode
         prefill.check_clean()
         decode.check_clean()
@@ -96,3 +98,23 @@ def test_matched_stop(decode: Server, tokenizer: Tokenizer) -> None:
         else:
             assert (choice["message"]["content"], choice["matched_stop"]) == (text, matched)
             assert choice["finish_reason"] == "stop"
+
+
+def test_grammar_begins_after_the_reasoning(decode: Server, tokenizer: Tokenizer) -> None:
+    """The model is made to close its reasoning; only then the grammar holds."""
+    bias = dict.fromkeys(map(str, tokenizer.encode("</think>", add_special_tokens=False)), 100)
+    request = {
+        "messages": [
+            {"role": "user", "content": "What is the weather in Rome for the next 3 days?"},
+            {"role": "assistant", "content": "<think>\nIs it true? Let me close the tag: </think"},
+        ],
+        "continue_final_message": True,
+        "json_schema": {"type": "boolean"},
+        "logit_bias": bias,
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=120).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"] in ("true", "false")
+    reasoning_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert len(bias) <= reasoning_tokens < answer["usage"]["completion_tokens"]

@@ -1,6 +1,4 @@
-"""Structured output, tools and reasoning of the embedded model through a real pair: the openai client, SGLang's and
-vLLM's fields.
-"""
+"""Structured output and tools of the embedded model through a real pair: the fields of OpenAI, SGLang and vLLM."""
 
 import json
 import re
@@ -45,9 +43,7 @@ class Person(pydantic.BaseModel):
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
         pool = ("--kv-tokens", "4096")
-        # the model has no reasoning of its own: a client's beginning of a message stands for it
-        flags = ("--reasoning-parser", "qwen3", *pool)
-        prefill, decode = started.pair("smollm2", ("--chunk-size", "64", *pool), flags)
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "64", *pool), pool)
         yield decode
         prefill.check_clean()
         decode.check_clean()
@@ -342,24 +338,3 @@ def test_strict_functions_and_the_models_own_choice(client: openai.OpenAI) -> No
         assert choice.message.content or choice.message.tool_calls
         if choice.finish_reason == "tool_calls":
             assert check_calls(choice.message)
-
-
-def test_grammar_begins_after_the_reasoning(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """The model is made to close its reasoning; only then the grammar holds."""
-    bias = dict.fromkeys(map(str, tokenizer.encode("</think>", add_special_tokens=False)), 100)
-    begun: Any = {"role": "assistant", "content": "<think>\nIs it true? Let me close the tag: </think"}
-    answer = client.chat.completions.create(
-        model="any",
-        messages=[*WEATHER, begun],
-        response_format={"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "boolean"}}},
-        logit_bias=bias,
-        temperature=0,
-        max_tokens=100,
-        extra_body={"continue_final_message": True},
-    )
-    assert answer.choices[0].message.content in ("true", "false")
-    assert answer.usage is not None
-    details = answer.usage.completion_tokens_details
-    assert details is not None
-    assert details.reasoning_tokens is not None
-    assert details.reasoning_tokens >= len(bias), "at least the closing tag"

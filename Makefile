@@ -71,6 +71,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/ruff format .
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
+	$(BIN)/python docs/metrics_table.py
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

@@ -35,7 +35,7 @@ def services() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["settings_table", "sizing_table"])
+@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table"])
 def test_tables_in_docs_match_the_code(name: str) -> None:
     script = ROOT / "docs" / f"{name}.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)

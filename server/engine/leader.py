@@ -26,6 +26,11 @@ class Leader:
         self.process = LeaderProcess(self.config, self.client.address, self._command)
         return self.process
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it is started."""
+        return self.process.pid if self.process is not None else None
+
     def open_work(self) -> tuple[int, str]:
         """The work to drain: requests of clients on decode, transfers to decode servers on prefill."""
         if isinstance(self.config, DecodeConfig):

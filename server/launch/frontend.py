@@ -118,7 +118,7 @@ class Frontend:
         self._sampling = sampling
         self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
         self._metrics.set_role(config.role)
-        self._metrics.watch_leader(lambda: self._leader.client.status, lambda: self._leader.client.loop_age_s)
+        self._metrics.watch_leader(lambda: self._leader.client, lambda: self._leader.pid)
         self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
         http = self._http_server()
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))

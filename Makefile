@@ -59,6 +59,10 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
+.PHONY: test-prometheus
+test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pair under load; needs Debian's package prometheus
+	@PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -72,6 +76,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python deploy/observability/write_dashboards.py
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

@@ -19,3 +19,11 @@ def metric_names() -> set[str]:
     all_families = [family for role in ROLES for family in exported(role)]
     histograms = {family.name for family in all_families if family.type == "histogram"}
     return histograms | {sample.name for family in all_families for sample in family.samples}
+
+
+def exported_series() -> dict[str, set[str]]:
+    """The labels of every series of both roles, by its name."""
+    found: dict[str, set[str]] = {}
+    for sample in (sample for role in ROLES for family in exported(role) for sample in family.samples):
+        found.setdefault(sample.name, set()).update(sample.labels)
+    return found

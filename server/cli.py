@@ -1,6 +1,7 @@
 """The `pdserve` command: parses flags, loads the configuration, runs a command. Imports heavy modules only then.
 
 Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on stderr), anything else a failure.
+`pdserve doctor`: 1 if its worst finding is a warning, 2 if it is a failure.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
+from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from .plan.options import add_plan_flags, read_plan_options
 
@@ -78,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan")
+        own_usage = name in ("version", "bench", "plan", "doctor")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -100,6 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair_flags(demo)
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    add_doctor_flags(
+        command("doctor", "check this machine: versions, GPUs, RDMA, limits, ports and a transfer; and a peer")
+    )
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -148,6 +153,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))
+        case "doctor":
+            from .doctor.command import run_doctor
+
+            return run_doctor(read_doctor_options(options, os.environ))
         case "version":
             print(version_line())
             return 0

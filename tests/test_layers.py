@@ -31,6 +31,7 @@ LAYERS = {
         "",
         "bench",
         "plan",
+        "doctor",
         "launch",
         "api",
         "api/openai",

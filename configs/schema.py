@@ -157,6 +157,11 @@ class ServerConfig(BaseModel):
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
     )
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines; json has one object per line")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector (OTLP/HTTP) for traces; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":

@@ -120,6 +120,8 @@ class Prompt:
         """Since when it waits for a prefill server to begin; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
         """The last so many of `token_ids` are output of a request whose KV is computed again."""
+        self.traceparent: str | None = None
+        """The span of its first request, if it is traced."""
         self.members: list[Request] = []
         """One request per sample, in the order of their seeds."""
         self.grant: PageGrant[KvPage] | None = None

@@ -160,6 +160,7 @@ class ServerConfig(BaseModel):
     log_format: Literal["text", "json"] = Field("text", description="format of log lines; json has one object per line")
     otlp_endpoint: str | None = Field(
         None,
+        pattern="^https?://",
         description="URL of an OpenTelemetry collector (OTLP/HTTP) for traces; default: OTEL_EXPORTER_OTLP_ENDPOINT",
     )
 

@@ -17,6 +17,7 @@ from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
+from ..transfer.mooncake.library import WHEELS
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
@@ -116,8 +117,7 @@ def version_line() -> str:
         f"Python {platform.python_version()}",
         f"torch {_version_of('torch') or '(not installed)'}",
     ]
-    wheels = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
-    mooncake = [f"{wheel} {version}" for wheel in wheels if (version := _version_of(wheel)) is not None]
+    mooncake = [f"{wheel} {version}" for wheel in WHEELS if (version := _version_of(wheel)) is not None]
     return ", ".join([*parts, *(mooncake or ["no Mooncake wheel"])])
 
 

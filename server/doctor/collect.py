@@ -14,12 +14,11 @@ from ...configs.errors import StartupError
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.cgroup import cgroup_free_bytes
 from ...transfer.mooncake.infiniband import SYSFS, port_states
-from ...transfer.mooncake.library import FORBIDDEN
+from ...transfer.mooncake.library import FORBIDDEN, WHEELS
 from ..launch.ports import check_port
 from .facts import Facts, Gpu, Peer, Port, RdmaDevice, Settings, Transfer
 
 GIB = 1 << 30
-WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _TIMEX_BYTES = 512
 """More than the kernel's struct timex has."""

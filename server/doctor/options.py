@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...configs.errors import StartupError
 from ...configs.flags import add_flags, given_flags
-from ...configs.load import CONFIG_OF_ROLE, find_config_file, load_config
+from ...configs.load import find_config_file, load_config
 from ...configs.schema import AnyServerConfig, DecodeConfig
 
 SETTINGS = (
@@ -53,6 +53,3 @@ def read_doctor_options(options: argparse.Namespace, environ: Mapping[str, str])
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise StartupError(f"--peer must be HOST:PORT of a control port, such as 10.0.0.5:8998; got {peer!r}")
     return DoctorOptions(config, peers, options.transfer, options.json)
-
-
-assert set(SETTINGS) <= set.intersection(*(set(config.model_fields) for config in CONFIG_OF_ROLE.values()))

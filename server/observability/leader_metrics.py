@@ -10,20 +10,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...scheduler.messages.frontend import DpRankStatus, PeerStatus, Ready, Status
+from ...transfer.mooncake.library import WHEELS
 from .catalog import METRIC_NAME, PREFIX, Exported, exported_counter, exported_gauge, rank_counter
 
 WAITING_STATES = frozenset({"queued", "retracted", "waiting"})
 """Requests in these states have no KV memory. The others hold some, until they are in one of ENDED_STATES."""
 ENDED_STATES = frozenset({"draining", "closing"})
-VERSIONS = {
-    "version": ("pdserve",),
-    "torch": ("torch",),
-    "mooncake": (
-        "mooncake-transfer-engine",
-        "mooncake-transfer-engine-non-cuda",
-        "mooncake-transfer-engine-cuda13",
-    ),
-}
+VERSIONS = {"version": ("pdserve",), "torch": ("torch",), "mooncake": WHEELS}
 """Labels of the build, and the distributions of which the installed one gives the value."""
 
 

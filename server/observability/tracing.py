@@ -7,6 +7,7 @@ span of the decode server, which sends its `traceparent` with the prompt. Spans 
 Needs the extra `otel`. Off unless `otlp_endpoint` is set, or OTEL_EXPORTER_OTLP_ENDPOINT in the environment.
 """
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 TRACES_PATH = "/v1/traces"
+LAST_SPANS_S = 2.0
 NOT_INSTALLED = 'traces need OpenTelemetry: pip install "pdserve[otel]"'
 STAGE_ORDER = ("queue", "control", "prefill_queue", "prefill", "transfer", "admit", "decode", "retracted")
 """Stages as they follow each other. Of a request that was retracted, `decode` and `retracted` alternate."""
@@ -51,7 +53,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         named = Resource.create({"service.name": f"pdserve-{role}", "service.version": version})
-        self._provider = TracerProvider(resource=named)  # samples as OTEL_TRACES_SAMPLER says
+        self._provider = TracerProvider(resource=named, shutdown_on_exit=False)  # samples as OTEL_TRACES_SAMPLER says
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("pdserve", version)
         self._propagator = TraceContextTextMapPropagator()
@@ -117,8 +119,10 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Export what is left. Bounded by the timeouts of the exporter."""
-        self._provider.shutdown()
+        """Export what is left, for LAST_SPANS_S at most: the collector may be unreachable."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(LAST_SPANS_S)
 
     def _add_stages(self, span: "Span", stages: Iterable[tuple[str, float]], started_at_ns: int) -> None:
         """Children of a span, one after the other."""

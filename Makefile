@@ -90,6 +90,10 @@ test-page: setup ## the live page in a headless Chromium, which must be installe
 test-examples: setup ## all examples of the random tests, of which `make test` runs a part
 	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
+.PHONY: test-prometheus
+test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pair under load; needs Debian's package prometheus
+	@PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -102,6 +106,8 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/ruff format .
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
+	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python deploy/observability/write_dashboards.py
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

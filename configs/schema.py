@@ -214,6 +214,12 @@ class ServerConfig(BaseModel):
         le=3600,
         description="log a line of rates, requests and pools at this interval while there is work; 0 is never",
     )
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines; json has one object per line")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="URL of an OpenTelemetry collector (OTLP/HTTP) for traces; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":

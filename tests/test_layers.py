@@ -32,6 +32,7 @@ LAYERS = {
         "bench",
         "plan",
         "terminal",
+        "doctor",
         "launch",
         "api",
         "api/responses",

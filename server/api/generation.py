@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...scheduler.messages.frontend import Finished, FinishReason, Submit
 from ..engine.leader_client import Inbox, LeaderClient, Progress
-from ..observability.request_ids import client_request_id
+from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
 
@@ -72,7 +72,8 @@ class GenerationResponse(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
+        headers = trace_context(scope)
+        with self._leader.open(self._messages, self._group, client_request_id(scope), headers) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
             with suppress(ClientDisconnect):
                 await run_until_disconnect(asyncio.ensure_future(work), receive)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -33,9 +34,11 @@ from ...configs.words import counted
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
+from ..api.info import package_version
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
+from ..observability.tracing import start_tracing
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .http_protocol import PatientHttpProtocol
 from .model_files import with_local_model
@@ -63,7 +66,7 @@ def run_frontend(
 
     `fixed_role` says why POST /role is refused.
     """
-    configure_logging(config.log_level, config.role)
+    configure_logging(config.log_level, config.role, config.log_format)
     raise_open_files_limit()
     check_tls(config)
     if isinstance(config, PrefillConfig):
@@ -118,11 +121,12 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._tracing = start_tracing(config.otlp_endpoint, config.role, package_version(), os.environ)
+        self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
         self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
         self._metrics.set_role(config.role)
-        self._metrics.watch_leader(lambda: self._leader.client.status, lambda: self._leader.client.loop_age_s)
+        self._metrics.watch_leader(lambda: self._leader.client, lambda: self._leader.pid)
         self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
         http = self._http_server(config)
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
@@ -137,6 +141,8 @@ class Frontend:
             http.should_exit = True
             await serving
             await self._leader.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
@@ -256,7 +262,7 @@ class Frontend:
         former = self._leader
         await former.wait_exit()
         former.kill(f"the server becomes {config.role}")
-        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
         self._roles.leader = self._leader
         self._metrics.set_role(config.role)

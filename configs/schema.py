@@ -154,6 +154,13 @@ class ServerConfig(BaseModel):
     stall_timeout_s: float = Field(
         120.0, gt=0, description="/health returns 503 if a loop makes no progress for this long"
     )
+    kv_events_port: Port | None = Field(
+        None,
+        le=65534,
+        description="publish what the prefix cache stores and removes, for KV-aware routers (ZMQ, in the format of "
+        "vLLM): a PUB socket here, replays at the next port; default: off",
+    )
+    kv_events_topic: str = Field("", description="first frame of each KV event message")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
@@ -179,6 +186,14 @@ class ServerConfig(BaseModel):
                 f"({self.heartbeat_interval_s})"
             )
         return self
+
+    def _check_kv_events_port(self, **others: int) -> None:
+        first = self.kv_events_port
+        for name, port in others.items():
+            if first is not None and port in (first, first + 1):
+                raise ValueError(
+                    f"kv_events_port {first} and the port after it are for KV events, but {name} is {port}"
+                )
 
     @property
     def world_size(self) -> int:
@@ -236,6 +251,7 @@ class PrefillConfig(ServerConfig):
             )
         if self.port == self.bootstrap_port:
             raise ValueError(f"HTTP port and bootstrap_port of prefill are both {self.port}: choose different ports")
+        self._check_kv_events_port(port=self.port, bootstrap_port=self.bootstrap_port)
         if self.chunk_size is not None and self.chunk_size % self.page_size:
             raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")
         return self
@@ -322,6 +338,7 @@ class DecodeConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _reachable(self) -> "DecodeConfig":
+        self._check_kv_events_port(port=self.port)
         if not can_receive_kv(self.public_host):
             field = "host" if self.advertise_host is None else "advertise_host"
             raise ValueError(

@@ -68,6 +68,7 @@ class Conversations(TimedSimulator):
         return not self._left
 
 
+@pytest.mark.slow
 def test_conversations_reuse_as_much_on_two_servers_as_on_one() -> None:
     """About 99 %, also with pages of another size on prefill; by load alone it is about 80 %."""
     one = Conversations(1, "load").converse()

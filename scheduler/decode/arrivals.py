@@ -131,6 +131,8 @@ class Arrivals:
         samples = prompt.waiting
         for request in samples:
             request.kv_path = "local"
+            if self._memory.hot is not None and request.done is None:
+                request.host_tokens = local.cached
         self._arrived(prompt, done, now)
         if local.hot_slot is None:
             return None
@@ -197,7 +199,10 @@ class Arrivals:
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
-                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+                prefilled = Prefilled(
+                    request.rid, done.cached_tokens, done.input_logprobs, done.stored_tokens, request.host_tokens
+                )
+                self._outbox.append(SendToFrontend(prefilled))
             if not self._memory.unsaved(request) and request is samples[0]:
                 self._uncached.append(request)
             self._run_queue.arrived.push(request)

@@ -119,13 +119,16 @@ class Tokens(FrontendMessage, frozen=True):
 class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; sent before the first Tokens.
 
-    `cached_tokens` of it were in the prefix cache of prefill. `input_logprobs` start at `LogprobParams.start`, if
-    requested.
+    `cached_tokens` of it were in the prefix cache of prefill, or, `stored_tokens` of them, in the KV store.
+    `input_logprobs` start at `LogprobParams.start`, if requested.
     """
 
     rid: str
     cached_tokens: int
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    stored_tokens: int = 0
+    host_tokens: int = 0
+    """The part of `cached_tokens` that was in host memory."""
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -150,6 +153,10 @@ class Finished(FrontendMessage, frozen=True):
     cached_tokens: int
     timeline: dict[str, float]
     kv_path: str = ""
+    stored_tokens: int = 0
+    """The part of `cached_tokens` that came from the KV store."""
+    host_tokens: int = 0
+    """The part of `cached_tokens` that was in host memory."""
 
 
 class Failed(FrontendMessage, frozen=True):

@@ -24,12 +24,13 @@ class PeerCache:
         self._stride = 1
         self._ranks: dict[int, set[int]] = {}
         self._sent: dict[int, float] = {}
+        """Pages that were sent and are not reported yet, and when they were sent."""
         self._forget_at = 0.0
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens in its cache, by its reports."""
-        return sum(map(len, self._ranks.values())) * self._stride * (self.page_size or 0)
+        """Tokens in its cache."""
+        return (sum(map(len, self._ranks.values())) + len(self._sent)) * self._stride * (self.page_size or 0)
 
     def report(self, report: CachedPrefixes) -> None:
         """Take a report of the server, or of one of its data-parallel ranks."""
@@ -40,9 +41,10 @@ class PeerCache:
             self._sent.clear()
         removed = unpack_hashes(report.removed)
         pages.difference_update(removed)
-        for page in removed:
+        added = unpack_hashes(report.added)
+        pages.update(added)
+        for page in (*removed, *added):
             self._sent.pop(page, None)
-        pages.update(unpack_hashes(report.added))
         self.version += 1
 
     def sent(self, hashes: Sequence[int], now: float) -> None:
@@ -50,7 +52,8 @@ class PeerCache:
         if now >= self._forget_at:
             self._forget_at = now + SENT_S
             self._sent = {page: at for page, at in self._sent.items() if now - at < SENT_S}
-        self._sent.update(dict.fromkeys(hashes, now))
+        new = set(hashes[self._stride - 1 :: self._stride]).difference(*self._ranks.values())
+        self._sent.update(dict.fromkeys(new, now))
         self.version += 1
 
     def cached_tokens(self, hashes: Sequence[int], most_tokens: int) -> int:

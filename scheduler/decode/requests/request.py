@@ -211,6 +211,8 @@ class Request:
         self.done: PrefillDone | None = None
         self.kv_path = ""
         """How its KV got here: "local", or the path of its transfer ("gpu", "host"); empty before that."""
+        self.host_tokens = 0
+        """Tokens of its prompt whose KV was cached in host memory (HiSparse, if this server computed the prompt)."""
         self.output_ids: list[int] = []
         self.prefill_wait_s = 0.0
         """The part of its time in the queue during which prefill servers were busy."""

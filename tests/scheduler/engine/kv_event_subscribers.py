@@ -49,7 +49,8 @@ class BusyCache:
 class Follower:
     """Follows the events of one server: the subset of a KV-aware router that tests need."""
 
-    def __init__(self, port: int, replay_port: int, topic: bytes = b"") -> None:
+    def __init__(self, port: int, replay_port: int, topic: bytes = b"", *, page_size: int = PAGE) -> None:
+        self._page_size = page_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, topic)
@@ -108,11 +109,11 @@ class Follower:
 
     def cached_tokens(self, tokens: tuple[int, ...]) -> int:
         parent: int | None = None
-        for start in range(0, len(tokens) - PAGE + 1, PAGE):
-            parent = self.children.get((parent, tokens[start : start + PAGE]))
+        for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
+            parent = self.children.get((parent, tokens[start : start + self._page_size]))
             if parent is None:
                 return start
-        return len(tokens) // PAGE * PAGE
+        return len(tokens) // self._page_size * self._page_size
 
     def agrees_with(self, busy: BusyCache) -> bool:
         """Whether it has found the cached prefix of every sequence, and nothing else."""
@@ -129,11 +130,11 @@ class Follower:
             self.kinds.add(event[0])
             match event:
                 case ["BlockStored", hashes, parent, tokens, block_size, None, medium]:
-                    assert (block_size, len(tokens)) == (PAGE, PAGE * len(hashes))
+                    assert (block_size, len(tokens)) == (self._page_size, self._page_size * len(hashes))
                     assert parent is None or parent in self.blocks
                     self.media.add(medium)
                     for number, block in enumerate(hashes):
-                        place = parent, tuple(tokens[number * PAGE : (number + 1) * PAGE])
+                        place = parent, tuple(tokens[number * self._page_size : (number + 1) * self._page_size])
                         assert block not in self.blocks
                         self.blocks[block], self.children[place], parent = place, block, block
                 case ["BlockRemoved", hashes, medium]:

@@ -187,10 +187,15 @@ class ServerConfig(BaseModel):
             )
         return self
 
+    @property
+    def kv_events_ports(self) -> tuple[int, ...]:
+        """The ports of KV events and of their replay; none if they are off."""
+        return () if self.kv_events_port is None else (self.kv_events_port, self.kv_events_port + 1)
+
     def _check_kv_events_port(self, **others: int) -> None:
-        first = self.kv_events_port
         for name, port in others.items():
-            if first is not None and port in (first, first + 1):
+            if port in self.kv_events_ports:
+                first = self.kv_events_port
                 raise ValueError(
                     f"kv_events_port {first} and the port after it are for KV events, but {name} is {port}"
                 )

@@ -1,8 +1,8 @@
 """The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
 
 A setting applies to the servers that have it. `port` is decode's, which clients use; prefill's is `prefill_port`.
-`host` is decode's only, because the pair talks over loopback, and so is `kv_events_port`. Without a cluster key in the environment the pair gets a
-random one: other users of this machine can connect to loopback, too.
+`host` is decode's only, because the pair talks over loopback, and so is `kv_events_port`. Without a cluster key in the
+environment the pair gets a random one: other users of this machine can connect to loopback, too.
 """
 
 import secrets

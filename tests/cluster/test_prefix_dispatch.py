@@ -18,11 +18,10 @@ CONVERSATIONS = 4
 
 
 class Servers(NamedTuple):
-    """Pages of the two prefill servers differ in size. Decode uses both by prefix, `by_load` by load."""
+    """Pages of the two prefill servers differ in size, also from those of decode."""
 
     prefills: tuple[Server, Server]
     decode: Server
-    by_load: Server
     events: dict[str, int]
     """The ports of KV events, by role."""
 
@@ -37,10 +36,9 @@ def started(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         endpoints = ("--prefill", f"{first.endpoint},{second.endpoint}", "--page-size", str(PAGE), *sizes)
         topic = ("--kv-events-port", str(events["decode"]), "--kv-events-topic", "kv@decode")
         decode = servers.add("decode", llama, *endpoints, *topic)
-        by_load = servers.add("decode", llama, *endpoints, "--dispatch", "load")
-        for server in servers.servers:
-            server.wait_ready(peers=2)
-        yield Servers((first, second), decode, by_load, events)
+        for server, peers in ((first, 1), (second, 1), (decode, 2)):
+            server.wait_ready(peers=peers)
+        yield Servers((first, second), decode, events)
         for server in servers.servers:
             server.check_clean()
 
@@ -69,15 +67,6 @@ def test_conversations_stay_where_their_prefix_is(started: Servers, llama: Path)
     assert counters["dispatch_load"] == CONVERSATIONS
     assert counters["dispatch_tokens_reused"] == counters["dispatch_tokens_expected"] > 0
     assert {"tokens_ahead", "cached_tokens"} <= info["peers"][0].keys()
-
-
-def test_by_load_nothing_is_expected_of_a_cache(started: Servers) -> None:
-    prompt = random.Random(5).choices(range(VOCAB_SIZE), k=64)
-    assert started.by_load.generate(prompt, NEW_TOKENS) == started.by_load.generate(prompt, NEW_TOKENS)
-    counters = started.by_load.settled_info()["counters"]
-    assert (counters["dispatch_load"], counters["dispatch_prefix"]) == (2, 0)
-    assert counters["dispatch_tokens_expected"] == 0
-    assert all(peer["cached_tokens"] is None for peer in started.by_load.info()["peers"])
 
 
 @pytest.mark.parametrize(("role", "page_size"), [("prefill", 4), ("decode", PAGE)])

@@ -328,7 +328,7 @@ class PrefillDispatcher:
         self.counters[f"dispatch_{selection.reason}"] += 1
         if expected is not None:
             self.counters["dispatch_tokens_expected"] += expected
-            peer.cache.sent(prompt.page_hashes[peer.cache.page_size or 0], now)
+            peer.cache.sent(prompt.page_hashes[peer.cache.page_size or 0], expected, now)
         first_new, within = divmod(reservation.prefix_tokens, self.limits.page_size)
         new_pages = reservation.prompt.pages[first_new:]
         if reservation.copied is not None:

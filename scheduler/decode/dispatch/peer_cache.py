@@ -47,13 +47,14 @@ class PeerCache:
             self._sent.pop(page, None)
         self.version += 1
 
-    def sent(self, hashes: Sequence[int], now: float) -> None:
-        """A prompt with these pages was sent to the server."""
+    def sent(self, hashes: Sequence[int], cached_tokens: int, now: float) -> None:
+        """A prompt with these pages was sent to the server, which has `cached_tokens` of it."""
+        assert self.page_size is not None, "a server without reports has unknown pages"
         if now >= self._forget_at:
             self._forget_at = now + SENT_S
             self._sent = {page: at for page, at in self._sent.items() if now - at < SENT_S}
-        new = set(hashes[self._stride - 1 :: self._stride]).difference(*self._ranks.values())
-        self._sent.update(dict.fromkeys(new, now))
+        first_new = cached_tokens // self.page_size
+        self._sent |= dict.fromkeys(hashes[first_new + self._stride - 1 :: self._stride], now)
         self.version += 1
 
     def cached_tokens(self, hashes: Sequence[int], most_tokens: int) -> int:

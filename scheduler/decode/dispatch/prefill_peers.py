@@ -135,6 +135,10 @@ class PrefillPeers:
         """
         last = prompt.attempt.instance if prompt.attempt is not None else None
         peers = self.able(prompt)
+        if len(peers) == 1 and not prompt.page_hashes:
+            (peer,) = peers
+            is_open = peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, None))
+            return Selection(peer, is_open, "load", None) if is_open else None
         cached = [peer.cached_tokens(prompt) if self._mode == "prefix" else None for peer in peers]
         candidates = [
             Candidate(

@@ -150,10 +150,17 @@ def test_nested_structs_can_be_appended_to() -> None:
     fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
-    fields[-1] = [1, 2, 3, True, 4, 5.0, "from a later version"]
+    fields[-1] = [1, 2, 3, True, 4, 5.0, True, "from a later version"]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(
-        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4, tokens_per_s=5.0)
+        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4, tokens_per_s=5.0, cache_reports=True)
     )
+
+
+def test_load_of_an_older_decode_server_asks_for_no_cache_reports() -> None:
+    fields = fields_on_the_wire(Heartbeat(InstanceId("d1"), 1.0, Load(1, cache_reports=True)))
+    fields[-1] = fields[-1][:-1]
+    message, _ = decode([msgspec.msgpack.encode(fields)])
+    assert message == Heartbeat(InstanceId("d1"), 1.0, Load(1))
 
 
 @pytest.mark.parametrize("other", [0, PROTOCOL_VERSION + 1])

@@ -130,9 +130,9 @@ def test_unsubscribed_server_gets_no_reports() -> None:
 def test_prompt_that_was_sent_counts_as_cached_for_a_while() -> None:
     cache, tokens = PeerCache(), tuple(range(16))
     cache.report(CachedPrefixes(0, PAGE, 1))
-    cache.sent(hashes_of(tokens), now=0.0)
+    cache.sent(hashes_of(tokens), 0, now=0.0)
     assert cache.cached_tokens(hashes_of((*tokens[:8], *range(50, 58))), 16) == 8
-    cache.sent(hashes_of((99,) * 8), now=SENT_S)
+    cache.sent(hashes_of((99,) * 8), 0, now=SENT_S)
     assert cache.cached_tokens(hashes_of(tokens), 16) == 0
     assert cache.cached_tokens(hashes_of((99,) * 8), 8) == 8
 
@@ -140,7 +140,7 @@ def test_prompt_that_was_sent_counts_as_cached_for_a_while() -> None:
 def test_last_token_is_never_cached() -> None:
     cache, tokens = PeerCache(), tuple(range(16))
     cache.report(CachedPrefixes(0, PAGE, 1))
-    cache.sent(hashes_of(tokens), now=0.0)
+    cache.sent(hashes_of(tokens), 0, now=0.0)
     assert cache.cached_tokens(hashes_of(tokens), len(tokens) - 1) == 12
 
 

@@ -452,7 +452,7 @@ class DecodeScheduler:
             waiting_requests=len(self.dispatcher.queue),
             running_requests=len(self.run_queue.running),
             waiting_tokens=self.waiting_tokens,
-            cache_reports=self.limits.dispatch == "prefix",
+            cache_reports=self.dispatcher.peers.compares_caches,
         )
 
     def check_integrity(self) -> None:

@@ -100,6 +100,8 @@ class PrefillScheduler:
         """A decode server has reported its load, and whether it wants to know what is cached here."""
         if load.cache_reports and instance in self._spaces and self.limits.prefix_cache:
             self.reports.subscribe(instance)
+        elif not load.cache_reports:
+            self.reports.unsubscribe(instance)
 
     def peer_closed(self, instance: InstanceId) -> None:
         """The connection to a lost decode server is closed."""

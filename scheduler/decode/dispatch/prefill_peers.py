@@ -170,14 +170,16 @@ class PrefillPeers:
             self._peers[instance].cache.report(report)
 
     @property
+    def compares_caches(self) -> bool:
+        """Whether the choice depends on what servers have cached: by prefix, and if there are several."""
+        return self._mode == "prefix" and len(self._peers) > 1
+
+    @property
     def hashed_page_sizes(self) -> tuple[int, ...]:
-        """Page sizes for which prompts have to be hashed; none if there is no choice between servers. Read by another
-        thread.
-        """
-        peers = list(self._peers.values())
-        if self._mode == "load" or len(peers) < 2:
+        """Page sizes for which prompts have to be hashed. Read by another thread."""
+        if not self.compares_caches:
             return ()
-        sizes = {peer.cache.page_size for peer in peers}
+        sizes = {peer.cache.page_size for peer in list(self._peers.values())}
         return tuple(sorted(size for size in sizes if size is not None))
 
     def inputs(self) -> dict[str, DispatchInputs]:

@@ -43,6 +43,9 @@ def test_only_servers_that_ask_get_reports() -> None:
     store(prefill, [1] * 8)
     ((instance, report),) = reports(prefill, 1.0)
     assert (instance, len(report.added), report.removed, report.reset) == (NEW, 16, b"", False)
+    prefill.peer_load(NEW, Load(6))
+    store(prefill, [2] * 8)
+    assert reports(prefill, 2.0) == [], "it has no other prefill server any more"
 
 
 def test_server_that_pairs_again_gets_everything_again() -> None:

@@ -122,7 +122,9 @@ def test_prompt_waits_for_its_prefix_and_others_pass_it() -> None:
 
 
 def test_servers_that_report_no_cache_get_prompts_by_load() -> None:
-    """Like those of an older release. A decode server by load does not ask for reports."""
+    """Like those of an older release. By load, and with one prefill server, decode does not ask for reports."""
+    one = TimedSimulator(tokens_per_s=1000, limits=decode_limits())
+    assert not one.decode.load().cache_reports
     by_load = TimedSimulator(tokens_per_s=1000, limits=decode_limits(dispatch="load"), endpoints=("a:1", "b:1"))
     by_load.run_for(1.0)
     older = TimedSimulator(tokens_per_s=1000, limits=decode_limits(), endpoints=("a:1", "b:1"), reports=False)

@@ -25,7 +25,7 @@ from .kv_path import PathInputs, choose_path
 from .local_prefill import LocalLimits, LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeer, PrefillPeers, prompt_kind
+from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
@@ -215,19 +215,21 @@ class PrefillDispatcher:
         blocked: list[Prompt] = []
         sent: list[int] = []
         busy: set[str | None] = set()
-        places: dict[Prompt, Placement] = {}
+        places: dict[Prompt, tuple[Placement, Selection | None]] = {}
 
         self.peers.release_held()
 
         def may_send(prompt: Prompt) -> bool | None:
             """Servers that take no prompt, although they are there, are busy."""
-            places[prompt] = placement = self.placer.place(prompt, now)
+            selection = self.peers.select(prompt, now)
+            is_open = selection is not None and selection.is_open
+            placement = self.placer.place(prompt, now, remote_open=is_open)
+            places[prompt] = placement, selection
             if placement.where != "wait":
                 return True
             if self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
-            selection = self.peers.select(prompt, now)
-            if selection is None or selection.is_open or not selection.cached:
+            if selection is None or is_open or not selection.cached:
                 return False
             self.peers.hold(prompt, selection)
             return None
@@ -237,7 +239,7 @@ class PrefillDispatcher:
                 break
             if above is not None and prompt.priority <= above:
                 break
-            placement = places[prompt]
+            placement, selection = places[prompt]
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
             if placement.where == "local" and not self._memory.may_compute(prompt, shrink=True):
@@ -265,7 +267,8 @@ class PrefillDispatcher:
                 if self._memory.open_for_prompt(local):
                     self.local.loaded(local)
             else:
-                self._send(prompt, reservation, now)
+                assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
+                self._send(prompt, reservation, selection, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
@@ -309,10 +312,7 @@ class PrefillDispatcher:
             request.lifecycle.advance(State.RESERVED, now)
             request.lifecycle.advance(state, now)
 
-    def _send(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
-        selection = self.peers.select(prompt, now)
-        assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
-        assert selection.is_open, f"the prefill server of prompt {prompt.prompt_id} does not take it"
+    def _send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
         peer, expected = selection.peer, selection.cached
         self._reserved(prompt, reservation, State.PREFILLING, now)
         prompt.attempts += 1

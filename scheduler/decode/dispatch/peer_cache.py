@@ -28,6 +28,11 @@ class PeerCache:
         self._forget_at = 0.0
 
     @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of the server, each with a cache of its own."""
+        return len(self._ranks) or 1
+
+    @property
     def stored_tokens(self) -> int:
         """Tokens in its cache."""
         return (sum(map(len, self._ranks.values())) + len(self._sent)) * self._stride * (self.page_size or 0)

@@ -144,7 +144,7 @@ class PrefillPeers:
             Candidate(
                 ahead=peer.window.tokens_ahead + peer.held_tokens,
                 cached=tokens or 0,
-                fullness=peer.cache.stored_tokens / peer.capacity,
+                fullness=peer.cache.stored_tokens / (peer.capacity * peer.cache.ranks),
                 is_open=peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, tokens)),
                 failed=peer.instance == last,
             )

@@ -20,8 +20,9 @@ ALIASES = {
     "kv_dtype": ("--kv-cache-dtype",),
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
+    "log_stats_interval_s": ("--log-stats-interval",),
 }
-"""Spellings of SGLang, and former names."""
+"""Spellings of SGLang, former names, and shorter ones."""
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 

@@ -48,7 +48,14 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, allow_inf_nan=False)
 
-    model: str = Field("smollm2", description="'smollm2' (embedded), a Hugging Face model directory or a .gguf file")
+    model: str = Field(
+        "smollm2",
+        description="'smollm2' (embedded), a Hugging Face model directory, a .gguf file, or a model of the Hugging "
+        "Face Hub: ORG/NAME or ORG/NAME:FILE.gguf",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a model of the Hugging Face Hub; default: main"
+    )
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -164,6 +171,12 @@ class ServerConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
+    )
+    log_stats_interval_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="log a line of rates, requests and pools at this interval while there is work; 0 is never",
     )
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ LAYERS = {
         "",
         "bench",
         "plan",
+        "terminal",
         "launch",
         "api",
         "api/openai",

@@ -2,7 +2,7 @@
 
 A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
 router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
+`/`, `/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
 from ..text.output_text import OutputText
@@ -39,6 +40,7 @@ from .error_responses import add_error_handlers
 from .generation import GenerationResponse, Rendering, prefill_leg, read_body
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
+from .live_page import add_page
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
 from .native.requests import Call, parse_generate
@@ -77,6 +79,7 @@ def create_app(routes: "Routes") -> ASGIApp:
     app.include_router(routes.public())
     app.include_router(routes.protected())
     add_documentation(app, routes.operations)
+    add_page(app)
     add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
     return KeepsRequestIds(app)
 
@@ -170,7 +173,7 @@ class Routes:
     async def _generate_one_token(self) -> str | None:
         """None, or the reason why no token was generated in time."""
         probe = Submit(
-            rid=f"health-{new_rid()}",
+            rid=f"{PROBE_PREFIX}{new_rid()}",
             prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,

@@ -38,6 +38,7 @@ from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .http_protocol import PatientHttpProtocol
+from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
 from .startup_checks import check_startup
@@ -67,6 +68,7 @@ def run_frontend(
         # the leader binds it, minutes from now; the leader of the previous server may still be ending
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
+        config = with_local_model(config)
         source = locate_model(config.model, config.load_format)
         check_startup(config, source)
         sampling = default_sampling_of(config, source)

@@ -21,6 +21,7 @@ from ...configs.load import SECRET_VARIABLES
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from .children import ChildEndedError, Children
+from .model_files import with_local_model
 from .pair import PairConfig, check_ports
 from .startup_checks import check_startup
 
@@ -102,6 +103,7 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
     check_ports(config)
+    config = PairConfig(with_local_model(config.prefill), with_local_model(config.decode))
     for server in config:
         check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)
@@ -154,7 +156,8 @@ def banner(config: PairConfig) -> Sequence[str]:
         f"  prefill  {base_url(config.prefill)}  (control port {config.prefill.bootstrap_port})",
         "",
         f"  {curl_command(config, 'The capital of France is')}",
-        f"  curl {url}/metrics",
+        f"  pdserve chat --url {url}",
+        f"  open {url}/ in a browser to see what they do",
         "",
         "  Ctrl-C stops both.",
         "",

@@ -75,6 +75,7 @@ test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts
 test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs its wheel
 	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(DYNAMO)
 	DYNAMO_INDEXER=1 $(PYTEST) tests/scheduler/engine/test_dynamo_indexer.py $(ARGS)
+
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
 	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
